@@ -1,0 +1,102 @@
+"""What a model is, before it exists: shapes and number formats. Loads without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.errors import UsageError, unknown_name
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only Transformer LM."""
+
+    d_model: int
+    d_ff: int
+    n_layers: int
+    n_heads: int
+    vocab: int = 10_000
+    context: int = 512
+    """Longest sequence; the rotary table has this many rows."""
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "n_layers", "n_heads", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        if self.d_model % self.n_heads:
+            raise UsageError(
+                f"n_heads {self.n_heads} does not divide d_model {self.d_model}",
+                "choose a number of heads that divides it",
+            )
+        if self.d_head % 2:
+            raise UsageError(
+                f"d_model {self.d_model} over n_heads {self.n_heads} gives heads of {self.d_head}",
+                "rotary embedding pairs the dimensions of a head, so it must be even",
+            )
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.n_heads
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True):
+    """Which number format the weights have and which one the matrix products run in."""
+
+    name: str
+    weights: str
+    compute: str
+    """Format of the matrix products: it names the ceiling that the step is held against."""
+    autocast: bool
+    help: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    p.name: p
+    for p in (
+        Precision(
+            name="float32",
+            weights="float32",
+            compute="float32",
+            autocast=False,
+            help="all in float32, tensor cores off",
+        ),
+        Precision(
+            name="tf32",
+            weights="float32",
+            compute="tf32",
+            autocast=False,
+            help="float32 storage, matrix products on tensor cores in TF32",
+        ),
+        Precision(
+            name="bfloat16",
+            weights="float32",
+            compute="bfloat16",
+            autocast=True,
+            help="float32 weights, bfloat16 autocast",
+        ),
+        Precision(
+            name="float16",
+            weights="float32",
+            compute="float16",
+            autocast=True,
+            help="float32 weights, float16 autocast with loss scaling",
+        ),
+        Precision(
+            name="bfloat16-pure",
+            weights="bfloat16",
+            compute="bfloat16",
+            autocast=False,
+            help="weights, gradients and optimizer state in bfloat16",
+        ),
+    )
+}
+
+_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-pure": "bfloat16-pure"}
+
+
+def precision(name: str) -> Precision:
+    """The precision of that name; the field's short names are understood."""
+    full = _ALIASES.get(name, name)
+    if full not in PRECISIONS:
+        raise unknown_name("dtype", name, PRECISIONS)
+    return PRECISIONS[full]

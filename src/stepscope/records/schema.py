@@ -1,0 +1,183 @@
+"""The record: the immutable result of one case, and the parts it is made of.
+
+Format history
+  1  first published form
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "oom", "error", "timeout", "skipped"]
+Clock = Literal["device", "host"]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything inside a record: immutable, named fields, no unknown ones."""
+
+
+class Quantity(Part):
+    """One number that is not sampled, with its unit."""
+
+    value: float
+    unit: str
+
+
+class Series(Part):
+    """Raw samples of one quantity in the order they were taken; nothing is ever dropped."""
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    warmup: tuple[float, ...] = ()
+    """Samples taken before steady state was assumed; kept, never mixed in."""
+    clock: Clock = "host"
+    """`device`: between events on the device's queue. `host`: by the host's clock."""
+    rank: int = 0
+
+
+class Ceiling(Part):
+    """A limit of the machine, measured on it or read from a data sheet."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    """`measured`, or the data sheet it comes from."""
+    detail: str = ""
+
+
+class Reading(Part):
+    """What the device said of itself at one moment during a case."""
+
+    at_s: float
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    throttle: tuple[str, ...] = ()
+
+
+class Lint(Part):
+    """A check of a record against physics that did not hold."""
+
+    code: str
+    message: str
+
+
+class Environment(Part):
+    """Where a record was made."""
+
+    device_kind: str
+    device_name: str
+    device_count: int
+    device_memory_bytes: int
+    cpu: str
+    cpu_cores: int
+    host_memory_bytes: int
+    threads: int
+    platform: str
+    python: str
+    torch: str
+    stepscope: str
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    triton: str | None = None
+    power_limit_w: float | None = None
+    max_sm_clock_mhz: float | None = None
+    load_average: float | None = None
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class Run(Part):
+    """The records that one command made."""
+
+    id: str
+    created: str
+    """UTC, ISO 8601."""
+    command: str
+    """What to type to go on with it."""
+    plan: str
+    """Digest of the planned cases: the same request on the same kind of device has the same."""
+    cases: int
+
+
+class Record(Part):
+    """The result of one case. An out-of-memory is a result too."""
+
+    id: str
+    run: str
+    study: str
+    case: str
+    """Readable identity of the case within its study; equal cases of two runs compare."""
+    config: dict[str, Any]
+    status: Status
+    environment: Environment
+    started: str
+    """UTC, ISO 8601."""
+    elapsed_s: float
+    reason: str = ""
+    attempt: int = 1
+    series: tuple[Series, ...] = ()
+    quantities: dict[str, Quantity] = {}
+    ceilings: tuple[Ceiling, ...] = ()
+    readings: tuple[Reading, ...] = ()
+    lints: tuple[Lint, ...] = ()
+    version: int = SCHEMA_VERSION
+
+    def find(self, name: str, clock: Clock | None = None) -> Series | None:
+        """The series of that name: of that clock, or the device's where there is one."""
+        found = [s for s in self.series if s.name == name and clock in (None, s.clock)]
+        return min(found, key=lambda s: s.clock, default=None)
+
+    def quantity(self, name: str) -> float | None:
+        held = self.quantities.get(name)
+        return None if held is None else held.value
+
+    def ceiling(self, name: str, *, measured: bool = True) -> Ceiling | None:
+        """The measured ceiling of that name, or the data sheet's."""
+        for held in self.ceilings:
+            if held.name == name and (held.source == "measured") == measured:
+                return held
+        return None
+
+
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""From a version to the next one, on the decoded JSON."""
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes | str) -> Record:
+    """Read a record of this version or an older one; refuse a newer one."""
+    try:
+        raw = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise StepscopeError(f"not a record: {error}") from error
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if not isinstance(version, int):
+        raise StepscopeError("not a record: it has no version")
+    if version > SCHEMA_VERSION:
+        raise StepscopeError(
+            f"the record has format version {version}, this Stepscope reads up to {SCHEMA_VERSION}",
+            "install a newer Stepscope",
+        )
+    for step in range(version, SCHEMA_VERSION):
+        if step not in UPGRADES:
+            raise StepscopeError(f"the record has format version {step}, which has no upgrade")
+        raw = UPGRADES[step](raw) | {"version": step + 1}
+    try:
+        return msgspec.convert(raw, Record)
+    except msgspec.ValidationError as error:
+        raise StepscopeError(f"not a record: {error}") from error

@@ -1,0 +1,107 @@
+"""What a person sees, as data: a study makes blocks, a writer draws them. No torch, no drawing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["text", "number", "count", "percent", "bytes", "rate"]
+Tone = Literal["good", "info", "warn"]
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all blocks."""
+
+
+class Spread(Data):
+    """A value with a symmetric spread, shown as 12.3 ± 0.4."""
+
+    value: float
+    plus_minus: float
+
+
+class Interval(Data):
+    """A value with its confidence interval, shown as 12.3 [12.1, 12.6]."""
+
+    value: float
+    low: float
+    high: float
+
+
+Cell = str | int | float | Spread | Interval | None
+"""Text stands as it is in any column (`OOM`); None is shown as a dash."""
+
+
+class Column(Data):
+    title: str
+    kind: Kind = "text"
+    unit: str = ""
+    """Stands in the header. `bytes` and `rate` cells pick their own prefix (GiB, TFLOP/s)."""
+    hint: str = ""
+    """One sentence that says how the number is made."""
+
+
+class Table(Data, tag="table"):
+    name: str
+    """Identifier: the anchor in the page and the file name of an export."""
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str = ""
+    details: tuple[str, ...] = ()
+    """One text per row that the page shows when the row is opened; empty for a plain table."""
+
+
+class Curve(Data):
+    """Points of one label; `low` and `high` bound the error bars."""
+
+    label: str
+    x: tuple[float, ...] | tuple[str, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+class Mark(Data):
+    """A horizontal line that says where a limit lies."""
+
+    label: str
+    value: float
+
+
+class Figure(Data, tag="figure"):
+    name: str
+    title: str
+    kind: Literal["lines", "bars"]
+    curves: tuple[Curve, ...]
+    x_label: str
+    y_label: str
+    x_log: bool = False
+    y_log: bool = False
+    marks: tuple[Mark, ...] = ()
+    caption: str = ""
+
+
+class Finding(Data, tag="finding"):
+    """A sentence with numbers that answers a study's question."""
+
+    text: str
+    tone: Tone = "info"
+
+
+Block = Table | Figure | Finding
+
+
+class Section(Data):
+    name: str
+    title: str
+    question: str
+    blocks: tuple[Block, ...]
+
+
+class Page(Data):
+    title: str
+    subtitle: str
+    headline: Table
+    sections: tuple[Section, ...]

@@ -1,0 +1,86 @@
+"""What a study is: one question with a fixed way to measure it. Loads without torch."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from stepscope.records.schema import Environment, Part, Quantity, Reading, Record, Series
+from stepscope.report.blocks import Block, Table
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+
+class Case(Part):
+    """One cell of a study, ready to be sent to a worker."""
+
+    study: str
+    key: str
+    config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._=+-]+", self.key):
+            raise ValueError(f"case key {self.key!r} has characters outside [A-Za-z0-9._=+-]")
+
+
+class Measurement(Part):
+    """What measuring a case gave. The first series is what the case is about."""
+
+    series: tuple[Series, ...] = ()
+    quantities: dict[str, Quantity] = {}
+    readings: tuple[Reading, ...] = ()
+
+
+class CaseSkipped(Exception):
+    """Raised by `measure` for a case that cannot be meant on this machine, with the reason."""
+
+
+class Bench(Protocol):
+    """What a study may use while it measures."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+Flags = TypeVar("Flags", bound=msgspec.Struct)
+
+
+class Study(ABC, Generic[Flags]):
+    """A study file holds one subclass of this and its instance, `STUDY`; that registers it."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    question: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]] = ()
+    fresh_process: ClassVar[bool] = False
+    """Every case starts in a process that has done nothing before."""
+
+    flags: type[Flags]
+    """The sweep as the command line takes it; its defaults are the study's."""
+
+    @abstractmethod
+    def cases(self, flags: Flags) -> tuple[Case, ...]:
+        """Every cell of the sweep, cheapest first."""
+
+    @abstractmethod
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        """Measure one case. Runs in a worker; imports torch inside."""
+
+    @abstractmethod
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        """Findings, figures and tables from records of this study. Pure."""
+
+    def headline(self, records: Sequence[Record]) -> Table | None:  # noqa: ARG002
+        """The one table that a person wants first, if this study has it."""
+        return None
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:  # noqa: ARG002
+        """This study's share of each preset on that machine."""
+        return {}
