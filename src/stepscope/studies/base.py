@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
 
-class Case(Part):
+class Case(Part, frozen=True):
     """One cell of a study, ready to be sent to a worker."""
 
     study: str
@@ -28,15 +28,15 @@ class Case(Part):
             raise ValueError(f"case key {self.key!r} has characters outside [A-Za-z0-9._=+-]")
 
 
-class Measurement(Part):
+class Measurement(Part, frozen=True):
     """What measuring a case gave. The first series is what the case is about."""
 
     series: tuple[Series, ...] = ()
-    quantities: dict[str, Quantity] = {}
+    quantities: dict[str, Quantity] = msgspec.field(default_factory=dict)
     readings: tuple[Reading, ...] = ()
 
 
-class CaseSkipped(Exception):
+class CaseSkipped(Exception):  # noqa: N818
     """Raised by `measure` for a case that cannot be meant on this machine, with the reason."""
 
 

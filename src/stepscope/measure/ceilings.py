@@ -1,0 +1,167 @@
+"""The limits of this machine, measured on it: matrix rate per format, memory, launches.
+
+A ceiling is the best of several shapes, each the median of repeated runs on random data: what a
+large, well-shaped piece of work reaches here, not what a data sheet promises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stepscope.measure.datasheet import datasheet_ceilings
+from stepscope.measure.device import Device
+from stepscope.records.schema import Ceiling, Environment
+
+_FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 1024, 2048)}
+_COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_SECONDS_PER_SHAPE = {"cuda": 0.5, "cpu": 0.3}
+_LAUNCHES = 2000
+
+Progress = Callable[[int, int, str], None]
+
+
+def ceilings(
+    device: Device, environment: Environment, progress: Progress | None = None
+) -> tuple[Ceiling, ...]:
+    """This machine's ceilings: from the cache, or measured now and cached."""
+    path = _cache_file(environment)
+    try:
+        measured = msgspec.json.decode(path.read_bytes(), type=tuple[Ceiling, ...])
+    except (OSError, msgspec.DecodeError):
+        measured = measure_ceilings(device, progress)
+        _keep(path, measured)
+    return (*measured, *datasheet_ceilings(environment.device_name))
+
+
+def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[Ceiling, ...]:
+    formats = [name for name in _FORMATS if name not in device.lacks()]
+    jobs: list[tuple[str, Callable[[], Ceiling]]] = [
+        (f"matrix rate, {name}", partial(_matrix_rate, device, name)) for name in formats
+    ]
+    jobs += [
+        ("memory bandwidth", partial(_copy_rate, device)),
+        ("launch rate", partial(_launch_rate, device)),
+    ]
+    found = []
+    for done, (what, job) in enumerate(jobs):
+        if progress:
+            progress(done, len(jobs), what)
+        found.append(job())
+    device.release()
+    return tuple(found)
+
+
+def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: float) -> float:
+    """Median time of one call over repeated batches of calls, after a warm-up."""
+    call()
+    device.synchronize()
+    start = time.perf_counter()
+    call()
+    device.synchronize()
+    once = max(time.perf_counter() - start, 1e-7)
+    # A batch is long enough that the last synchronization does not show in it.
+    batch = max(1, round(budget_s / 10 / once))
+    samples: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(samples) < 3 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        device.synchronize()
+        samples.append((time.perf_counter() - start) / batch)
+        if once * batch * 3 > 4 * budget_s and samples:
+            break
+    return statistics.median(samples)
+
+
+def _matrix_rate(device: Device, name: str) -> Ceiling:
+    dtype = getattr(torch, "float32" if name == "tf32" else name)
+    budget = _SECONDS_PER_SHAPE[device.kind]
+    best = 0.0
+    shape = ""
+    with _tf32(name == "tf32"):
+        for n in _MATRIX_SIZES[device.kind]:
+            # A format without hardware here shows it at once; larger shapes would take minutes.
+            if best and 2 * n**3 / best > budget:
+                break
+            a = torch.randn(n, n, device=device.torch_device).to(dtype)
+            b = torch.randn(n, n, device=device.torch_device).to(dtype)
+            # Some libraries are fast for one layout only; a linear layer multiplies by a transpose.
+            for layout, right in (("nn", b), ("nt", b.t())):
+                seconds = _seconds_per_call(device, partial(torch.mm, a, right), budget)
+                rate = 2 * n**3 / seconds
+                if rate > best:
+                    best, shape = rate, f"{n}×{n}×{n} {layout}"
+    return Ceiling(
+        name=f"matmul.{name}", value=best, unit="FLOP/s", source="measured", detail=shape
+    )
+
+
+def _copy_rate(device: Device) -> Ceiling:
+    size = min(_COPY_BYTES[device.kind], device.memory_bytes // 8)
+    source = torch.randn(size // 4, device=device.torch_device)
+    target = torch.empty_like(source)
+    seconds = _seconds_per_call(device, lambda: target.copy_(source), 1.0)
+    return Ceiling(
+        name="memory.copy", value=2 * source.nbytes / seconds, unit="B/s", source="measured",
+        detail=f"copy of {source.nbytes >> 20} MiB, bytes read plus bytes written",
+    )  # fmt: skip
+
+
+def _launch_rate(device: Device) -> Ceiling:
+    x = torch.zeros(1, device=device.torch_device)
+
+    def burst() -> None:
+        for _ in range(_LAUNCHES):
+            x.add_(1.0)
+
+    seconds = _seconds_per_call(device, burst, 0.5) / _LAUNCHES
+    return Ceiling(
+        name="launch.rate", value=1 / seconds, unit="launches/s", source="measured",
+        detail="one-element in-place additions, eager, one after the other",
+    )  # fmt: skip
+
+
+@contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _cache_file(environment: Environment) -> Path:
+    """One file per identity: whatever moves a ceiling is part of the name."""
+    identity = [
+        environment.device_kind, environment.device_name, environment.cpu_cores,
+        environment.threads, environment.torch, environment.driver, environment.power_limit_w,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "stepscope" / f"ceilings-{digest}.json"
+
+
+def _keep(path: Path, found: tuple[Ceiling, ...]) -> None:
+    """Write the cache whole or not at all; without a writable cache they are measured again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(found))
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,202 @@
+"""One device behind one small interface, so that every instrument works on CPU and GPU alike."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepscope.errors import UsageError
+from stepscope.measure.telemetry import Telemetry
+from stepscope.records.schema import Reading
+
+
+class Mark:
+    """A moment: on the host's clock and, where the device has a queue, in that queue."""
+
+    __slots__ = ("event", "host_s")
+
+    def __init__(self, host_s: float, event: Any = None) -> None:
+        self.host_s = host_s
+        self.event = event
+
+
+class Device(ABC):
+    """What the instruments need of a device."""
+
+    kind: str
+    torch_device: torch.device
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int: ...
+
+    @abstractmethod
+    def mark(self) -> Mark: ...
+
+    @abstractmethod
+    def device_ms(self, start: Mark, end: Mark) -> float | None:
+        """Time between two marks in the device's queue; None where there is no queue."""
+
+    @abstractmethod
+    def lacks(self) -> dict[str, str]:
+        """Number formats that this device cannot compute in, each with the reason."""
+
+    @abstractmethod
+    def reset_peak(self) -> None: ...
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Most memory held since `reset_peak`; None where the system does not tell."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was issued is done."""
+
+    def release(self) -> None:
+        """Give back what a finished case left in caches."""
+        gc.collect()
+
+    def read(self) -> Reading:
+        """Clocks, power and throttling now."""
+        return Reading(at_s=time.monotonic())
+
+
+class CpuDevice(Device):
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._baseline = 0
+
+    @property
+    def name(self) -> str:
+        return cpu_name()
+
+    @property
+    def memory_bytes(self) -> int:
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+    def mark(self) -> Mark:
+        return Mark(time.perf_counter())
+
+    def device_ms(self, start: Mark, end: Mark) -> float | None:  # noqa: ARG002
+        return None
+
+    def lacks(self) -> dict[str, str]:
+        return {"tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32"}
+
+    def synchronize(self) -> None:
+        """Eager work on a CPU is done when the call returns."""
+
+    def reset_peak(self) -> None:
+        import psutil
+
+        # Writing 5 resets the kernel's high-water mark of this process's resident memory.
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._baseline = int(psutil.Process().memory_info().rss)
+        except OSError:
+            self._baseline = 0
+
+    def peak_bytes(self) -> int | None:
+        if not self._baseline:
+            return None
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return max(0, int(line.split()[1]) * 1024 - self._baseline)
+        return None
+
+
+class CudaDevice(Device):
+    kind = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        self._properties = torch.cuda.get_device_properties(index)
+        self.telemetry = Telemetry(str(getattr(self._properties, "uuid", "")))
+
+    @property
+    def name(self) -> str:
+        return str(self._properties.name)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._properties.total_memory)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Mark(time.perf_counter(), event)
+
+    def device_ms(self, start: Mark, end: Mark) -> float | None:
+        return float(start.event.elapsed_time(end.event))
+
+    def lacks(self) -> dict[str, str]:
+        major, minor = self._properties.major, self._properties.minor
+        if major >= 8:
+            return {}
+        capability = f"{self.name} has compute capability {major}.{minor}"
+        return {
+            "tf32": f"{capability}, TF32 needs 8.0; use float32",
+            "bfloat16": f"{capability}, bfloat16 needs 8.0; use float16",
+        }
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def read(self) -> Reading:
+        return self.telemetry.read()
+
+
+def pick_device(choice: str = "auto") -> Device:
+    """The device of that name: `auto` takes the GPU where there is one."""
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    if choice == "cpu":
+        return CpuDevice()
+    if choice == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "device 'cuda' is not here: torch sees no NVIDIA GPU",
+                "use --device cpu, or see `stepscope doctor`",
+            )
+        return CudaDevice(int(os.environ.get("LOCAL_RANK", "0")))
+    raise UsageError(f"device {choice!r} does not exist", "one of: auto, cpu, cuda")
+
+
+def cpu_name() -> str:
+    """The processor's model name as the system gives it."""
+    import platform
+    import subprocess
+
+    try:
+        listing = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        listing = ""
+    for line in listing.splitlines():
+        if line.startswith("Model name:"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,80 @@
+"""Where a measurement is made: device, software, and the state of the checkout."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+import torch
+
+import stepscope
+from stepscope.measure.device import CudaDevice, Device, cpu_name
+from stepscope.records.schema import Environment
+
+
+def describe(device: Device) -> Environment:
+    commit, dirty = _checkout()
+    gpu = device if isinstance(device, CudaDevice) else None
+    return Environment(
+        device_kind=device.kind,
+        device_name=device.name,
+        device_count=torch.cuda.device_count() if gpu else 1,
+        device_memory_bytes=device.memory_bytes,
+        cpu=cpu_name(),
+        cpu_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        host_memory_bytes=int(psutil.virtual_memory().total),
+        threads=torch.get_num_threads(),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        stepscope=stepscope.__version__,
+        driver=gpu.telemetry.driver() if gpu else None,
+        cuda=torch.version.cuda if gpu else None,
+        cudnn=str(torch.backends.cudnn.version()) if gpu else None,  # type: ignore[no-untyped-call]
+        triton=_triton_version(),
+        power_limit_w=gpu.telemetry.power_limit_w() if gpu else None,
+        max_sm_clock_mhz=gpu.telemetry.max_sm_clock_mhz() if gpu else None,
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        commit=commit,
+        dirty=dirty,
+    )
+
+
+def _triton_version() -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _checkout() -> tuple[str | None, bool | None]:
+    """Commit and dirty flag of the checkout this package runs from.
+
+    A copy without history may be told its commit through STEPSCOPE_COMMIT.
+    """
+    told = os.environ.get("STEPSCOPE_COMMIT")
+    if told:
+        return told.removesuffix("+dirty"), told.endswith("+dirty")
+    package = Path(stepscope.__file__).resolve().parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *args],
+                capture_output=True, text=True, timeout=10, check=True,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD"), None if changes is None else bool(changes)

@@ -1,0 +1,76 @@
+"""What the GPU's driver says of clocks, power and throttling, through NVML."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.records.schema import Reading
+
+_THROTTLE_BITS = {
+    0x1: "idle",
+    0x2: "application-clocks",
+    0x4: "power-cap",
+    0x8: "hardware-slowdown",
+    0x10: "sync-boost",
+    0x20: "thermal-software",
+    0x40: "thermal-hardware",
+    0x80: "power-brake",
+    0x100: "display-clocks",
+}
+
+
+class Telemetry:
+    """One GPU's readings; every value is None where the driver does not give it."""
+
+    def __init__(self, uuid: str) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+            self._nvml = pynvml
+        except Exception:
+            # No driver library, no permission, a partitioned device: measuring goes on without.
+            self._nvml = None
+
+    def _ask(self, question: Callable[[Any, Any], Any]) -> Any:
+        if self._nvml is None:
+            return None
+        try:
+            return question(self._nvml, self._handle)
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
+    def read(self) -> Reading:
+        milliwatts = self._ask(lambda n, h: n.nvmlDeviceGetPowerUsage(h))
+        bits = self._ask(lambda n, h: n.nvmlDeviceGetCurrentClocksEventReasons(h)) or 0
+        return Reading(
+            at_s=time.monotonic(),
+            sm_clock_mhz=self._ask(
+                lambda n, h: float(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM))
+            ),
+            memory_clock_mhz=self._ask(
+                lambda n, h: float(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM))
+            ),
+            power_w=None if milliwatts is None else milliwatts / 1e3,
+            temperature_c=self._ask(
+                lambda n, h: float(n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU))
+            ),
+            throttle=tuple(name for bit, name in _THROTTLE_BITS.items() if bits & bit),
+        )
+
+    def driver(self) -> str | None:
+        version = self._ask(lambda n, _: n.nvmlSystemGetDriverVersion())
+        return None if version is None else str(version)
+
+    def power_limit_w(self) -> float | None:
+        milliwatts = self._ask(lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h))
+        return None if milliwatts is None else float(milliwatts) / 1e3
+
+    def max_sm_clock_mhz(self) -> float | None:
+        return self._ask(lambda n, h: float(n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)))  # type: ignore[no-any-return]

@@ -1,0 +1,145 @@
+"""The timer: phases of a step as closures in, raw samples out.
+
+A sample starts on an idle device and ends on an idle device. Within it the host never waits, so
+the device's queue shows what the device took (events) and the host's clock shows two things: how
+long the host took to issue the work, and the wall time until the device was done. Where issuing
+takes nearly the whole wall time, the host is what limits the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from stepscope.measure.device import Device, Mark
+from stepscope.records.schema import Clock, Reading, Series
+
+READING_EVERY_S = 0.25
+MAX_SAMPLES = 200
+
+
+class Phase:
+    """A named part of a step."""
+
+    __slots__ = ("name", "run")
+
+    def __init__(self, name: str, run: Callable[[], object]) -> None:
+        self.name = name
+        self.run = run
+
+
+class Timing(NamedTuple):
+    series: tuple[Series, ...]
+    readings: tuple[Reading, ...]
+
+
+class _Samples:
+    """Collects values by name and clock; warm-up samples are kept apart."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, Clock], tuple[list[float], list[float]]] = {}
+
+    def add(self, name: str, clock: Clock, value: float, *, warm: bool) -> None:
+        values, warmup = self.held.setdefault((name, clock), ([], []))
+        (values if warm else warmup).append(value)
+
+    def series(self) -> tuple[Series, ...]:
+        return tuple(
+            Series(name=name, unit="ms", clock=clock, values=tuple(values), warmup=tuple(warmup))
+            for (name, clock), (values, warmup) in self.held.items()
+        )
+
+
+def time_step(
+    phases: Sequence[Phase],
+    device: Device,
+    *,
+    warmup: int = 5,
+    steps: int = 10,
+    min_seconds: float = 0.0,
+    inner_marks: Literal["alternate", "always"] = "alternate",
+    progress: Callable[[int, int], None] | None = None,
+) -> Timing:
+    """Time a step and its phases.
+
+    `alternate` takes each sample twice, once without and once with marks between the phases, so
+    that the series `step` is free of them and the phases can be held against it. `always` marks
+    every step, for when the first steps themselves are the subject. Samples are taken until
+    there are `steps` of them and `min_seconds` have passed.
+    """
+    samples = _Samples()
+    readings = [device.read()]
+    whole_too = inner_marks == "alternate"
+    with _no_collection():
+        for done in range(warmup):
+            _sample(phases, device, samples, warm=False, inner=not whole_too, outer=True)
+            if progress:
+                progress(done + 1, warmup + steps)
+        started = time.monotonic()
+        taken = 0
+        while taken < steps or (
+            time.monotonic() - started < min_seconds and taken < max(steps, MAX_SAMPLES)
+        ):
+            if whole_too:
+                _sample(phases, device, samples, warm=True, inner=False, outer=True)
+            if not whole_too or len(phases) > 1:
+                _sample(phases, device, samples, warm=True, inner=True, outer=not whole_too)
+            taken += 1
+            if progress:
+                progress(warmup + min(taken, steps), warmup + steps)
+            if time.monotonic() - readings[-1].at_s > READING_EVERY_S:
+                readings.append(device.read())
+    readings.append(device.read())
+    return Timing(series=samples.series(), readings=tuple(readings))
+
+
+def _sample(
+    phases: Sequence[Phase],
+    device: Device,
+    samples: _Samples,
+    *,
+    warm: bool,
+    inner: bool,
+    outer: bool,
+) -> None:
+    device.synchronize()
+    marks: list[Mark] = [device.mark()]
+    for phase in phases:
+        phase.run()
+        if inner:
+            marks.append(device.mark())
+    if not inner:
+        marks.append(device.mark())
+    device.synchronize()
+    finished_s = time.perf_counter()
+
+    def add(name: str, start: Mark, end: Mark, host_end_s: float) -> None:
+        on_device = device.device_ms(start, end)
+        if on_device is not None:
+            samples.add(name, "device", on_device, warm=warm)
+        samples.add(name, "host", (host_end_s - start.host_s) * 1e3, warm=warm)
+
+    first, last = marks[0], marks[-1]
+    if outer:
+        add("step", first, last, finished_s)
+        if last.event is not None:
+            samples.add("issue", "host", (last.host_s - first.host_s) * 1e3, warm=warm)
+    if inner:
+        for phase, start, end in zip(phases, marks, marks[1:], strict=False):
+            add(phase.name, start, end, end.host_s)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from running inside a sample, as `timeit` does."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
