@@ -23,14 +23,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of everything inside a record: immutable, named fields, no unknown ones."""
 
 
-class Quantity(Part):
+class Quantity(Part, frozen=True):
     """One number that is not sampled, with its unit."""
 
     value: float
     unit: str
 
 
-class Series(Part):
+class Series(Part, frozen=True):
     """Raw samples of one quantity in the order they were taken; nothing is ever dropped."""
 
     name: str
@@ -43,7 +43,7 @@ class Series(Part):
     rank: int = 0
 
 
-class Ceiling(Part):
+class Ceiling(Part, frozen=True):
     """A limit of the machine, measured on it or read from a data sheet."""
 
     name: str
@@ -54,7 +54,7 @@ class Ceiling(Part):
     detail: str = ""
 
 
-class Reading(Part):
+class Reading(Part, frozen=True):
     """What the device said of itself at one moment during a case."""
 
     at_s: float
@@ -65,14 +65,14 @@ class Reading(Part):
     throttle: tuple[str, ...] = ()
 
 
-class Lint(Part):
+class Lint(Part, frozen=True):
     """A check of a record against physics that did not hold."""
 
     code: str
     message: str
 
 
-class Environment(Part):
+class Environment(Part, frozen=True):
     """Where a record was made."""
 
     device_kind: str
@@ -98,7 +98,7 @@ class Environment(Part):
     dirty: bool | None = None
 
 
-class Run(Part):
+class Run(Part, frozen=True):
     """The records that one command made."""
 
     id: str
@@ -111,7 +111,7 @@ class Run(Part):
     cases: int
 
 
-class Record(Part):
+class Record(Part, frozen=True):
     """The result of one case. An out-of-memory is a result too."""
 
     id: str

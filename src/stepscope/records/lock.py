@@ -1,0 +1,56 @@
+"""One worker at a time: an advisory lock that dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stepscope.errors import StepscopeError
+from stepscope.records.database import explain_os
+
+
+@contextmanager
+def hold(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file at `path`, or say which process does."""
+    try:
+        descriptor = _acquire(path, what)
+    except OSError as error:
+        raise explain_os(error, path) from error
+    try:
+        yield
+    finally:
+        # Removed while still held: whoever waits on this file sees that it is no longer the one.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, what: str) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            by = f"process {holder}" if holder else "another process"
+            raise StepscopeError(
+                f"{by} is working on {what}", "wait for it, or end it and try again"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

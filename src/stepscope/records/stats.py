@@ -1,0 +1,232 @@
+"""The one place of statistics: what samples say, how sure that is, and whether two sets differ.
+
+Medians and ranks throughout, because timing noise is one-sided and has outliers. Every random
+draw has a fixed seed and a generator whose stream never changes: the same samples always give
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepscope.records.schema import Part
+
+Verdict = Literal["faster", "slower", "no difference shown", "too few samples"]
+Floats = NDArray[np.float64]
+Ranks = NDArray[np.intp]
+
+MIN_SAMPLES = 5
+"""Fewer say nothing about their own spread."""
+WIDE_STD = 0.10
+FAR_EXTREME = 0.50
+MEAN_KNOWN_TO = 0.05
+SIGNIFICANCE = 0.002
+"""Chance of a false alarm that a verdict accepts, for one comparison among hundreds."""
+
+_RESAMPLES = 2000
+_SEED = 336
+_EXACT_UP_TO = 25
+"""Samples on a side; above, the normal approximation is good to three digits."""
+
+
+class Summary(Part, frozen=True):
+    """Samples in numbers. `low` to `high` holds the median with 95 % confidence."""
+
+    count: int
+    mean: float
+    std: float
+    median: float
+    q1: float
+    q3: float
+    minimum: float
+    maximum: float
+    low: float
+    high: float
+
+    @property
+    def iqr(self) -> float:
+        return self.q3 - self.q1
+
+
+class Ratio(Part, frozen=True):
+    """How the median changed: new over base, with the interval that holds it."""
+
+    value: float
+    low: float
+    high: float
+    level: float
+
+    @property
+    def excludes_one(self) -> bool:
+        return self.low > 1.0 or self.high < 1.0
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    ordered = _ordered(values)
+    medians = _bootstrap_medians(ordered, stream=0)
+    medians.sort()
+    mean = float(ordered.mean())
+    return Summary(
+        count=len(ordered),
+        mean=mean,
+        std=float(ordered.std(ddof=1)) if len(ordered) > 1 else 0.0,
+        median=_quantile(ordered, 0.5),
+        q1=_quantile(ordered, 0.25),
+        q3=_quantile(ordered, 0.75),
+        minimum=float(ordered[0]),
+        maximum=float(ordered[-1]),
+        low=_quantile(medians, 0.025),
+        high=_quantile(medians, 0.975),
+    )
+
+
+def stability(values: Sequence[float]) -> tuple[str, ...]:
+    """What makes these samples doubtful, in plain words; nothing if they are steady."""
+    summary = summarize(values)
+    count = summary.count
+    if count < MIN_SAMPLES:
+        few = "sample" if count == 1 else "samples"
+        return (f"only {count} {few}; at least {MIN_SAMPLES} are needed to judge the spread",)
+    complaints = []
+    spread = _relative(summary.std, summary.mean)
+    if spread >= WIDE_STD:
+        complaints.append(f"the standard deviation is {spread:.0%} of the mean")
+    for name, extreme in (("minimum", summary.minimum), ("maximum", summary.maximum)):
+        off = _relative(abs(extreme - summary.median), summary.median)
+        if off >= FAR_EXTREME:
+            side = "below" if extreme < summary.median else "above"
+            complaints.append(f"the {name} is {off:.0%} {side} the median")
+    wanted = (1.96 * spread / MEAN_KNOWN_TO) ** 2
+    if count < wanted < math.inf:
+        complaints.append(
+            f"{count} samples are too few to know the mean to {MEAN_KNOWN_TO:.0%}:"
+            f" with this spread it takes {math.ceil(wanted)}"
+        )
+    return tuple(complaints)
+
+
+def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
+    """The ratio of the medians; both sides are resampled for its interval."""
+    before, after = _ordered(base), _ordered(new)
+    if before[0] <= 0.0 or after[0] <= 0.0:
+        raise ValueError("a ratio needs samples above zero")
+    ratios = _bootstrap_medians(after, stream=1) / _bootstrap_medians(before, stream=0)
+    ratios.sort()
+    tail = (1.0 - level) / 2.0
+    return Ratio(
+        value=_quantile(after, 0.5) / _quantile(before, 0.5),
+        low=_quantile(ratios, tail),
+        high=_quantile(ratios, 1.0 - tail),
+        level=level,
+    )
+
+
+def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
+    """Two-sided p of the rank-sum test: exact for few samples without ties, else normal."""
+    before, after = _ordered(base), _ordered(new)
+    below = np.searchsorted(before, after, side="left")
+    up_to = np.searchsorted(before, after, side="right")
+    u = float((below + up_to).sum()) / 2.0
+    pairs = len(before) * len(after)
+    distance = abs(u - pairs / 2.0)
+    _, ties = np.unique(np.concatenate((before, after)), return_counts=True)
+    if ties.max() == 1 and max(len(before), len(after)) <= _EXACT_UP_TO:
+        smaller, larger = sorted((len(before), len(after)))
+        return min(1.0, 2.0 * _rank_sum_tail(smaller, larger)[int(pairs / 2.0 - distance)])
+    total = len(before) + len(after)
+    tied = float((ties.astype(float) ** 3 - ties).sum()) / (total * (total - 1))
+    variance = pairs / 12.0 * (total + 1 - tied)
+    if variance <= 0.0:
+        return 1.0
+    return math.erfc(max(0.0, distance - 0.5) / math.sqrt(2.0 * variance))
+
+
+def decide(base: Sequence[float], new: Sequence[float]) -> Verdict:
+    """Whether `new` takes longer. It takes the test and the interval together to say so."""
+    fewest = min(len(base), len(new))
+    smallest_p = 2.0 / math.comb(len(base) + len(new), fewest)
+    if fewest < MIN_SAMPLES or smallest_p >= SIGNIFICANCE:
+        return "too few samples"
+    ratio = ratio_interval(base, new)
+    if not ratio.excludes_one or mann_whitney(base, new) >= SIGNIFICANCE:
+        return "no difference shown"
+    return "slower" if ratio.value > 1.0 else "faster"
+
+
+def _ordered(values: Sequence[float]) -> Floats:
+    samples = np.array(values, dtype=np.float64)
+    if samples.ndim != 1 or not samples.size:
+        raise ValueError("statistics need at least one sample")
+    samples.sort()
+    # Sorting puts nan last, so the two ends tell whether all are finite.
+    if not (math.isfinite(samples[0]) and math.isfinite(samples[-1])):
+        raise ValueError("statistics need finite samples; nan or infinity is among them")
+    return samples
+
+
+def _quantile(ordered: Floats, share: float) -> float:
+    position = share * (len(ordered) - 1)
+    index = int(position)
+    low = float(ordered[index])
+    if index + 1 == len(ordered):
+        return low
+    return low + (position - index) * (float(ordered[index + 1]) - low)
+
+
+def _relative(part: float, whole: float) -> float:
+    if whole == 0.0:
+        return 0.0 if part == 0.0 else math.inf
+    return part / abs(whole)
+
+
+def _bootstrap_medians(ordered: Floats, *, stream: int) -> Floats:
+    """Medians of resamples. The ranks they have depend on the count alone, so those are kept."""
+    lower, upper = _median_ranks(len(ordered), stream)
+    medians: Floats = (ordered[lower] + ordered[upper]) * 0.5
+    return medians
+
+
+@lru_cache(maxsize=512)
+def _median_ranks(count: int, stream: int) -> tuple[Ranks, Ranks]:
+    """Ranks of the two middle elements of resamples of `count` out of `count`.
+
+    The k-th smallest of n uniform draws is Beta(k, n - k + 1), and the next one is the smallest
+    of the n - k that lie above it: no resample has to be drawn in full.
+    """
+    # RandomState, because numpy promises that its stream stays as it is.
+    draw = np.random.RandomState(_SEED + stream)
+    k = (count + 1) // 2
+    middle = draw.beta(k, count - k + 1, _RESAMPLES)
+    lower = _ranks(middle, count)
+    if count % 2:
+        return lower, lower
+    above = 1.0 - draw.uniform(size=_RESAMPLES) ** (1.0 / (count - k))
+    return lower, _ranks(middle + (1.0 - middle) * above, count)
+
+
+def _ranks(share: NDArray[Any], count: int) -> Ranks:
+    return np.minimum((share * count).astype(np.intp), count - 1)
+
+
+@lru_cache(maxsize=512)
+def _rank_sum_tail(smaller: int, larger: int) -> tuple[float, ...]:
+    """P(U <= u) for every u, from the number of orders that give it: a Gaussian binomial."""
+    size = smaller * larger + 1
+    orders = [1] + [0] * (size - 1)
+    for i in range(1, smaller + 1):
+        for u in range(size - 1, larger + i - 1, -1):
+            orders[u] -= orders[u - larger - i]
+        for u in range(i, size):
+            orders[u] += orders[u - i]
+    total = math.comb(smaller + larger, smaller)
+    tail, seen = [], 0
+    for held in orders:
+        seen += held
+        tail.append(seen / total)
+    return tuple(tail)

@@ -1,0 +1,197 @@
+"""The store: runs and their records in one SQLite file. A record is durable once it is added."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.database import open_database, plain_errors
+from stepscope.records.lock import hold
+from stepscope.records.schema import Record, Run, decode, encode
+
+_NEWEST_ATTEMPT = """attempt = (SELECT max(attempt) FROM records AS other WHERE
+    other.run = records.run AND other.study = records.study
+    AND other.case_key = records.case_key)"""
+_CANDIDATES_SHOWN = 8
+
+
+class Store:
+    """A store at `path`. Without `create` it must exist and may be on a read-only medium."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], create: bool = True, *, wait_s: float = 10.0
+    ) -> None:
+        self.path = Path(path)
+        self._connection = open_database(self.path, create=create, wait_s=wait_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with plain_errors(self.path):
+            self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is added inside is kept together or not at all."""
+        if self._connection.in_transaction:
+            yield
+            return
+        with plain_errors(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some failures, and says so.
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def add_run(self, run: Run) -> None:
+        with self.transaction():
+            if self._run(run.id) is not None:
+                raise StepscopeError(f"run {run.id} is in {self.path} already")
+            self._connection.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?)",
+                (run.id, run.created, run.command, run.plan, run.cases),
+            )
+
+    def runs(self) -> tuple[Run, ...]:
+        """Newest first."""
+        rows = self._rows("SELECT * FROM runs ORDER BY created DESC, rowid DESC")
+        return tuple(_run_of(row) for row in rows)
+
+    def latest_with_plan(self, digest: str) -> Run | None:
+        return next((run for run in self.runs() if run.plan == digest), None)
+
+    def find_run(self, text: str) -> Run:
+        """The run meant by `latest`, `latest~2`, a full id or the beginning of one."""
+        runs = self.runs()
+        if not runs:
+            raise UsageError(f"{self.path} has no runs yet", "make one with `stepscope run`")
+        counted = re.fullmatch(r"latest(?:~(\d+))?", text)
+        if counted:
+            back = int(counted[1] or 0)
+            if back >= len(runs):
+                raise UsageError(f"there is no run {text}: {self.path} has {len(runs)}")
+            return runs[back]
+        by_id = {run.id: run for run in runs}
+        return by_id[_meant("run", text, list(by_id))]
+
+    def add(self, record: Record) -> None:
+        """Keep a record. It is on the disk when this returns."""
+        body = encode(record)
+        try:
+            decode(body)
+        except StepscopeError as error:
+            raise StepscopeError(
+                f"the record of {record.study} {record.case} could not be read back: {error}",
+                "its numbers must be finite",
+            ) from error
+        key = (record.run, record.study, record.case, record.attempt)
+        with self.transaction():
+            if self._run(record.run) is None:
+                raise StepscopeError(f"run {record.run} is not in {self.path}", "add it first")
+            held = self._rows(
+                "SELECT id FROM records WHERE id = ? OR"
+                " (run, study, case_key, attempt) = (?, ?, ?, ?)",
+                (record.id, *key),
+            )
+            if held:
+                raise StepscopeError(
+                    f"attempt {record.attempt} at {record.study} {record.case} of run {record.run}"
+                    f" is stored already as {held[0][0]}"
+                )
+            self._connection.execute(
+                "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (record.id, *key, record.status, record.started, body.decode()),
+            )
+
+    def records(
+        self, run_id: str | None = None, study: str | None = None, all_attempts: bool = False
+    ) -> tuple[Record, ...]:
+        """In the order they were added; of each case the newest attempt, unless all are wanted."""
+        conditions = ["(?1 IS NULL OR run = ?1)", "(?2 IS NULL OR study = ?2)"]
+        if not all_attempts:
+            conditions.append(_NEWEST_ATTEMPT)
+        rows = self._rows(
+            f"SELECT id, body FROM records WHERE {' AND '.join(conditions)} ORDER BY rowid",
+            (run_id, study),
+        )
+        return tuple(self._decode(*row) for row in rows)
+
+    def find_record(self, prefix: str) -> Record:
+        """The record whose id is that, or begins so."""
+        rows = self._rows(
+            "SELECT id FROM records WHERE substr(id, 1, length(?1)) = ?1 ORDER BY rowid", (prefix,)
+        )
+        record_id = _meant("record", prefix, [row[0] for row in rows])
+        return self._decode(
+            *self._rows("SELECT id, body FROM records WHERE id = ?", (record_id,))[0]
+        )
+
+    def finished(self, run_id: str) -> dict[tuple[str, str], tuple[str, int]]:
+        """Status and number of the newest attempt, by study and case."""
+        rows = self._rows(
+            f"SELECT study, case_key, status, attempt FROM records WHERE run = ? AND"
+            f" {_NEWEST_ATTEMPT} ORDER BY rowid",
+            (run_id,),
+        )
+        return {(study, case): (status, attempt) for study, case, status, attempt in rows}
+
+    def hold_run(self, run_id: str) -> AbstractContextManager[None]:
+        """Work on a run alone. A process that dies lets go; one it forks without exec does not."""
+        return hold(self.path.with_name(f"{self.path.name}.{run_id}.lock"), f"run {run_id}")
+
+    def _run(self, run_id: str) -> Run | None:
+        rows = self._rows("SELECT * FROM runs WHERE id = ?", (run_id,))
+        return _run_of(rows[0]) if rows else None
+
+    def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with plain_errors(self.path):
+            return self._connection.execute(query, tuple(values)).fetchall()
+
+    def _decode(self, record_id: str, body: str) -> Record:
+        try:
+            return decode(body)
+        except StepscopeError as error:
+            raise StepscopeError(f"record {record_id} in {self.path}: {error}") from error
+
+
+def _run_of(row: tuple[Any, ...]) -> Run:
+    run_id, created, command, plan, cases = row
+    return Run(id=run_id, created=created, command=command, plan=plan, cases=cases)
+
+
+def _meant(kind: str, text: str, ids: list[str]) -> str:
+    """The one id that is `text` or begins with it."""
+    if text in ids:
+        return text
+    found = [known for known in ids if text and known.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        shown = f"one of: {_listed(ids)}" if ids else ""
+        raise UsageError(f"no {kind} has an id that begins with {text!r}", shown)
+    raise UsageError(f"{len(found)} {kind}s begin with {text!r}", f"one of: {_listed(found)}")
+
+
+def _listed(ids: list[str]) -> str:
+    more = len(ids) - _CANDIDATES_SHOWN
+    return ", ".join(ids[:_CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
