@@ -1,0 +1,195 @@
+"""How numbers are written: the only formatter of the project.
+
+A table cell, a finding, a tick label and a terminal line all say the same number the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stepscope.report.blocks import Cell, Column, Interval, Spread
+
+DASH = "–"
+
+Scale = tuple[float, str]
+"""What a value is divided by, and the suffix that then follows it."""
+
+_TIMES: Sequence[Scale] = ((1e-3, " µs"), (1.0, " ms"), (1e3, " s"))
+_SIZES: Sequence[Scale] = tuple(
+    (1024.0**power, f" {name}")
+    for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+)
+_PREFIXES: Sequence[tuple[float, str]] = tuple(
+    (1000.0**power, name) for power, name in enumerate(("", "k", "M", "G", "T", "P", "E"))
+)
+_PERCENT: Scale = (0.01, " %")
+_MOST_DECIMALS = 12
+
+
+def number(value: float, digits: int = 4) -> str:
+    """`digits` significant digits; an int is exact. Exponents only where zeros would be counted."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value) or value == 0:
+        return _fixed(value, 0)
+    exponent = _exponent(value, digits)
+    if -5 < exponent < 15:
+        return _fixed(value, max(0, digits - 1 - exponent))
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa}e{int(power)}"
+
+
+def count(value: float) -> str:
+    """Whole numbers with separators; a small mean of counts keeps its fraction."""
+    if math.isfinite(value) and abs(value) < 1000 and value != int(value):
+        return number(value)
+    return _fixed(value, 0)
+
+
+def duration(ms: float, digits: int = 3) -> str:
+    return _scaled(ms, _pick(ms, _TIMES, 1000, digits), digits)
+
+
+def bytes_(n: float, digits: int = 3) -> str:
+    return _scaled(n, _pick(n, _SIZES, 1024, digits), digits)
+
+
+def rate(value: float, unit: str, digits: int = 3) -> str:
+    return _scaled(value, _pick(value, _rates(unit), 1000, digits), digits)
+
+
+def percent(fraction: float) -> str:
+    """One decimal; a share below a tenth of a percent keeps its first digit."""
+    divisor, suffix = _PERCENT
+    value = fraction / divisor
+    return _fixed(value, max(1, min(_decimals(value, 1), 4))) + suffix
+
+
+def tick(value: float) -> str:
+    """The shortest text of a round number, for the axes of a figure."""
+    if not math.isfinite(value) or value == 0:
+        return _fixed(value, 0)
+    divisor, prefix = (1.0, "") if abs(value) < 1e6 else _pick(value, _PREFIXES, 1000, 6)
+    text = number(float(value / divisor), 6)
+    mantissa, exponent_mark, power = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}{exponent_mark}{power} {prefix}".rstrip()
+
+
+def header_unit(column: Column) -> str:
+    """The unit that the header has to say because the cells do not."""
+    return "" if column.kind in ("bytes", "rate", "percent") else column.unit
+
+
+def header(column: Column) -> str:
+    unit = header_unit(column)
+    return f"{column.title} ({unit})" if unit else column.title
+
+
+def cell_text(cell: Cell, column: Column) -> str:
+    if cell is None:
+        return DASH
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, Spread):
+        return _spread_text(cell, column)
+    if isinstance(cell, Interval):
+        return _interval_text(cell, column)
+    match column.kind:
+        case "text":
+            return str(cell) if isinstance(cell, int) else number(cell)
+        case "number":
+            return number(cell)
+        case "count":
+            return count(cell)
+        case "percent":
+            return percent(cell)
+        case "bytes":
+            return bytes_(cell)
+        case "rate":
+            return rate(cell, column.unit)
+
+
+def _spread_text(cell: Spread, column: Column) -> str:
+    (divisor, suffix), least = _column_scale(max(abs(cell.value), abs(cell.plus_minus)), column)
+    value, plus_minus = cell.value / divisor, cell.plus_minus / divisor
+    decimals = _shared_decimals(value, plus_minus, least)
+    return f"{_fixed(value, decimals)} ± {_fixed(plus_minus, decimals)}{suffix}"
+
+
+def _interval_text(cell: Interval, column: Column) -> str:
+    (divisor, suffix), least = _column_scale(cell.value, column)
+    value, low, high = (part / divisor for part in (cell.value, cell.low, cell.high))
+    decimals = _shared_decimals(value, (high - low) / 2, least)
+    return f"{_fixed(value, decimals)} [{_fixed(low, decimals)}, {_fixed(high, decimals)}]{suffix}"
+
+
+def _column_scale(value: float, column: Column) -> tuple[Scale, int]:
+    """The scale of a column's cell and the significant digits that it shows at least."""
+    match column.kind:
+        case "percent":
+            return _PERCENT, 3
+        case "bytes":
+            return _pick(value, _SIZES, 1024, 3), 3
+        case "rate":
+            return _pick(value, _rates(column.unit), 1000, 3), 3
+        case _:
+            return (1.0, ""), 4
+
+
+def _shared_decimals(value: float, spread: float, digits: int) -> int:
+    """Enough decimals for the value, and for the spread's first digit unless it is far below."""
+    if value == 0 or not math.isfinite(value):
+        return _decimals(spread, 2)
+    return min(max(_decimals(value, digits), _decimals(spread, 1)), _decimals(value, 6))
+
+
+def _rates(unit: str) -> Sequence[Scale]:
+    """TFLOP/s grows together with its prefix; `k launches/s` does not."""
+    gap = "" if unit[:1].isupper() else " "
+    return tuple(
+        (size, f" {prefix}{gap}{unit}".rstrip()) if prefix else (size, f" {unit}".rstrip())
+        for size, prefix in _PREFIXES
+    )
+
+
+def _pick(value: float, scales: Sequence[Scale], limit: float, digits: int) -> Scale:
+    """The first scale under whose limit the value stays *as it will be written*."""
+    if not math.isfinite(value):
+        return scales[0]
+    if value == 0:
+        return next(scale for scale in scales if scale[0] == 1)
+    for scale in scales:
+        small = abs(value) / scale[0]
+        if round(small, _decimals(small, digits)) < limit:
+            return scale
+    return scales[-1]
+
+
+def _scaled(value: float, scale: Scale, digits: int) -> str:
+    divisor, suffix = scale
+    small = value / divisor
+    whole_bytes = suffix == " B" and float(small).is_integer()
+    return _fixed(small, 0 if whole_bytes else _decimals(small, digits)) + suffix
+
+
+def _decimals(value: float, digits: int) -> int:
+    if value == 0 or not math.isfinite(value):
+        return 0
+    return min(max(0, digits - 1 - _exponent(value, digits)), _MOST_DECIMALS)
+
+
+def _exponent(value: float, digits: int) -> int:
+    """The power of ten after rounding, so that 999.96 counts as a thousand."""
+    return int(f"{value:.{digits - 1}e}".partition("e")[2])
+
+
+def _fixed(value: float, decimals: int) -> str:
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    text = f"{value:,.{decimals}f}"
+    return text.removeprefix("-") if not text.strip("-0.,") else text
