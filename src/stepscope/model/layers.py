@@ -1,0 +1,179 @@
+"""The layers of the Transformer under study, the plain way in eager PyTorch.
+
+Every layer takes `device=` and `dtype=`, so that a large model is drawn where it will live, and has
+`reset_parameters()`, so that one built on the meta device can be filled after `to_empty`.
+
+Norm and rotation compute in float32 at least and answer in the format of their input.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.attention import AttentionFunction
+
+
+class Linear(nn.Linear):
+    """A matrix product without bias."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        _fill_truncated_normal(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
+
+
+class Embedding(nn.Embedding):
+    """One row for each token."""
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(vocab, d_model, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        _fill_truncated_normal(self.weight, 1.0)
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a learned weight."""
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
+        wide = x.to(_at_least_float32(x.dtype))
+        inverse_rms = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * inverse_rms * self.weight).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns each pair of dimensions of a head by an angle that grows with the position.
+
+    Half-split pairs: dimension i goes with dimension i + d_head/2.
+    """
+
+    cos: Tensor  # (context, d_head/2)
+    sin: Tensor
+
+    def __init__(
+        self,
+        d_head: int,
+        context: int,
+        theta: float = 10_000.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.theta = theta
+        table_dtype = _at_least_float32(dtype or torch.get_default_dtype())
+        for name in ("cos", "sin"):
+            table = torch.empty(context, d_head // 2, device=device, dtype=table_dtype)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        context, pairs = self.cos.shape
+        # float64 on the host: in float32 the angle of position 30,000 is off by a thousandth.
+        position = torch.arange(context, device="cpu", dtype=torch.float64)
+        pair = torch.arange(pairs, device="cpu", dtype=torch.float64)
+        angle = torch.outer(position, self.theta ** (-pair / pairs))
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., seq, d_head)
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) · w3 x)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
+        self.w3 = Linear(d_model, d_ff, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
+        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention of each position to itself and those before it."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        rotary: RotaryEmbedding,
+        attention: AttentionFunction,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.rotary = rotary
+        self.attend = attention
+        self.query = Linear(d_model, d_model, device=device, dtype=dtype)
+        self.key = Linear(d_model, d_model, device=device, dtype=dtype)
+        self.value = Linear(d_model, d_model, device=device, dtype=dtype)
+        self.output = Linear(d_model, d_model, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
+        q = self.rotary(self._split_heads(self.query(x)))
+        k = self.rotary(self._split_heads(self.key(x)))
+        v = self._split_heads(self.value(x))
+        heads = self.attend(q, k, v, is_causal=True)
+        out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
+        return out
+
+    def _split_heads(self, x: Tensor) -> Tensor:  # -> (batch, heads, seq, d_head)
+        return x.view(*x.shape[:-1], self.n_heads, -1).transpose(1, 2)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _fill_truncated_normal(weight: Tensor, std: float) -> None:
+    # Drawn in float32: bfloat16 has too few values near the cut.
+    drawn = torch.empty_like(weight, dtype=_at_least_float32(weight.dtype))
+    nn.init.trunc_normal_(drawn, std=std, a=-3 * std, b=3 * std)
+    with torch.no_grad():
+        weight.copy_(drawn)

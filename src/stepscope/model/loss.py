@@ -1,0 +1,16 @@
+"""The loss of a language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def cross_entropy(
+    logits: Tensor,  # (..., vocab)
+    targets: Tensor,  # (...)
+) -> Tensor:
+    """Mean over tokens of -log p(target), in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide.flatten(0, -2), targets.flatten())

@@ -1,0 +1,85 @@
+"""The Transformer language model under study: pre-norm, rotary positions, SwiGLU, untied head.
+
+The residual stream has the weights' format: under autocast the matrix products answer in the lower
+format, and adding their answer to the float32 stream leaves a float32 stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.attention import AttentionFunction
+from stepscope.attention import attention as default_attention
+from stepscope.model.config import ModelConfig
+from stepscope.model.layers import (
+    CausalSelfAttention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the stream that it read through a norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryEmbedding,
+        attention: AttentionFunction,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.attention = CausalSelfAttention(
+            config.d_model, config.n_heads, rotary, attention, device=device, dtype=dtype
+        )
+        self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class TransformerLM(nn.Module):
+    """Tokens in, logits of the next token out."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFunction = default_attention,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.context = config.context
+        self.embedding = Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
+        # One table for all blocks.
+        rotary = RotaryEmbedding(
+            config.d_head, config.context, config.rope_theta, device=device, dtype=dtype
+        )
+        self.blocks = nn.ModuleList(
+            Block(config, rotary, attention, device=device, dtype=dtype)
+            for _ in range(config.n_layers)
+        )
+        self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.head = Linear(config.d_model, config.vocab, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, seq) -> (batch, seq, vocab)
+        if tokens.shape[-1] > self.context:
+            raise ValueError(
+                f"sequence of {tokens.shape[-1]} tokens in a model for {self.context}: "
+                "build the model with a larger context"
+            )
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
