@@ -14,14 +14,14 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all blocks."""
 
 
-class Spread(Data):
+class Spread(Data, frozen=True):
     """A value with a symmetric spread, shown as 12.3 ± 0.4."""
 
     value: float
     plus_minus: float
 
 
-class Interval(Data):
+class Interval(Data, frozen=True):
     """A value with its confidence interval, shown as 12.3 [12.1, 12.6]."""
 
     value: float
@@ -33,7 +33,7 @@ Cell = str | int | float | Spread | Interval | None
 """Text stands as it is in any column (`OOM`); None is shown as a dash."""
 
 
-class Column(Data):
+class Column(Data, frozen=True):
     title: str
     kind: Kind = "text"
     unit: str = ""
@@ -42,7 +42,7 @@ class Column(Data):
     """One sentence that says how the number is made."""
 
 
-class Table(Data, tag="table"):
+class Table(Data, tag="table", frozen=True):
     name: str
     """Identifier: the anchor in the page and the file name of an export."""
     title: str
@@ -53,7 +53,7 @@ class Table(Data, tag="table"):
     """One text per row that the page shows when the row is opened; empty for a plain table."""
 
 
-class Curve(Data):
+class Curve(Data, frozen=True):
     """Points of one label; `low` and `high` bound the error bars."""
 
     label: str
@@ -63,14 +63,14 @@ class Curve(Data):
     high: tuple[float, ...] = ()
 
 
-class Mark(Data):
+class Mark(Data, frozen=True):
     """A horizontal line that says where a limit lies."""
 
     label: str
     value: float
 
 
-class Figure(Data, tag="figure"):
+class Figure(Data, tag="figure", frozen=True):
     name: str
     title: str
     kind: Literal["lines", "bars"]
@@ -83,7 +83,7 @@ class Figure(Data, tag="figure"):
     caption: str = ""
 
 
-class Finding(Data, tag="finding"):
+class Finding(Data, tag="finding", frozen=True):
     """A sentence with numbers that answers a study's question."""
 
     text: str
@@ -93,14 +93,14 @@ class Finding(Data, tag="finding"):
 Block = Table | Figure | Finding
 
 
-class Section(Data):
+class Section(Data, frozen=True):
     name: str
     title: str
     question: str
     blocks: tuple[Block, ...]
 
 
-class Page(Data):
+class Page(Data, frozen=True):
     title: str
     subtitle: str
     headline: Table

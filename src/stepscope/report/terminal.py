@@ -1,0 +1,155 @@
+"""Tables and findings on a terminal, at any width and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from stepscope.report.blocks import Figure, Finding, Section, Table
+from stepscope.report.format import cell_text, header
+from stepscope.report.text import is_numeric
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+_TONES = {"good": ("✓", "green"), "info": ("•", "cyan"), "warn": ("!", "yellow")}
+_GAP = 2
+_WIDEST_WORD = 28
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """A table that is wider than the console is printed in parts that repeat the row's key."""
+    console = console or _console()
+    texts = [
+        [_visible(cell_text(cell, column)) for cell, column in zip(row, table.columns, strict=True)]
+        for row in table.rows
+    ]
+    widths = [_width(table, texts, index) for index in range(len(table.columns))]
+    if table.title:
+        console.print(_text(table.title, "bold"))
+    for number, part in enumerate(_parts(widths, _keys(table), console.width)):
+        if number:
+            console.print()
+        console.print(_grid(table, texts, part, widths, console.width))
+    if table.caption:
+        console.print(_text(table.caption, "dim"))
+
+
+def print_findings(findings: Iterable[Finding], console: Console | None = None) -> None:
+    from rich.table import Table as Grid
+
+    console = console or _console()
+    grid = Grid.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for finding in findings:
+        sign, colour = _TONES[finding.tone]
+        grid.add_row(_text(sign, f"bold {colour}"), _text(finding.text))
+    console.print(grid)
+
+
+def print_sections(sections: Iterable[Section], console: Console | None = None) -> None:
+    """Every section with its question, findings and tables; a figure is named."""
+    console = console or _console()
+    for section in sections:
+        console.rule(_text(section.title, "bold"), align="left")
+        console.print(_text(section.question, "italic"))
+        print_findings([block for block in section.blocks if isinstance(block, Finding)], console)
+        for block in section.blocks:
+            match block:
+                case Table():
+                    console.print()
+                    print_table(block, console)
+                case Figure():
+                    console.print(_text(f"Figure on the page: {block.title}", "dim"))
+        console.print()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text as it is: no markup, no control sequences from the data."""
+    from rich.text import Text
+
+    return Text(_visible(text), style=style, overflow="fold")
+
+
+def _visible(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _width(table: Table, texts: list[list[str]], index: int) -> int:
+    """Numbers are never folded; words may be, and long names."""
+    from rich.cells import cell_len
+
+    words = [(word, _WIDEST_WORD) for word in header(table.columns[index]).split()]
+    words += [
+        (text[index], _WIDEST_WORD if isinstance(row[index], str) else cell_len(text[index]))
+        for row, text in zip(table.rows, texts, strict=True)
+    ]
+    return max((min(cell_len(word), limit) for word, limit in words), default=1)
+
+
+def _keys(table: Table) -> list[int]:
+    """The columns that tell the rows apart, left to right; measurements are no keys."""
+    keys: list[int] = [0] if table.columns else []
+    for index, column in enumerate(table.columns):
+        distinct = len({tuple(row[key] for key in keys) for row in table.rows})
+        if distinct == len(table.rows):
+            break
+        if column.kind in ("text", "count"):
+            wider = {tuple(row[key] for key in (*keys, index)) for row in table.rows}
+            if len(wider) > distinct:
+                keys.append(index)
+    return keys
+
+
+def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[list[int]]:
+    """Columns dealt to as many grids as the width needs, each led by the keys."""
+    columns = range(len(widths))
+    if sum(widths) + _GAP * len(widths) <= console_width:
+        return [list(columns)]
+    lead = sum(widths[key] + _GAP for key in keys)
+    if lead > console_width * 2 // 3:
+        keys, lead = keys[:1], sum(widths[key] + _GAP for key in keys[:1])
+    parts: list[list[int]] = []
+    used = console_width
+    for index in columns:
+        if index in keys:
+            continue
+        needed = widths[index] + _GAP
+        if not parts or used + needed > console_width:
+            parts.append(list(keys))
+            used = lead
+        parts[-1].append(index)
+        used += needed
+    return [sorted(part) for part in parts] or [list(keys)]
+
+
+def _grid(
+    table: Table, texts: list[list[str]], part: list[int], widths: Sequence[int], console_width: int
+) -> Grid:
+    from rich import box
+    from rich.table import Table as Grid
+
+    # The box adds one column between cells, so padding is what is left of the gap.
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
+    for index in part:
+        column = table.columns[index]
+        width = min(widths[index], console_width)
+        grid.add_column(
+            _text(header(column)),
+            justify="right" if is_numeric(column) else "left",
+            min_width=width,
+            max_width=width if len(part) < len(widths) else None,
+            overflow="fold",
+        )
+    for row in texts:
+        grid.add_row(*(_text(row[index]) for index in part))
+    return grid

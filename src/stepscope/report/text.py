@@ -1,0 +1,185 @@
+"""Tables and pages as text: Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from stepscope.report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Finding,
+    Interval,
+    Page,
+    Spread,
+    Table,
+)
+from stepscope.report.figure_data import data_table
+from stepscope.report.format import cell_text, header
+
+MOST_FIGURE_ROWS = 12
+"""A figure with more points than this is named in Markdown, not spelled out."""
+
+_TONES = {"good": "✓", "info": "•", "warn": "⚠"}
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_RAW_UNITS = {"percent": "fraction", "bytes": "B"}
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "#": r"\#",
+    "%": r"\%",
+    "_": r"\_",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "[": "{[}",
+    "]": "{]}",
+    "±": r"$\pm$",
+    "µ": r"$\mu$",
+    "μ": r"$\mu$",
+    "×": r"$\times$",
+    "·": r"$\cdot$",
+    "∞": r"$\infty$",
+    "–": "--",
+    "−": "$-$",
+    "²": r"\textsuperscript{2}",
+}
+
+
+def is_numeric(column: Column) -> bool:
+    return column.kind != "text"
+
+
+def markdown(table: Table) -> str:
+    """A pipe table, its title above and its caption below."""
+    lines = [f"**{_md(table.title)}**", ""] if table.title else []
+    lines += _md_grid(table)
+    if table.caption:
+        lines += ["", _md(table.caption)]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_page(page: Page) -> str:
+    parts = [f"# {_md(page.title)}", _md(page.subtitle), markdown(page.headline)]
+    for section in page.sections:
+        parts += [f"## {_md(section.title)}", f"*{_md(section.question)}*"]
+        parts += _md_blocks(section.blocks)
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def latex(table: Table) -> str:
+    """A booktabs `tabular`, ready to be \\input into a document."""
+    spec = "".join("r" if is_numeric(column) else "l" for column in table.columns)
+    lines = [
+        f"% {_one_line(table.title)}",
+        rf"\begin{{tabular}}{{{spec}}}",
+        r"\toprule",
+        _latex_row([header(column) for column in table.columns]),
+        r"\midrule",
+        *(_latex_row(row) for row in _texts(table)),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def csv_text(table: Table) -> str:
+    """Raw numbers in their base unit; a spread or an interval has columns of its own."""
+    cells = [[row[index] for row in table.rows] for index in range(len(table.columns))]
+    fields = [
+        field
+        for column, held in zip(table.columns, cells, strict=True)
+        for field in _fields(column, held)
+    ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([_inert(title) for title, _ in fields])
+    writer.writerows(zip(*(values for _, values in fields), strict=True))
+    return out.getvalue()
+
+
+def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
+    for block in blocks:
+        match block:
+            case Finding():
+                yield f"> {_TONES[block.tone]} {_md(block.text)}"
+            case Table():
+                yield markdown(block)
+            case Figure():
+                yield _md_figure(block)
+
+
+def _md_figure(figure: Figure) -> str:
+    table = data_table(figure)
+    if figure.curves and len(table.rows) <= MOST_FIGURE_ROWS:
+        return markdown(table)
+    caption = f": {_md(figure.caption)}" if figure.caption else ""
+    return f"*Figure, not shown here: {_md(figure.title)}*{caption}"
+
+
+def _md_grid(table: Table) -> list[str]:
+    rules = ["---:" if is_numeric(column) else ":---" for column in table.columns]
+    rows = [[_md(header(column)) for column in table.columns], rules]
+    rows += [[_md(text) for text in row] for row in _texts(table)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _md(text: str) -> str:
+    """Text that Markdown and the HTML inside it leave alone."""
+    return re.sub(r"([\\`*_{}\[\]<>|#$~&])", r"\\\1", _one_line(text))
+
+
+def _texts(table: Table) -> Iterator[list[str]]:
+    for row in table.rows:
+        yield [cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _latex_row(texts: list[str]) -> str:
+    return " & ".join(_latex_text(text) for text in texts) + r" \\"
+
+
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in _one_line(text))
+
+
+def _fields(column: Column, cells: list[Cell]) -> Iterator[tuple[str, list[object]]]:
+    """The columns of the file that one column of the table needs, with their values."""
+    unit = _RAW_UNITS.get(column.kind, column.unit)
+
+    def title(part: str = "") -> str:
+        return f"{column.title}{part}" + (f" ({unit})" if unit else "")
+
+    yield title(), [_raw(cell) for cell in cells]
+    if any(isinstance(cell, Spread) for cell in cells):
+        yield title(" ±"), [cell.plus_minus if isinstance(cell, Spread) else "" for cell in cells]
+    if any(isinstance(cell, Interval) for cell in cells):
+        yield title(" low"), [cell.low if isinstance(cell, Interval) else "" for cell in cells]
+        yield title(" high"), [cell.high if isinstance(cell, Interval) else "" for cell in cells]
+
+
+def _raw(cell: Cell) -> object:
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return _inert(cell)
+    return cell.value if isinstance(cell, Spread | Interval) else cell
+
+
+def _inert(text: str) -> str:
+    """A spreadsheet would run a cell that begins like a formula."""
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
