@@ -1,0 +1,186 @@
+"""Two measurements of the same case: is the new one slower, and how sure is that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from stepscope.analysis.limits import matrix_ceiling
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
+from stepscope.records.stats import (
+    Ratio,
+    Verdict,
+    decide,
+    mann_whitney,
+    ratio_interval,
+    stability,
+    summarize,
+)
+
+_TIME_UNITS = ("s", "ms", "us", "ns")
+_DECIDING_FIELDS = (
+    "device_kind",
+    "device_name",
+    "device_count",
+    "threads",
+    "torch",
+    "cuda",
+    "triton",
+    "power_limit_w",
+    "max_sm_clock_mhz",
+)
+_DECIDING_ON_CPU = ("cpu", "cpu_cores")
+
+
+class Comparison(Part, frozen=True):
+    """One case in two runs. `ratio` is new over base: above 1 is slower."""
+
+    study: str
+    case: str
+    verdict: Verdict | Literal["not compared"]
+    unit: str = ""
+    base: float | None = None
+    new: float | None = None
+    ratio: Ratio | None = None
+    p: float | None = None
+    note: str = ""
+
+
+def differences(base: Environment, new: Environment) -> tuple[str, ...]:
+    """Fields that make times of two machines incomparable, with both values.
+
+    The commit and the driver are what a comparison is often about. A field that one side does
+    not know shows no difference.
+    """
+    on_cpu = "cpu" in (base.device_kind, new.device_kind)
+    fields = _DECIDING_FIELDS + (_DECIDING_ON_CPU if on_cpu else ())
+    pairs = ((name, getattr(base, name), getattr(new, name)) for name in fields)
+    return tuple(f"{name} {a} / {b}" for name, a, b in pairs if a != b and None not in (a, b))
+
+
+def compare_records(base: Record, new: Record, *, across: bool = False) -> Comparison:
+    """Compare one case; `across` machines, by how close each comes to its own ceiling."""
+    unlike = differences(base.environment, new.environment)
+    if unlike and not across:
+        raise StepscopeError(
+            f"{base.study} {base.case} was measured in unlike places: {'; '.join(unlike)}",
+            "compare across machines to use each one's share of its own ceiling",
+        )
+    before, after = _main_series(base), _main_series(new)
+    if before is None or after is None:
+        return _not_compared(new, _why_without_samples(base, new))
+    if (before.name, before.unit, before.clock) != (after.name, after.unit, after.clock):
+        return _not_compared(new, f"{_kind(before)} in the base, {_kind(after)} in the new run")
+    if before.unit not in _TIME_UNITS:
+        return _not_compared(new, f"{_kind(before)} is not a time")
+    if min(*before.values, *after.values) <= 0.0:
+        return _not_compared(new, f"{before.name} has samples that are not above zero")
+    notes = [*_unsteady("base", before), *_unsteady("new", after), *_changed_config(base, new)]
+    base_values, new_values = before.values, after.values
+    if unlike:
+        base_ceiling, new_ceiling = _ceiling_of(base), _ceiling_of(new)
+        base_values = tuple(value * base_ceiling.value for value in base_values)
+        new_values = tuple(value * new_ceiling.value for value in new_values)
+        notes.insert(
+            0,
+            "ratio of times relative to each machine's own ceiling:"
+            f" {base_ceiling.name} {base_ceiling.value / 1e12:.4g} and"
+            f" {new_ceiling.value / 1e12:.4g} TFLOP/s",
+        )
+    return Comparison(
+        study=new.study,
+        case=new.case,
+        verdict=decide(base_values, new_values),
+        unit=before.unit,
+        base=summarize(before.values).median,
+        new=summarize(after.values).median,
+        ratio=ratio_interval(base_values, new_values),
+        p=mann_whitney(base_values, new_values),
+        note="; ".join(notes),
+    )
+
+
+def compare_runs(
+    base_records: Sequence[Record], new_records: Sequence[Record], *, across: bool = False
+) -> tuple[Comparison, ...]:
+    """Every case of either run, in the order of the new one, then those that only the base has."""
+    base, new = _by_case(base_records), _by_case(new_records)
+    compared = [
+        compare_records(base[key], record, across=across)
+        if key in base
+        else _not_compared(record, "only in the new run")
+        for key, record in new.items()
+    ]
+    gone = [
+        _not_compared(record, "only in the base run")
+        for key, record in base.items()
+        if key not in new
+    ]
+    return (*compared, *gone)
+
+
+def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
+    """Those that are surely slower, and by more than `limit` (0.05 is five per cent)."""
+    return tuple(
+        c for c in comparisons if c.verdict == "slower" and c.ratio and c.ratio.value > 1.0 + limit
+    )
+
+
+def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
+    """The newest attempt of each case."""
+    newest: dict[tuple[str, str], Record] = {}
+    for record in records:
+        held = newest.get((record.study, record.case))
+        if held is None or record.attempt >= held.attempt:
+            newest[record.study, record.case] = record
+    return newest
+
+
+def _main_series(record: Record) -> Series | None:
+    """What the case is about, by the device's clock where there is one."""
+    if record.status != "ok" or not record.series:
+        return None
+    series = record.find(record.series[0].name)
+    return series if series and series.values else None
+
+
+def _not_compared(record: Record, note: str) -> Comparison:
+    return Comparison(study=record.study, case=record.case, verdict="not compared", note=note)
+
+
+def _why_without_samples(base: Record, new: Record) -> str:
+    return "; ".join(
+        f"{side}: {record.status if record.status != 'ok' else 'no samples'}"
+        + (f" ({record.reason})" if record.reason else "")
+        for side, record in (("base", base), ("new", new))
+        if _main_series(record) is None
+    )
+
+
+def _kind(series: Series) -> str:
+    return f"{series.name} in {series.unit} by the {series.clock}'s clock"
+
+
+def _unsteady(side: str, series: Series) -> list[str]:
+    return [f"{side}: {complaint}" for complaint in stability(series.values)]
+
+
+def _changed_config(base: Record, new: Record) -> list[str]:
+    names = sorted(base.config.keys() | new.config.keys())
+    return [
+        f"{name} was {base.config.get(name)} and is {new.config.get(name)}"
+        for name in names
+        if base.config.get(name) != new.config.get(name)
+    ]
+
+
+def _ceiling_of(record: Record) -> Ceiling:
+    ceiling = matrix_ceiling(record)
+    if ceiling is None:
+        raise StepscopeError(
+            f"{record.study} {record.case} of run {record.run} has no measured matrix ceiling for"
+            f" its precision ({record.config.get('dtype', 'none')})",
+            "measure it again on that machine, or compare runs of one machine",
+        )
+    return ceiling

@@ -1,0 +1,193 @@
+"""Checks of records against physics. Each says what does not hold and what to do.
+
+A check is a function that gives its complaint, or None; its decorator names it. Checks that
+need several records are in `group_lints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
+from stepscope.analysis.limits import achieved_flops, matrix_ceiling, median_ms, mfu
+from stepscope.records.schema import Lint, Reading, Record, Series
+from stepscope.records.stats import FAR_EXTREME, MIN_SAMPLES, WIDE_STD, summarize
+
+__all__ = ["codes", "lint_group", "lint_record"]
+
+Check = Callable[[Record], str | None]
+
+ABOVE_MEASURED = 1.05
+"""A measured ceiling is itself a measurement; a data sheet is not."""
+FIRST_ABOVE_REST = 1.5
+CLOCK_DROP = 0.10
+BACKWARD_OVER_FORWARD = 0.5
+PHASES_OFF = 0.05
+PHASES = ("forward", "loss", "backward", "optimizer")
+CHOSEN_CLOCKS = frozenset({"none", "idle", "application-clocks", "display-clocks"})
+"""Throttle reasons that do not mean the device was held back while it worked."""
+
+_CHECKS: dict[str, Check] = {}
+
+
+def lint_record(record: Record) -> tuple[Lint, ...]:
+    """Every complaint about one record. A record that is not `ok` claims nothing to check."""
+    if record.status != "ok":
+        return ()
+    complaints = ((code, check(record)) for code, check in _CHECKS.items())
+    return tuple(Lint(code=code, message=said) for code, said in complaints if said)
+
+
+def codes() -> tuple[str, ...]:
+    """Every complaint there is, those about several records last."""
+    return (*_CHECKS, *GROUP_CHECKS)
+
+
+def _lint(code: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        _CHECKS[code] = check
+        return check
+
+    return register
+
+
+@_lint("above-ceiling")
+def _above_ceiling(record: Record) -> str | None:
+    for measured, allowed in ((True, ABOVE_MEASURED), (False, 1.0)):
+        rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
+        share = mfu(record, measured)
+        if rate and ceiling and share and share > allowed:
+            whose = "measured" if measured else ceiling.source
+            return (
+                f"{rate / 1e12:.4g} TFLOP/s is {share:.0%} of the {whose} ceiling {ceiling.name}"
+                f" ({ceiling.value / 1e12:.4g} TFLOP/s): work was skipped, the FLOPs are counted"
+                " wrong, or the samples end before the device does; check that the step waits for"
+                " its result"
+            )
+    return None
+
+
+@_lint("few-samples")
+def _few_samples(record: Record) -> str | None:
+    series = _timed(record)
+    if series is None or len(series.values) >= MIN_SAMPLES:
+        return None
+    return (
+        f"{series.name} has {len(series.values)} of the {MIN_SAMPLES} samples that a spread needs;"
+        " measure with more steps"
+    )
+
+
+@_lint("wide-spread")
+def _wide_spread(record: Record) -> str | None:
+    series = _timed(record)
+    if series is None or len(series.values) < MIN_SAMPLES:
+        return None
+    # A first call has its own lint, and says nothing about the others.
+    values = series.values[1:] if _first_call_inside(record) else series.values
+    summary = summarize(values)
+    spread = summary.std / summary.mean if summary.mean else 0.0
+    farthest = max(summary.minimum, summary.maximum, key=lambda v: abs(v - summary.median))
+    off = abs(farthest - summary.median) / summary.median if summary.median else 0.0
+    if spread < WIDE_STD and off < FAR_EXTREME:
+        return None
+    return (
+        f"{series.name} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the median"
+        f" of {summary.median:.4g} ms; end other work on this machine and measure again"
+    )
+
+
+@_lint("first-call-inside")
+def _first_call_inside(record: Record) -> str | None:
+    series = _timed(record)
+    if series is None or len(series.values) < MIN_SAMPLES:
+        return None
+    first, rest = series.values[0], summarize(series.values[1:])
+    if first <= FIRST_ABOVE_REST * max(rest.median, rest.q3 + 3 * rest.iqr):
+        return None
+    return (
+        f"the first sample of {series.name} took {first:.4g} ms, the others {rest.median:.4g} ms:"
+        " a first call or a compilation is inside the samples; warm up longer"
+    )
+
+
+@_lint("clocks-dropped")
+def _clocks_dropped(record: Record) -> str | None:
+    drop = _largest_clock_drop(record.readings)
+    reasons = sorted({r for reading in record.readings for r in reading.throttle} - CHOSEN_CLOCKS)
+    if drop is None and not reasons:
+        return None
+    fell = f"the SM clock fell from {drop[0]:.0f} to {drop[1]:.0f} MHz" if drop else ""
+    held = f"the device was held back by {', '.join(reasons)}" if reasons else ""
+    return (
+        f"{' and '.join(filter(None, (fell, held)))}: the samples mix several speeds; cool the"
+        " device, lock its clocks lower, or raise its power limit, and measure again"
+    )
+
+
+@_lint("backward-too-fast")
+def _backward_too_fast(record: Record) -> str | None:
+    forward, backward = record.find("forward"), record.find("backward")
+    if forward is None or backward is None or forward.clock != backward.clock:
+        return None
+    forward_ms, backward_ms = median_ms(record, "forward"), median_ms(record, "backward")
+    if not forward_ms or backward_ms is None or backward_ms > BACKWARD_OVER_FORWARD * forward_ms:
+        return None
+    return (
+        f"backward took {backward_ms:.4g} ms and forward {forward_ms:.4g} ms, where about twice"
+        " forward is expected: gradients do not reach all of the model; check for detached tensors"
+        " and frozen parameters"
+    )
+
+
+@_lint("no-gradient")
+def _no_gradient(record: Record) -> str | None:
+    missing = record.quantity("gradients_missing")
+    if not missing:
+        return None
+    return (
+        f"{missing:.0f} parameters got no gradient: part of the backward pass did not run, so its"
+        " time is too short; check that every parameter takes part in the loss"
+    )
+
+
+@_lint("phases-do-not-add-up")
+def _phases_do_not_add_up(record: Record) -> str | None:
+    step = record.find("step")
+    if step is None:
+        return None
+    whole = median_ms(record, "step", step.clock)
+    phases = {name: median_ms(record, name, step.clock) for name in PHASES}
+    held = {name: value for name, value in phases.items() if value is not None}
+    if not whole or not held:
+        return None
+    total = sum(held.values())
+    if abs(total / whole - 1.0) <= PHASES_OFF:
+        return None
+    return (
+        f"{' + '.join(held)} take {total:.4g} ms and the whole step {whole:.4g} ms: marking the"
+        " phases changes the step, or a phase is missing; trust the whole step"
+    )
+
+
+def _timed(record: Record) -> Series | None:
+    """What the case is about, if that is a time: other series need not repeat one value."""
+    if not record.series or not record.series[0].values or record.series[0].unit != "ms":
+        return None
+    return record.series[0]
+
+
+def _largest_clock_drop(readings: tuple[Reading, ...]) -> tuple[float, float] | None:
+    """The highest clock and the lowest after it, if that is much lower.
+
+    An idle device lowers its clock by itself, and takes a moment to raise it again.
+    """
+    clocks = [r.sm_clock_mhz for r in readings if r.sm_clock_mhz and "idle" not in r.throttle]
+    worst: tuple[float, float] | None = None
+    highest = 0.0
+    for before, after in pairwise(clocks):
+        highest = max(highest, before)
+        if after < (1.0 - CLOCK_DROP) * highest and (worst is None or after < worst[1]):
+            worst = (highest, after)
+    return worst

@@ -1,0 +1,133 @@
+"""Records as JSON Lines: what travels between machines and into version control."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from stepscope.errors import StepscopeError
+from stepscope.records.database import explain_os
+from stepscope.records.schema import Record, Run, decode, encode
+from stepscope.records.store import Store
+
+
+class Imported(NamedTuple):
+    """How many records an import added, and how many were there already."""
+
+    added: int
+    skipped: int
+
+
+def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> None:
+    """One record a line. The file is complete or, if this fails, as it was before."""
+    target = Path(path)
+    if target.is_dir():
+        raise StepscopeError(f"{target} is a folder", "name a file in it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target, records)
+    except OSError as error:
+        raise explain_os(error, target) from error
+
+
+def _replace(target: Path, records: Iterable[Record]) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            for record in records:
+                file.write(encode(record) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), _mode(target))
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(target.parent)
+
+
+def _mode(target: Path) -> int:
+    """Permissions of the file that is replaced, else the usual: a temporary file is private."""
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Without this, a power cut may forget the new name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
+    """All records of a file; an error names the line."""
+    source = Path(path)
+    try:
+        lines = source.read_bytes().split(b"\n")
+    except OSError as error:
+        raise explain_os(error, source) from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(decode(line))
+        except StepscopeError as error:
+            raise StepscopeError(f"{source}, line {number}: {error}") from error
+    return tuple(records)
+
+
+def import_into(store: Store, records: Sequence[Record]) -> Imported:
+    """Add records and the runs they name, all or none; those that are there already are skipped."""
+    by_id: dict[str, Record] = {}
+    for record in records:
+        held = by_id.setdefault(record.id, record)
+        _refuse_other(record, held)
+    with store.transaction():
+        known_runs = {run.id for run in store.runs()}
+        kept = {
+            record.id: record
+            for run in {record.run for record in records} & known_runs
+            for record in store.records(run, all_attempts=True)
+        }
+        for run_id in dict.fromkeys(record.run for record in records):
+            if run_id not in known_runs:
+                store.add_run(_run_of([r for r in by_id.values() if r.run == run_id]))
+        added = 0
+        for record in by_id.values():
+            if record.id in kept:
+                _refuse_other(record, kept[record.id])
+            else:
+                store.add(record)
+                added += 1
+    return Imported(added, len(records) - added)
+
+
+def _refuse_other(record: Record, held: Record) -> None:
+    if encode(record) != encode(held):
+        raise StepscopeError(
+            f"record {record.id} ({record.study} {record.case}) differs from the one of that id"
+            " which is there already",
+            "import into another store to keep both",
+        )
+
+
+def _run_of(records: Sequence[Record]) -> Run:
+    """The run that records from elsewhere belong to, as far as they tell."""
+    return Run(
+        id=records[0].run,
+        created=min(record.started for record in records),
+        command="",
+        plan="",
+        cases=len({(record.study, record.case) for record in records}),
+    )
