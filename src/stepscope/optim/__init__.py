@@ -1,1 +1,5 @@
+"""Optimizers."""
 
+from stepscope.optim.adamw import AdamW
+
+__all__ = ["AdamW"]

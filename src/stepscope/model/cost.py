@@ -1,0 +1,234 @@
+"""What a model costs, from its configuration alone. Loads without torch.
+
+FLOPs are those that the field's MFU counts: two per multiply-add of the matrix products; the
+embedding lookup, norms, rotations, softmax and the optimizer's arithmetic are not counted, nor is
+anything computed twice. The backward is twice the forward. A causal mask halves the attention.
+
+Bytes of saved activations are those of `TransformerLM` and `cross_entropy` in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.attention import cost as attention_cost
+from stepscope.attention import implementation
+from stepscope.attention.cost import AttentionShape
+from stepscope.errors import unknown_name
+from stepscope.model.config import ModelConfig, Precision
+
+_ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32 = 4
+_INT64 = 8
+
+MODES = ("forward", "forward-backward", "train-step")
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters by part; `attention`, `feed_forward` and `norms` over all layers."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+
+    @property
+    def multiplied(self) -> int:
+        """Those that a token is multiplied with: not the embedding it looks up, nor the norms."""
+        return self.attention + self.feed_forward + self.head
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    return Parameters(
+        embedding=config.vocab * config.d_model,
+        attention=config.n_layers * 4 * config.d_model**2,
+        feed_forward=config.n_layers * 3 * config.d_model * config.d_ff,
+        norms=(2 * config.n_layers + 1) * config.d_model,
+        head=config.vocab * config.d_model,
+    )
+
+
+class Flops(msgspec.Struct, frozen=True, kw_only=True):
+    """FLOPs of one step, by what does them in the forward."""
+
+    forward_linear: int
+    forward_attention: int
+
+    @property
+    def forward(self) -> int:
+        return self.forward_linear + self.forward_attention
+
+    @property
+    def backward(self) -> int:
+        return 2 * self.forward
+
+    @property
+    def step(self) -> int:
+        """Forward and backward; the optimizer's are not counted."""
+        return self.forward + self.backward
+
+    @property
+    def step_linear(self) -> int:
+        return 3 * self.forward_linear
+
+    @property
+    def step_attention(self) -> int:
+        return 3 * self.forward_attention
+
+
+def flops(config: ModelConfig, batch: int, context: int, causal: bool = True) -> Flops:
+    """FLOPs of one step over `batch` sequences of `context` tokens."""
+    per_layer = attention_cost.forward_flops(_shape(config, batch, context), causal=causal)
+    return Flops(
+        forward_linear=2 * batch * context * parameters(config).multiplied,
+        forward_attention=config.n_layers * per_layer,
+    )
+
+
+def weight_bytes(config: ModelConfig, precision: Precision) -> int:
+    return parameters(config).total * _ELEMENT_BYTES[precision.weights]
+
+
+def gradient_bytes(config: ModelConfig, precision: Precision) -> int:
+    """Gradients have the weights' format, under autocast as well."""
+    return weight_bytes(config, precision)
+
+
+def optimizer_bytes(config: ModelConfig, precision: Precision) -> int:
+    """AdamW: two moments in the weights' format."""
+    return 2 * weight_bytes(config, precision)
+
+
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes saved for backward: each storage once, without weights and scalars."""
+
+    block: dict[str, int]
+    """One block, by item."""
+    n_layers: int
+    embedding: int
+    head: int
+    """The last norm and the input of the head."""
+    loss: int
+    weight_copies: int
+    """Autocast's copies of the weights in the format of the matrix products."""
+
+    @property
+    def per_block(self) -> int:
+        return sum(self.block.values())
+
+    @property
+    def blocks(self) -> int:
+        return self.n_layers * self.per_block
+
+    @property
+    def total(self) -> int:
+        return self.blocks + self.embedding + self.head + self.loss + self.weight_copies
+
+
+def activation_bytes(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    precision: Precision,
+    attention: str,
+    device_type: str = "cuda",
+) -> Activations:
+    """Bytes that forward and loss save for backward with that attention implementation.
+
+    `device_type` matters under autocast with an attention that keeps its scores: autocast for CUDA
+    runs the softmax in float32, autocast for the CPU does not.
+    """
+    tokens = batch * context
+    product = _ELEMENT_BYTES[precision.compute]
+    stream = tokens * config.d_model  # elements of one activation of the residual stream's width
+    hidden = tokens * config.d_ff
+    # Autocast casts the norm's float32 output anew for each product that reads it.
+    readers = {"q, k, v": 3, "w1, w3": 2} if precision.autocast else {"q, k, v": 1, "w1, w3": 1}
+
+    block = {
+        "attention norm": _norm_bytes(tokens, config.d_model),
+        "q, k, v projection input": readers["q, k, v"] * stream * product,
+        **_attention_items(config, batch, context, precision, attention, device_type),
+        "output projection input": stream * product,
+        "feed-forward norm": _norm_bytes(tokens, config.d_model),
+        "w1, w3 input": readers["w1, w3"] * stream * product,
+        "w1 output": hidden * product,
+        "silu output": hidden * product,
+        "w3 output": hidden * product,
+        "w2 input": hidden * product,
+    }
+    return Activations(
+        block=block,
+        n_layers=config.n_layers,
+        embedding=tokens * _INT64,
+        head=_norm_bytes(tokens, config.d_model) + stream * product,
+        # log p of every word in float32, and the targets
+        loss=tokens * config.vocab * _FLOAT32 + tokens * _INT64,
+        weight_copies=parameters(config).multiplied * product if precision.autocast else 0,
+    )
+
+
+def minimum_bytes(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    precision: Precision,
+    mode: str,
+    attention: str = "sdpa",
+) -> int:
+    """Device memory below which that mode cannot run, without activation checkpointing.
+
+    A lower bound, never an estimate: work space, fragmentation and the logits' other copies come on
+    top. A train step is one with optimizer state, so from the second on.
+    """
+    weights = weight_bytes(config, precision)
+    if mode == "forward":
+        logits = batch * context * config.vocab * _ELEMENT_BYTES[precision.compute]
+        return weights + logits
+    saved = activation_bytes(config, batch, context, precision, attention).total
+    # The backward frees activations as it makes gradients, so only the larger is sure.
+    most = max(saved, gradient_bytes(config, precision))
+    if mode == "forward-backward":
+        return weights + most
+    if mode == "train-step":
+        return weights + most + optimizer_bytes(config, precision)
+    raise unknown_name("mode", mode, MODES)
+
+
+def _shape(config: ModelConfig, batch: int, context: int) -> AttentionShape:
+    return AttentionShape(
+        batch=batch, heads=config.n_heads, seq_q=context, seq_k=context, d_head=config.d_head
+    )
+
+
+def _norm_bytes(tokens: int, d_model: int) -> int:
+    """Input and normalised input in float32, and the inverse root mean square of each token."""
+    return (2 * tokens * d_model + tokens) * _FLOAT32
+
+
+def _attention_items(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    precision: Precision,
+    attention: str,
+    device_type: str,
+) -> dict[str, int]:
+    shape = _shape(config, batch, context)
+    product = _ELEMENT_BYTES[precision.compute]
+    items = {"q, k, v": attention_cost.input_bytes(shape, product)}
+    if not implementation(attention).saves_scores:
+        # The output is kept too, but it is the storage that the output projection reads.
+        return items | {"log-sum-exp": attention_cost.log_sum_exp_bytes(shape)}
+    float32_softmax = precision.autocast and device_type == "cuda"
+    return items | {
+        "probabilities": attention_cost.probability_bytes(
+            shape, product, float32_softmax=float32_softmax
+        ),
+        "mask": attention_cost.mask_bytes(shape, causal=True),
+    }

@@ -1,0 +1,91 @@
+"""AdamW as the update rule reads: one parameter after the other, no fusion.
+
+State has the keys and formats of `torch.optim.AdamW`, so a checkpoint of one loads into the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_hyperparameters(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for variant in ("amsgrad", "maximize"):
+                if group.get(variant):
+                    raise ValueError(f"the state was made with {variant}=True, which AdamW lacks")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update; a closure computes the loss and its gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if gradient.is_sparse:
+            raise RuntimeError("AdamW needs dense gradients; use SparseAdam for sparse ones")
+        state = self.state[parameter]
+        if not state:
+            # On the host: reading the count must not wait for the device.
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+
+        state["step"] += 1
+        steps = state["step"].item()
+        parameter.mul_(1 - lr * group["weight_decay"])
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+        # Both moments start at zero; dividing by 1 - βᵗ takes that bias out.
+        root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+        parameter.addcdiv_(mean, root, value=-lr / (1 - beta1**steps))
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0.0:
+            raise ValueError(f"{name} is {group[name]}; it must be at least 0")
+    for index, beta in enumerate(group["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}] is {beta}; it must be in [0, 1)")
