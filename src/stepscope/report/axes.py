@@ -1,0 +1,73 @@
+"""Where ticks stand: round numbers on linear axes, plain numbers on logarithmic ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_MOST_TICKS = 8
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+def log_limits(values: Sequence[float]) -> tuple[float, float]:
+    """The range of positive values with a margin that looks the same at both ends."""
+    low, high = min(values), max(values)
+    margin = max((high / low) ** 0.06, 1.15)
+    return low / margin, high * margin
+
+
+def log_ticks(values: Sequence[float], limits: tuple[float, float], *, own: bool) -> list[float]:
+    """The values themselves where they are few (128, 256, 512), else 1-2-5 steps or decades."""
+    distinct = sorted(set(values))
+    if own and len(distinct) <= _MOST_TICKS:
+        return distinct
+    low, high = limits
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1.0, 2.0, 5.0), (1.0,)):
+        ticks = [f * 10.0**e for e in range(first, last + 1) for f in factors]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= _MOST_TICKS:
+            break
+    if len(ticks) > _MOST_TICKS:
+        ticks = ticks[:: math.ceil(len(ticks) / _MOST_TICKS)]
+    return ticks if len(ticks) >= 2 else linear_ticks(low, high)
+
+
+def linear_limits(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
+    """Zero is part of the range when the data says how much of something there is."""
+    low, high = min(values), max(values)
+    if from_zero or (low >= 0 and low < 0.5 * high):
+        low, high = min(low, 0.0), max(high, 0.0)
+    if low == high:
+        low, high = low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
+    margin = (high - low) * 0.08
+    return (low if low == 0 else low - margin), (high if high == 0 else high + margin)
+
+
+def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Multiples of a round step within the limits."""
+    span = high - low
+    unit = 10.0 ** math.floor(math.log10(span / most))
+    step = next(unit * factor for factor in _STEPS if span / (unit * factor) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def spread_apart(places: Sequence[float], gap: float) -> list[float]:
+    """The places moved as little as keeps them `gap` apart, in the order they were given."""
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    moved = [places[index] for index in order]
+    for _ in range(50):
+        shifted = False
+        for left in range(len(moved) - 1):
+            lack = gap - (moved[left + 1] - moved[left])
+            if lack > 1e-6:
+                moved[left] -= lack / 2
+                moved[left + 1] += lack / 2
+                shifted = True
+        if not shifted:
+            break
+    result = [0.0] * len(places)
+    for place, index in zip(moved, order, strict=True):
+        result[index] = place
+    return result

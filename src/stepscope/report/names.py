@@ -1,0 +1,145 @@
+"""The names on a figure: of its curves, where they end or in a legend, and of its categories.
+
+Widths are estimated from the number of letters, in points: the reader's font is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from stepscope.report.axes import spread_apart
+from stepscope.report.blocks import Figure
+from stepscope.report.format import tick
+from stepscope.report.svg import CURVES, INK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FONT_SIZE = 8.5
+LETTER = FONT_SIZE * 0.54
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
+PLAIN: dict[str, Any] = {"parse_math": False}
+"""Text is text: a dollar sign does not begin a formula."""
+
+LEGEND_ROW = 14.0
+_LONGEST_NAME = 28
+_LEGEND_KEY = 24.0
+_LABEL_GAP = 0.066
+
+Path = list[tuple[float, float]]
+"""A curve in fractions of the axes."""
+
+
+def clean(text: str, most: int = 90) -> str:
+    """One line of printable text; XML has no place for control characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def short(text: str) -> str:
+    return clean(text, _LONGEST_NAME)
+
+
+def width_of(texts: Sequence[str]) -> float:
+    return LETTER * max((len(text) for text in texts), default=0)
+
+
+def end_names(labels: Sequence[str], paths: list[Path]) -> list[tuple[float, float]] | None:
+    """Where each name stands beside its curve's end; None if one would lie on another curve."""
+    if not all(paths):
+        return None
+    heights = [path[-1][1] for path in paths]
+    for end in {path[-1][0] for path in paths}:
+        group = [index for index, path in enumerate(paths) if path[-1][0] == end]
+        moved = spread_apart([heights[index] for index in group], _LABEL_GAP)
+        for index, height in zip(group, moved, strict=True):
+            heights[index] = height
+    for index, label in enumerate(labels):
+        others = paths[:index] + paths[index + 1 :]
+        start = paths[index][-1][0]
+        stop = start + (12 + width_of([label])) / 380
+        if any(_crosses(path, start, stop, heights[index]) for path in others):
+            return None
+    return [(path[-1][0], height) for path, height in zip(paths, heights, strict=True)]
+
+
+def _crosses(path: Path, left: float, right: float, height: float) -> bool:
+    for (x0, y0), (x1, y1) in pairwise(path):
+        start, stop = max(left, x0), min(right, x1)
+        if start < stop:
+            ys = [y0 + (y1 - y0) * (x - x0) / (x1 - x0) for x in (start, stop)]
+            if min(ys) - _LABEL_GAP < height < max(ys) + _LABEL_GAP:
+                return True
+    return False
+
+
+def draw_end_names(axes: Axes, labels: Sequence[str], places: list[tuple[float, float]]) -> None:
+    for index, (label, place) in enumerate(zip(labels, places, strict=True)):
+        axes.annotate(
+            label,
+            place,
+            xycoords="axes fraction",
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=CURVES[index % len(CURVES)],
+            annotation_clip=False,
+            **PLAIN,
+        )
+
+
+def legend_columns(labels: Sequence[str], room: float) -> int:
+    return max(1, min(len(labels), int(room // (width_of(labels) + _LEGEND_KEY))))
+
+
+def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
+    """A legend whose upper right corner is `top` points above the axes."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.transforms import ScaledTranslation
+
+    keys: list[Any] = []
+    for index in range(len(figure.curves)):
+        colour = CURVES[index % len(CURVES)]
+        if figure.kind == "bars":
+            keys.append(Patch(color=colour))
+        else:
+            marker = MARKERS[index % len(MARKERS)]
+            keys.append(Line2D([], [], color=colour, marker=marker, markersize=4.6))
+    canvas = axes.get_figure(root=True)
+    assert canvas is not None
+    # A legend drops names that begin with an underscore, hence the stand-ins.
+    legend = axes.legend(
+        keys,
+        ["x" for _ in keys],
+        loc="upper right",
+        bbox_to_anchor=(1, 1),
+        bbox_transform=axes.transAxes + ScaledTranslation(0, top / 72, canvas.dpi_scale_trans),
+        ncols=columns,
+        frameon=False,
+        handlelength=1.2,
+        handleheight=0.7,
+        handletextpad=0.5,
+        columnspacing=1.4,
+        borderaxespad=0,
+        borderpad=0,
+        labelcolor=INK,
+    )
+    for text, curve in zip(legend.get_texts(), figure.curves, strict=True):
+        text.set_parse_math(False)
+        text.set_text(short(curve.label))
+
+
+def name_categories(axes: Axes, names: Sequence[float | str], room: float) -> float:
+    """Name the categories below the axes; gives the height in points that the names take."""
+    texts = [short(name) if isinstance(name, str) else tick(name) for name in names]
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    if width_of(texts) + LETTER < room / len(names):
+        axes.set_xticks(range(len(names)), texts, **PLAIN)
+        return FONT_SIZE
+    axes.set_xticks(
+        range(len(names)), texts, rotation=30, ha="right", rotation_mode="anchor", **PLAIN
+    )
+    return FONT_SIZE + width_of(texts) * 0.5

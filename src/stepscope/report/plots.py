@@ -1,0 +1,267 @@
+"""A figure as inline SVG, drawn with matplotlib's object interface.
+
+Colours are those of `svg.py`, which turns them into the page's. Every curve has a marker of its own
+besides its colour, and is named where it ends if there is room, otherwise in a legend. Margins are
+set by hand: matplotlib's layout engine would draw everything twice.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stepscope.report import names
+from stepscope.report.axes import linear_limits, linear_ticks, log_limits, log_ticks
+from stepscope.report.blocks import Curve, Figure
+from stepscope.report.figure_data import categories
+from stepscope.report.format import number, tick
+from stepscope.report.names import FONT_SIZE, MARKERS, PLAIN, clean
+from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 446.0, 238.0
+"""In points, which are the units of the drawing."""
+
+_MOST_MARKERS = 32
+_MOST_BAR_NUMBERS = 12
+_RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "stepscope",
+    "font.family": ["DejaVu Sans"],
+    "font.size": FONT_SIZE,
+}
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+    below: float
+    above: float
+
+
+def svg(figure: Figure, prefix: str = "figure") -> str:
+    """`prefix` must be a name that no other figure of the page has."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    out = io.StringIO()
+    with mpl.rc_context(), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is drawn by the reader's own font.
+        warnings.simplefilter("ignore", UserWarning)
+        mpl.rcdefaults()
+        mpl.rcParams.update(_RC)
+        canvas = Canvas(figsize=(WIDTH / 72, HEIGHT / 72))
+        _draw(canvas.add_axes((0, 0, 1, 1)), figure)
+        canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    labels = ", ".join(clean(curve.label) for curve in figure.curves)
+    text = f"{clean(figure.y_label)} against {clean(figure.x_label)}: {labels}"
+    return inline_svg(out.getvalue(), prefix=prefix, title=clean(figure.title), description=text)
+
+
+def _draw(axes: Axes, figure: Figure) -> None:
+    keys = categories(figure)
+    named = figure.kind == "bars" or any(isinstance(key, str) for key in keys)
+    places = {key: float(index if named else key) for index, key in enumerate(keys)}
+    log_x = figure.x_log and not named
+    held = [_points(curve, places, log_x=log_x, log_y=figure.y_log) for curve in figure.curves]
+    if not any(held):
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no data", color=SOFT, ha="center")
+        return
+    labels = [names.short(curve.label) for curve in figure.curves]
+    y_ticks = _scale_y(axes, figure, held)
+    left, right, bottom, top = names.width_of(y_ticks) + 8, 4.0, 28.0, 22.0
+    if named:
+        bottom += names.name_categories(axes, keys, WIDTH - left - right) - FONT_SIZE
+    else:
+        _scale_x(axes, figure, held)
+    alone = len(labels) == 1
+    ends = None
+    if figure.kind == "lines":
+        _lines(axes, held)
+        ends = None if alone else names.end_names(labels, _paths(axes, held))
+    else:
+        _bars(axes, held)
+    title = (
+        f"{clean(figure.y_label)} · {labels[0]}" if alone and labels[0] else clean(figure.y_label)
+    )
+    if ends:
+        names.draw_end_names(axes, labels, ends)
+        over = [
+            12 + names.width_of([n]) - (1 - x) * WIDTH
+            for n, (x, _) in zip(labels, ends, strict=True)
+        ]
+        right = max(right, *over)
+    elif not alone:
+        beside = WIDTH - names.width_of([title]) - 30
+        columns = names.legend_columns(labels, beside)
+        if columns < len(labels):
+            columns = names.legend_columns(labels, WIDTH - left)
+            top += math.ceil(len(labels) / columns) * names.LEGEND_ROW
+        names.draw_legend(axes, figure, columns, top - 4)
+    _marks(axes, figure)
+    _dress(axes, figure, title, left)
+    axes.set_position(
+        (left / WIDTH, bottom / HEIGHT, 1 - (left + right) / WIDTH, 1 - (top + bottom) / HEIGHT)
+    )
+
+
+def _points(
+    curve: Curve, places: dict[float | str, float], *, log_x: bool, log_y: bool
+) -> list[Point]:
+    """The points that can be drawn: finite, and with a logarithm where one is asked for."""
+    keys: list[float | str] = list(curve.x)
+    lows = curve.low if curve.low and curve.high else curve.y
+    highs = curve.high if curve.low and curve.high else curve.y
+    points = []
+    for key, y, low, high in zip(keys, curve.y, lows, highs, strict=True):
+        x = places[key]
+        if not (math.isfinite(x) and math.isfinite(y)) or (log_x and x <= 0) or (log_y and y <= 0):
+            continue
+        below = max(0.0, y - low) if math.isfinite(low) else 0.0
+        above = max(0.0, high - y) if math.isfinite(high) else 0.0
+        points.append(Point(x, y, min(below, y * 0.99) if log_y else below, above))
+    return sorted(points)
+
+
+def _scale_y(axes: Axes, figure: Figure, held: list[list[Point]]) -> list[str]:
+    extremes = [y for points in held for p in points for y in (p.y - p.below, p.y + p.above)]
+    extremes += [mark.value for mark in figure.marks if math.isfinite(mark.value)]
+    if figure.y_log:
+        extremes = [value for value in extremes if value > 0]
+        limits = log_limits(extremes)
+        ticks = log_ticks(extremes, limits, own=False)
+        axes.set_yscale("log")
+    else:
+        limits = linear_limits(extremes, from_zero=figure.kind == "bars")
+        ticks = linear_ticks(*limits)
+    texts = [tick(value) for value in ticks]
+    axes.set_ylim(*limits)
+    axes.set_yticks([], minor=True)
+    axes.set_yticks(ticks, texts)
+    return texts
+
+
+def _scale_x(axes: Axes, figure: Figure, held: list[list[Point]]) -> None:
+    values = [point.x for points in held for point in points]
+    if figure.x_log:
+        limits = log_limits(values)
+        ticks = log_ticks(values, limits, own=True)
+        axes.set_xscale("log")
+    else:
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.03 or 0.5
+        limits = (low - margin, high + margin)
+        ticks = [value for value in linear_ticks(*limits, most=8) if low <= value <= high]
+        if all(value.is_integer() for value in values):
+            ticks = [value for value in ticks if float(value).is_integer()]
+    axes.set_xlim(*limits)
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(ticks, [tick(value) for value in ticks])
+
+
+def _paths(axes: Axes, held: list[list[Point]]) -> list[names.Path]:
+    to_axes = axes.transScale + axes.transLimits
+    return [
+        to_axes.transform([(p.x, p.y) for p in points]).tolist() if points else []
+        for points in held
+    ]
+
+
+def _lines(axes: Axes, held: list[list[Point]]) -> None:
+    for index, points in enumerate(held):
+        if not points:
+            continue
+        axes.errorbar(
+            [p.x for p in points],
+            [p.y for p in points],
+            yerr=_error_bars(points),
+            color=CURVES[index % len(CURVES)],
+            linewidth=1.5,
+            elinewidth=0.9,
+            marker=MARKERS[index % len(MARKERS)] if len(points) <= _MOST_MARKERS else "",
+            markersize=4.8,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.6,
+            linestyle="-" if index < len(CURVES) else "--",
+            zorder=3,
+        )
+
+
+def _bars(axes: Axes, held: list[list[Point]]) -> None:
+    width = 0.76 / len(held)
+    with_numbers = sum(len(points) for points in held) <= _MOST_BAR_NUMBERS
+    for index, points in enumerate(held):
+        shift = (index - (len(held) - 1) / 2) * width
+        axes.bar(
+            [p.x + shift for p in points],
+            [p.y for p in points],
+            width=min(width, 0.5) * 0.92,
+            yerr=_error_bars(points),
+            color=CURVES[index % len(CURVES)],
+            error_kw={"ecolor": INK, "elinewidth": 0.9},
+            zorder=2,
+        )
+        for p in points if with_numbers else []:
+            up = p.y >= 0
+            axes.annotate(
+                number(float(p.y), 3),
+                (p.x + shift, p.y + p.above if up else p.y - p.below),
+                xytext=(0, 3 if up else -3),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if up else "top",
+                color=INK,
+                fontsize=FONT_SIZE - 1,
+            )
+
+
+def _error_bars(points: list[Point]) -> list[list[float]] | None:
+    if not any(p.below or p.above for p in points):
+        return None
+    return [[p.below for p in points], [p.above for p in points]]
+
+
+def _marks(axes: Axes, figure: Figure) -> None:
+    marks = [mark for mark in figure.marks if math.isfinite(mark.value)]
+    for index, mark in enumerate(marks):
+        if figure.y_log and mark.value <= 0:
+            continue
+        axes.axhline(mark.value, color=MARK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+        # Neighbouring limits are named at opposite ends so that their names cannot collide.
+        right = index % 2 == 0
+        axes.annotate(
+            f"{clean(mark.label, 60)}, {number(float(mark.value), 3)}",
+            (1 if right else 0, mark.value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            color=MARK,
+            fontsize=FONT_SIZE - 0.5,
+            **PLAIN,
+        )
+
+
+def _dress(axes: Axes, figure: Figure, title: str, left: float) -> None:
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(SOFT)
+    axes.spines["bottom"].set_linewidth(0.6)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, pad=5, labelcolor=SOFT)
+    axes.set_xlabel(clean(figure.x_label), color=SOFT, labelpad=5, **PLAIN)
+    axes.annotate(
+        title,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(-left, 10),
+        textcoords="offset points",
+        color=SOFT,
+        **PLAIN,
+    )

@@ -1,0 +1,112 @@
+"""An SVG file made into a part of a page: its colours, ids, size and description.
+
+A figure is drawn in the colours of the light scheme. Each of them becomes a CSS variable with that
+colour as the fallback, so that the same drawing follows the page into dark mode and still stands
+alone. Styles become presentation attributes, because the page's policy allows no inline style.
+"""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+CURVES = (
+    "#1f5fa8",
+    "#bf4e08",
+    "#0b7a5a",
+    "#9c4086",
+    "#836000",
+    "#1d7796",
+    "#5d5f6b",
+    "#8a3c2b",
+)
+INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
+
+_VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES, start=1)} | {
+    INK: "--ink",
+    SOFT: "--soft",
+    GRID: "--grid",
+    PAPER: "--paper",
+    MARK: "--mark",
+}
+_HREF = "{http://www.w3.org/1999/xlink}href"
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_FONT = re.compile(r"^(?:(\w+)\s+)?([\d.]+)px\b")
+
+
+def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> str:
+    """`prefix` makes the ids of this drawing differ from those of the page's other drawings."""
+    root = ElementTree.fromstring(drawing)
+    _strip_namespaces(root)
+    for parent in list(root.iter()):
+        for child in [c for c in parent if c.tag in ("metadata", "style")]:
+            parent.remove(child)
+    for element in root.iter():
+        _unfold_style(element)
+        for name, value in element.attrib.items():
+            element.set(name, _COLOUR.sub(_variable, value))
+    _rename_ids(root, prefix)
+    _describe(root, prefix, title, description)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _variable(found: re.Match[str]) -> str:
+    colour = found.group()
+    return f"var({_VARIABLES[colour]}, {colour})" if colour in _VARIABLES else colour
+
+
+def _strip_namespaces(root: ElementTree.Element) -> None:
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        target = element.attrib.pop(_HREF, None)
+        if target is not None:
+            element.set("href", target)
+
+
+def _unfold_style(element: ElementTree.Element) -> None:
+    for declaration in element.attrib.pop("style", "").split(";"):
+        name, _, value = (part.strip() for part in declaration.partition(":"))
+        if name == "font":
+            # The family is the page's own.
+            weight, size = _FONT.match(value).groups()  # type: ignore[union-attr]
+            element.set("font-size", size)
+            if weight:
+                element.set("font-weight", weight)
+        elif name:
+            element.set(name, value)
+
+
+def _rename_ids(root: ElementTree.Element, prefix: str) -> None:
+    """Keep only the ids that something refers to."""
+    used = {value[1:] for element in root.iter() if (value := element.get("href", ""))}
+    for element in root.iter():
+        used.update(name for value in element.attrib.values() for name in _REFERENCE.findall(value))
+    names = {name: f"{prefix}-{number}" for number, name in enumerate(sorted(used), start=1)}
+    for element in root.iter():
+        own = element.attrib.pop("id", None)
+        if own in names:
+            element.set("id", names[own])
+        if element.get("href"):
+            element.set("href", f"#{names[element.attrib['href'][1:]]}")
+        for name, value in element.attrib.items():
+            element.set(name, _REFERENCE.sub(lambda m: f"url(#{names[m.group(1)]})", value))
+
+
+def _describe(root: ElementTree.Element, prefix: str, title: str, description: str) -> None:
+    view_box = root.attrib["viewBox"]
+    root.attrib.clear()
+    root.attrib.update(
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": view_box,
+            "width": "100%",
+            "role": "img",
+            "aria-labelledby": f"{prefix}-title {prefix}-desc",
+            "stroke-linejoin": "round",
+        }
+    )
+    for place, (tag, text) in enumerate((("title", title), ("desc", description))):
+        element = ElementTree.Element(tag, {"id": f"{prefix}-{tag}"})
+        element.text = text
+        root.insert(place, element)
