@@ -1,0 +1,109 @@
+"""The naive attention against a loop over rows, against torch, and by finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stepscope.attention import (
+    IMPLEMENTATION_NAMES,
+    IMPLEMENTATIONS,
+    attention,
+    implementation,
+    reference_attention,
+)
+from stepscope.errors import UsageError
+
+
+def random_qkv(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
+    return q, k, v
+
+
+def attention_by_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    """One query at a time in Python floats, seeing only the keys that it may."""
+    out = torch.zeros(q.shape[0], v.shape[1], dtype=torch.float64)
+    for i in range(q.shape[0]):
+        seen = i + 1 if is_causal else k.shape[0]
+        weights = [math.exp(scale * float(q[i] @ k[j])) for j in range(seen)]
+        for j, weight in enumerate(weights):
+            out[i] += weight / sum(weights) * v[j]
+    return out
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_every_implementation_is_the_formula(
+    name: str, is_causal: bool, scale: float | None
+) -> None:
+    q, k, v = random_qkv(13, 6)
+    expected = attention_by_rows(
+        q, k, v, is_causal=is_causal, scale=1 / math.sqrt(6) if scale is None else scale
+    )
+    actual = attention(q[None], k[None], v[None], is_causal=is_causal, scale=scale, impl=name)
+    torch.testing.assert_close(actual[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (3, 7, 4), (2, 3, 17, 8), (2, 1, 3, 5, 4)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_reference_takes_any_leading_dimensions(shape: tuple[int, ...], is_causal: bool) -> None:
+    q, k, v = random_qkv(*shape)
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    actual = reference_attention(q, k, v, is_causal=is_causal)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+)
+def test_reference_keeps_the_format(dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = random_qkv(2, 33, 16, dtype=dtype)
+    exact = reference_attention(q.double(), k.double(), v.double(), is_causal=True)
+    actual = reference_attention(q, k, v, is_causal=True)
+    assert actual.dtype == dtype
+    assert (actual.double() - exact).abs().max() < tolerance
+
+
+def test_more_keys_than_queries_without_a_mask() -> None:
+    q, k, v = random_qkv(9, 4)
+    out = reference_attention(q[:3], k, v)
+    torch.testing.assert_close(out, reference_attention(q, k, v)[:3])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_causal_over_unequal_lengths_is_refused(name: str) -> None:
+    q, k, v = random_qkv(9, 4)
+    with pytest.raises(ValueError, match="3 queries over 9 keys"):
+        attention(q[:3], k, v, is_causal=True, impl=name)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_reference_gradients(is_causal: bool) -> None:
+    inputs = tuple(x.requires_grad_() for x in random_qkv(2, 5, 4))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: reference_attention(q, k, v, is_causal=is_causal, scale=0.7), inputs
+    )
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = random_qkv(8, 4, dtype=torch.float32)
+    assert torch.isfinite(reference_attention(q * 1e4, k * 1e4, v, is_causal=True)).all()
+
+
+def test_names() -> None:
+    assert list(IMPLEMENTATION_NAMES) == ["auto", "reference", "sdpa"]
+    assert implementation("auto") is IMPLEMENTATIONS["sdpa"]
+    for name, entry in IMPLEMENTATIONS.items():
+        assert entry.name == name
+        assert entry.description
+    with pytest.raises(UsageError, match=r"'refrence' does not exist .*meant reference"):
+        implementation("refrence")
+    with pytest.raises(UsageError, match="one of: auto, reference"):
+        attention(*random_qkv(2, 2), impl="none of them")

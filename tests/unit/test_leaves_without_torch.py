@@ -1,0 +1,79 @@
+"""The rooms' leaves load where there is no torch, and answer questions there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BLOCKED = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    script = BLOCKED + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "stepscope.model",
+        "stepscope.model.config",
+        "stepscope.model.cost",
+        "stepscope.model.sizes",
+        "stepscope.attention",
+        "stepscope.attention.cost",
+        "stepscope.attention.registry",
+    ],
+)
+def test_loads(module: str) -> None:
+    done = run_without_torch(f"import {module}; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_blocks() -> None:
+    done = run_without_torch("from stepscope.model import TransformerLM")
+    assert "torch is blocked" in done.stderr
+
+
+def test_questions_without_torch() -> None:
+    done = run_without_torch(
+        """
+        from stepscope.attention import IMPLEMENTATION_NAMES, implementation
+        from stepscope.errors import UsageError
+        from stepscope.model import find_size, precision
+        from stepscope.model.cost import activation_bytes, flops, minimum_bytes
+
+        config = find_size("xl")
+        flops(config, 4, 512)
+        for name in IMPLEMENTATION_NAMES:
+            activation_bytes(config, 4, 512, precision("bf16"), name)
+        minimum_bytes(config, 4, 512, precision("bf16"), "train-step")
+        try:
+            implementation("flush")
+        except UsageError as error:
+            print(error)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert "attention 'flush' does not exist" in done.stdout
+
+
+@pytest.mark.parametrize("package", ["stepscope.model", "stepscope.attention", "stepscope.optim"])
+def test_every_public_name_exists(package: str) -> None:
+    module = __import__(package, fromlist=["__all__"])
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = module.nonsense
