@@ -1,17 +1,17 @@
-"""Opening the SQLite file of a store, and saying what went wrong with it in plain words."""
+"""Opening the SQLite file of a store, wherever it is, without harm to what is there."""
 
 from __future__ import annotations
 
-import errno
+import os
 import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
+from stepscope.records.failures import damaged, not_a_database, plain_errors, primary_code
 
 APPLICATION_ID = 0x53746570
 STORE_VERSION = 1
@@ -28,13 +28,13 @@ CREATE TABLE records (
 );
 """
 
+_MAGIC = b"SQLite format 3\0"
 _CANNOT_WRITE_BESIDE = (
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
 )
-_NEARLY_FULL_BYTES = 1 << 18
 
 
 def open_database(path: Path, *, create: bool, wait_s: float) -> sqlite3.Connection:
@@ -44,10 +44,26 @@ def open_database(path: Path, *, create: bool, wait_s: float) -> sqlite3.Connect
             raise StepscopeError(f"{path} is a folder", f"name a file in it: {path / 'runs.db'}")
         if not path.exists() and not create:
             raise StepscopeError(f"there is no store at {path}", "name another, or make one")
+        if path.exists():
+            _refuse_broken(path)
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
             return _open_for_writing(path, wait_s)
         return _open_for_reading(path, wait_s)
+
+
+def _refuse_broken(path: Path) -> None:
+    """Two things SQLite lets pass: a file of one byte, which it overwrites, and a cut last page."""
+    with path.open("rb") as file:
+        header = file.read(len(_MAGIC) + 2)
+        size = file.seek(0, os.SEEK_END)
+    if not header:
+        return
+    if not header.startswith(_MAGIC):
+        raise not_a_database(path)
+    page = int.from_bytes(header[len(_MAGIC) :], "big")
+    if page > 1 and size % page:
+        raise damaged(path, "its last page is not whole")
 
 
 def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
@@ -85,7 +101,7 @@ def _use_wal(connection: sqlite3.Connection, wait_s: float) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(0.02)
 
@@ -97,7 +113,9 @@ def _open_for_reading(path: Path, wait_s: float) -> sqlite3.Connection:
         return connection
     except BaseException as error:
         connection.close()
-        unwritable = isinstance(error, sqlite3.Error) and _code(error) in _CANNOT_WRITE_BESIDE
+        unwritable = (
+            isinstance(error, sqlite3.Error) and primary_code(error) in _CANNOT_WRITE_BESIDE
+        )
         if not unwritable:
             raise
     connection = _open_without_writing(path, wait_s)
@@ -142,73 +160,3 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: b
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-@contextmanager
-def plain_errors(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the file system raise into one line with its mend."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise _explain_sqlite(error, path) from error
-    except OSError as error:
-        raise explain_os(error, path) from error
-
-
-def _code(error: sqlite3.Error) -> int:
-    """The primary result code; 0 for what Python's own layer raised."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _explain_sqlite(error: sqlite3.Error, path: Path) -> StepscopeError:
-    match _code(error):
-        case sqlite3.SQLITE_FULL:
-            return _disk_full(path)
-        case sqlite3.SQLITE_IOERR if _nearly_full(path):
-            return _disk_full(path)
-        case sqlite3.SQLITE_NOTADB:
-            return StepscopeError(f"{path} is not a database", "name another file")
-        case sqlite3.SQLITE_CORRUPT:
-            return StepscopeError(
-                f"the store {path} is damaged: {error}",
-                f"move it aside and import its exported records, or try `sqlite3 {path} .recover`",
-            )
-        case sqlite3.SQLITE_READONLY:
-            return StepscopeError(
-                f"the store {path} is read-only", "make the file and its folder writable"
-            )
-        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return StepscopeError(
-                f"the store {path} was locked by another process for too long",
-                "try again when that process is done",
-            )
-        case sqlite3.SQLITE_CANTOPEN:
-            return StepscopeError(
-                f"the store {path} cannot be opened",
-                "check that its folder can be read and written",
-            )
-    return StepscopeError(f"the store {path} failed: {error}", "check the disk it is on")
-
-
-def explain_os(error: OSError, path: Path) -> StepscopeError:
-    """The same for a failure that did not come through SQLite."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _disk_full(path)
-    why = error.strerror or str(error)
-    return StepscopeError(
-        f"{error.filename or path}: {why[:1].lower()}{why[1:]}",
-        "choose a place where files can be read and written",
-    )
-
-
-def _disk_full(path: Path) -> StepscopeError:
-    return StepscopeError(
-        f"the disk of {path} is full; what was stored before is safe", "free some space and go on"
-    )
-
-
-def _nearly_full(path: Path) -> bool:
-    try:
-        return shutil.disk_usage(path.parent).free < _NEARLY_FULL_BYTES
-    except OSError:
-        return False

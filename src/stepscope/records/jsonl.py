@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import StepscopeError
-from stepscope.records.database import explain_os
+from stepscope.records.failures import explain_os
 from stepscope.records.schema import Record, Run, decode, encode
 from stepscope.records.store import Store
 
@@ -114,7 +114,8 @@ def import_into(store: Store, records: Sequence[Record]) -> Imported:
 
 
 def _refuse_other(record: Record, held: Record) -> None:
-    if encode(record) != encode(held):
+    # Compared as read back: a whole number given as an int is written unlike the same float.
+    if decode(encode(record)) != decode(encode(held)):
         raise StepscopeError(
             f"record {record.id} ({record.study} {record.case}) differs from the one of that id"
             " which is there already",

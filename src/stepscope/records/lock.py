@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
-from stepscope.records.database import explain_os
+from stepscope.records.failures import explain_os
 
 
 @contextmanager

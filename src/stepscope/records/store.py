@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.database import open_database, plain_errors
+from stepscope.records.database import open_database
+from stepscope.records.failures import plain_errors
 from stepscope.records.lock import hold
 from stepscope.records.schema import Record, Run, decode, encode
 
@@ -139,12 +140,12 @@ class Store:
     def find_record(self, prefix: str) -> Record:
         """The record whose id is that, or begins so."""
         rows = self._rows(
-            "SELECT id FROM records WHERE substr(id, 1, length(?1)) = ?1 ORDER BY rowid", (prefix,)
+            "SELECT id, body FROM records WHERE substr(id, 1, length(?1)) = ?1 ORDER BY rowid",
+            (prefix,),
         )
-        record_id = _meant("record", prefix, [row[0] for row in rows])
-        return self._decode(
-            *self._rows("SELECT id, body FROM records WHERE id = ?", (record_id,))[0]
-        )
+        bodies = dict(rows)
+        record_id = _meant("record", prefix, list(bodies))
+        return self._decode(record_id, bodies[record_id])
 
     def finished(self, run_id: str) -> dict[tuple[str, str], tuple[str, int]]:
         """Status and number of the newest attempt, by study and case."""

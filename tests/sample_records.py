@@ -1,0 +1,110 @@
+"""Records as a measurement on a GPU would give them, for tests that need no device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stepscope.records.schema import Ceiling, Clock, Environment, Quantity, Record, Run, Series
+
+PHASE_SHARES = {"forward": 0.30, "loss": 0.02, "backward": 0.60, "optimizer": 0.08}
+
+
+def environment(**changes: Any) -> Environment:
+    fields: dict[str, Any] = {
+        "device_kind": "cuda",
+        "device_name": "NVIDIA H200",
+        "device_count": 1,
+        "device_memory_bytes": 139 << 30,
+        "cpu": "Xeon 8480",
+        "cpu_cores": 16,
+        "host_memory_bytes": 128 << 30,
+        "threads": 16,
+        "platform": "Linux-6.1",
+        "python": "3.11.9",
+        "torch": "2.11.0",
+        "stepscope": "1.0.0",
+        "driver": "570.1",
+        "cuda": "12.8",
+        "power_limit_w": 700.0,
+        "commit": "abc123",
+    }
+    return Environment(**fields | changes)
+
+
+def samples(
+    median: float, count: int = 20, *, spread: float = 0.01, seed: int = 0
+) -> tuple[float, ...]:
+    noise = np.random.default_rng(seed).lognormal(0.0, spread, count)
+    return tuple((median * noise / np.median(noise)).tolist())
+
+
+def times(name: str, median: float, clock: Clock = "device", **how: Any) -> Series:
+    return Series(name=name, unit="ms", values=samples(median, **how), clock=clock)
+
+
+def step_series(step: float = 100.0, **how: Any) -> tuple[Series, ...]:
+    """A train step whose phases add up and whose launches are hidden."""
+    phases = (times(name, step * share, **how) for name, share in PHASE_SHARES.items())
+    return (
+        times("step", step, **how),
+        times("step", step * 1.01, "host", **how),
+        *phases,
+        times("issue", step * 0.4, "host", **how),
+    )
+
+
+def ceilings(bfloat16: float = 700e12, sheet: float = 989e12) -> tuple[Ceiling, ...]:
+    name, unit = "matmul.bfloat16", "FLOP/s"
+    return (
+        Ceiling(name=name, value=bfloat16, unit=unit, source="measured"),
+        Ceiling(name=name, value=sheet, unit=unit, source="NVIDIA H200 data sheet"),
+    )
+
+
+def record(**changes: Any) -> Record:
+    """A sound record of a train step; its case and id follow from its config unless given."""
+    config = {
+        "size": "xl",
+        "context": 512,
+        "batch": 4,
+        "dtype": "bfloat16",
+        "mode": "train-step",
+    } | changes.pop("config", {})
+    case = "-".join(str(value) for value in config.values())
+    quantities = {
+        "flops": Quantity(value=28e12, unit="FLOP"),
+        "tokens": Quantity(value=2048, unit="tokens"),
+        "peak_bytes": Quantity(value=40 << 30, unit="B"),
+        "gradients_missing": Quantity(value=0, unit="parameters"),
+    } | changes.pop("quantities", {})
+    fields: dict[str, Any] = {
+        "run": "run-1",
+        "study": "benchmark",
+        "case": case,
+        "config": config,
+        "status": "ok",
+        "environment": environment(),
+        "started": "2026-01-02T03:04:05+00:00",
+        "elapsed_s": 12.5,
+        "series": step_series(),
+        "quantities": quantities,
+        "ceilings": ceilings(),
+    } | changes
+    fields.setdefault(
+        "id",
+        "-".join((fields["run"], fields["study"], fields["case"], str(fields.get("attempt", 1)))),
+    )
+    return Record(**fields)
+
+
+def run(**changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "id": "run-1",
+        "created": "2026-01-02T03:04:00+00:00",
+        "command": "stepscope run benchmark",
+        "plan": "plan-a",
+        "cases": 3,
+    }
+    return Run(**fields | changes)
