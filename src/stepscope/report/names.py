@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FONT_SIZE = 8.5
-LETTER = FONT_SIZE * 0.54
+LETTER = FONT_SIZE * 0.6
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 PLAIN: dict[str, Any] = {"parse_math": False}
 """Text is text: a dollar sign does not begin a formula."""
@@ -73,6 +73,15 @@ def _crosses(path: Path, left: float, right: float, height: float) -> bool:
             if min(ys) - _LABEL_GAP < height < max(ys) + _LABEL_GAP:
                 return True
     return False
+
+
+def room_right(labels: Sequence[str], ends: list[tuple[float, float]], room: float) -> float:
+    """The margin in points that the names need beyond the axes, out of `room` for both."""
+    needs = [
+        (12 + width_of([label]) - (1 - x) * room) / x
+        for label, (x, _) in zip(labels, ends, strict=True)
+    ]
+    return max(4.0, *needs)
 
 
 def draw_end_names(axes: Axes, labels: Sequence[str], places: list[tuple[float, float]]) -> None:

@@ -91,18 +91,14 @@ def _draw(axes: Axes, figure: Figure) -> None:
     )
     if ends:
         names.draw_end_names(axes, labels, ends)
-        over = [
-            12 + names.width_of([n]) - (1 - x) * WIDTH
-            for n, (x, _) in zip(labels, ends, strict=True)
-        ]
-        right = max(right, *over)
+        right = names.room_right(labels, ends, WIDTH - left)
     elif not alone:
         beside = WIDTH - names.width_of([title]) - 30
         columns = names.legend_columns(labels, beside)
         if columns < len(labels):
             columns = names.legend_columns(labels, WIDTH - left)
             top += math.ceil(len(labels) / columns) * names.LEGEND_ROW
-        names.draw_legend(axes, figure, columns, top - 4)
+        names.draw_legend(axes, figure, columns, top - 6)
     _marks(axes, figure)
     _dress(axes, figure, title, left)
     axes.set_position(
@@ -194,6 +190,8 @@ def _lines(axes: Axes, held: list[list[Point]]) -> None:
 
 def _bars(axes: Axes, held: list[list[Point]]) -> None:
     width = 0.76 / len(held)
+    if any(p.y < 0 for points in held for p in points):
+        axes.axhline(0, color=SOFT, linewidth=0.6)
     with_numbers = sum(len(points) for points in held) <= _MOST_BAR_NUMBERS
     for index, points in enumerate(held):
         shift = (index - (len(held) - 1) / 2) * width
@@ -243,6 +241,8 @@ def _marks(axes: Axes, figure: Figure) -> None:
             ha="right" if right else "left",
             color=MARK,
             fontsize=FONT_SIZE - 0.5,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.85, "pad": 1},
+            zorder=4,
             **PLAIN,
         )
 

@@ -1,0 +1,204 @@
+"""A page as one HTML file that needs nothing else: no network, no other file, no inline style.
+
+The policy in its head allows exactly the script and the style sheet written here, by their hashes,
+so text from a record can never run even if it were not escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from importlib import resources
+from typing import TYPE_CHECKING, NamedTuple
+
+from stepscope.report.blocks import Cell, Column, Figure, Interval, Page, Section, Spread, Table
+from stepscope.report.figure_data import data_table
+from stepscope.report.format import cell_text, header_unit
+from stepscope.report.plots import svg
+from stepscope.report.text import is_numeric
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FILTER_FROM = 20
+"""Tables with more rows than this get a filter box."""
+
+MOST_FIGURE_ROWS = 60
+
+
+class HeadView(NamedTuple):
+    title: str
+    unit: str
+    hint: str
+    hint_id: str
+    numeric: bool
+
+
+class CellView(NamedTuple):
+    text: str
+    value: str
+    """The raw number that the column is sorted by; empty for text and for what is missing."""
+    look: str
+
+
+class TableView(NamedTuple):
+    anchor: str
+    title: str
+    caption: str
+    heads: list[HeadView]
+    rows: list[list[CellView]]
+    opens: bool
+    filtered: bool
+
+
+class FigureView(NamedTuple):
+    anchor: str
+    title: str
+    caption: str
+    svg: str
+    data: TableView | None
+
+
+class SectionView(NamedTuple):
+    anchor: str
+    title: str
+    question: str
+    blocks: list[tuple[str, object]]
+
+
+class Builder:
+    """Turns blocks into what the template shows and hands out anchors, each one once."""
+
+    def __init__(self) -> None:
+        self.details: dict[str, tuple[str, ...]] = {}
+        self._taken: set[str] = {"top", "details", "tip"}
+
+    def anchor(self, name: str) -> str:
+        stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "part"
+        anchor, count = stem, 1
+        while anchor in self._taken:
+            count += 1
+            anchor = f"{stem}-{count}"
+        self._taken.add(anchor)
+        return anchor
+
+    def section(self, section: Section) -> SectionView:
+        anchor = self.anchor(section.name)
+        blocks: list[tuple[str, object]] = []
+        for block in section.blocks:
+            match block:
+                case Table():
+                    blocks.append(("table", self.table(block)))
+                case Figure():
+                    blocks.append(("figure", self.figure(block)))
+                case _:
+                    blocks.append(("finding", block))
+        return SectionView(anchor, section.title, section.question, blocks)
+
+    def table(self, table: Table) -> TableView:
+        anchor = self.anchor(table.name)
+        if table.details:
+            self.details[anchor] = table.details
+        return TableView(
+            anchor=anchor,
+            title=table.title,
+            caption=table.caption,
+            heads=[
+                HeadView(
+                    column.title,
+                    header_unit(column),
+                    column.hint,
+                    f"{anchor}-hint-{index}",
+                    is_numeric(column),
+                )
+                for index, column in enumerate(table.columns)
+            ],
+            rows=[
+                [_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+                for row in table.rows
+            ],
+            opens=bool(table.details),
+            filtered=len(table.rows) > FILTER_FROM,
+        )
+
+    def figure(self, figure: Figure) -> FigureView:
+        from markupsafe import Markup
+
+        anchor = self.anchor(figure.name)
+        numbers = data_table(figure)
+        shown = 0 < len(numbers.rows) <= MOST_FIGURE_ROWS
+        drawing = Markup(svg(figure, prefix=f"{anchor}-svg"))
+        data = self.table(numbers)._replace(title="", caption="", filtered=False) if shown else None
+        return FigureView(anchor, figure.title, figure.caption, drawing, data)
+
+
+def html_page(page: Page) -> str:
+    from markupsafe import Markup
+
+    builder = Builder()
+    headline = builder.table(page.headline)
+    sections = [builder.section(section) for section in page.sections]
+    style, script = _asset("page.css"), _asset("page.js")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    return (
+        _templates()
+        .get_template("page.html.j2")
+        .render(
+            page=page,
+            headline=headline,
+            sections=sections,
+            policy=policy,
+            style=Markup(style),
+            script=Markup(script),
+            details=Markup(_json(builder.details)),
+        )
+    )
+
+
+def _cell(cell: Cell, column: Column) -> CellView:
+    text = cell_text(cell, column)
+    if isinstance(cell, str):
+        return CellView(text, "", "word" if is_numeric(column) else "")
+    if cell is None:
+        return CellView(text, "", "none")
+    value = cell.value if isinstance(cell, Spread | Interval) else cell
+    look = "number" if is_numeric(column) else ""
+    return CellView(text, repr(value) if math.isfinite(value) else "", look)
+
+
+def _json(value: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _asset(name: str) -> str:
+    return resources.files("stepscope.report").joinpath("templates", name).read_text("utf-8")
+
+
+def _templates() -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    return Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
