@@ -7,7 +7,8 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
@@ -68,28 +69,34 @@ def _refuse_broken(path: Path) -> None:
 
 def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
     uri = f"{path.resolve().as_uri()}?{options}"
-    connection = sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None)
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    return connection
+    return sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None)
+
+
+@contextmanager
+def _closed_on_failure(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _open_for_writing(path: Path, wait_s: float) -> sqlite3.Connection:
     connection = _connect(path, "mode=rwc", wait_s)
-    try:
+    with _closed_on_failure(connection):
         _refuse_foreign(connection, path, may_be_new=True)
         _use_wal(connection, wait_s)
-        # The write lock also shows here, and not after an hour of measuring, that writing works.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("BEGIN IMMEDIATE")
         if not _pragma(connection, "user_version"):
             for statement in _TABLES.split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
+        # Whether writing works must show here, and not after an hour of measuring.
+        connection.execute("DELETE FROM runs WHERE FALSE")
         connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 
@@ -107,24 +114,21 @@ def _use_wal(connection: sqlite3.Connection, wait_s: float) -> None:
 
 
 def _open_for_reading(path: Path, wait_s: float) -> sqlite3.Connection:
-    connection = _connect(path, "mode=rw", wait_s)
     try:
-        _refuse_foreign(connection, path, may_be_new=False)
-        return connection
-    except BaseException as error:
-        connection.close()
-        unwritable = (
-            isinstance(error, sqlite3.Error) and primary_code(error) in _CANNOT_WRITE_BESIDE
-        )
-        if not unwritable:
+        return _checked(_connect(path, "mode=rw", wait_s), path)
+    except sqlite3.Error as error:
+        if primary_code(error) not in _CANNOT_WRITE_BESIDE:
             raise
-    connection = _open_without_writing(path, wait_s)
-    try:
-        connection.execute("PRAGMA query_only = ON")
+    connection = _checked(_open_without_writing(path, wait_s), path)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _checked(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    with _closed_on_failure(connection):
         _refuse_foreign(connection, path, may_be_new=False)
-    except BaseException:
-        connection.close()
-        raise
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
     return connection
 
 

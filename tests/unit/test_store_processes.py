@@ -1,0 +1,133 @@
+"""The store under several processes, and under processes that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sample_records import record, run
+from stepscope.errors import StepscopeError
+from stepscope.records.store import Store
+
+TESTS = Path(__file__).parents[1]
+
+WRITER = """
+import sys
+from sample_records import record, run
+from stepscope.records.store import Store
+path, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+with Store(path, wait_s=60) as store:
+    store.add_run(run(id=name))
+    for n in range(count):
+        store.add(record(run=name, case=f"case-{n}"))
+        print(n, flush=True)
+"""
+
+HOLDER = """
+import sys, time
+from stepscope.records.store import Store
+with Store(sys.argv[1]) as store, store.hold_run("run-1"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_open_and_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    path, names, count = tmp_path / "runs.db", ("run-a", "run-b", "run-c"), 40
+    with (
+        python(WRITER, path, names[0], count) as a,
+        python(WRITER, path, names[1], count) as b,
+        python(WRITER, path, names[2], count) as c,
+    ):
+        assert [process.wait(timeout=90) for process in (a, b, c)] == [0, 0, 0]
+    with Store(path, create=False) as store:
+        assert {r.id for r in store.runs()} == set(names)
+        for name in names:
+            assert [r.case for r in store.records(name)] == [f"case-{n}" for n in range(count)]
+
+
+@pytest.mark.parametrize("survivors", [1, 7, 25])
+def test_what_was_added_before_a_kill_is_there(tmp_path: Path, survivors: int) -> None:
+    path = tmp_path / "runs.db"
+    with python(WRITER, path, "run-a", 100_000) as writer:
+        assert writer.stdout is not None
+        for _ in range(survivors):
+            writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+        seen = survivors + len(writer.stdout.readlines())
+        writer.wait()
+    with Store(path) as store:
+        cases = [r.case for r in store.records()]
+        assert cases == [f"case-{n}" for n in range(len(cases))]
+        assert seen <= len(cases) <= seen + 1
+        store.add(record(run="run-a", case="after"))
+        assert len(store.records()) == len(cases) + 1
+
+
+def test_a_run_is_held_by_one_process_until_it_lets_go_or_dies(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    with Store(path) as store, python(HOLDER, path) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        busy = pytest.raises(StepscopeError, match=rf"process {holder.pid} is working on run run-1")
+        with busy, store.hold_run("run-1"):
+            pass
+        with store.hold_run("run-2"):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with store.hold_run("run-1"):
+            mine = pytest.raises(StepscopeError, match=f"process {os.getpid()} is working")
+            with mine, store.hold_run("run-1"):
+                pass
+        with store.hold_run("run-1"):
+            pass
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_lock_is_not_passed_on_to_started_programs(tmp_path: Path) -> None:
+    with Store(tmp_path / "runs.db") as store:
+        store.add_run(run())
+        with store.hold_run("run-1"):
+            worker = subprocess.Popen(["sleep", "60"], close_fds=False)
+        try:
+            with store.hold_run("run-1"):
+                pass
+        finally:
+            worker.kill()
+            worker.wait()
+
+
+def test_work_that_fails_lets_go(tmp_path: Path) -> None:
+    def fails(store: Store) -> None:
+        with store.hold_run("run-1"):
+            raise KeyError
+
+    with Store(tmp_path / "runs.db") as store:
+        with pytest.raises(KeyError):
+            fails(store)
+        with store.hold_run("run-1"):
+            pass
