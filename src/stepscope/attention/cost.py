@@ -78,6 +78,10 @@ def input_bytes(shape: AttentionShape, element_bytes: int) -> int:
     return (shape.query_elements + 2 * shape.key_elements) * element_bytes
 
 
+def output_bytes(shape: AttentionShape, element_bytes: int) -> int:
+    return shape.query_elements * element_bytes
+
+
 def probability_bytes(
     shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
 ) -> int:
@@ -111,5 +115,5 @@ def reference_saved_bytes(
 
 def flash_saved_bytes(shape: AttentionShape, element_bytes: int) -> int:
     """Saved for backward by a flash form: q, k, v, the output and the log-sum-exp."""
-    output = shape.query_elements * element_bytes
-    return input_bytes(shape, element_bytes) + output + log_sum_exp_bytes(shape)
+    tensors = input_bytes(shape, element_bytes) + output_bytes(shape, element_bytes)
+    return tensors + log_sum_exp_bytes(shape)

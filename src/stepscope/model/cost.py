@@ -20,6 +20,7 @@ from stepscope.model.config import ModelConfig, Precision
 _ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = 4
 _INT64 = 8
+_ATTENTION_OUTPUT = "attention output"
 
 MODES = ("forward", "forward-backward", "train-step")
 
@@ -140,8 +141,10 @@ def activation_bytes(
 ) -> Activations:
     """Bytes that forward and loss save for backward with that attention implementation.
 
-    `device_type` matters under autocast with an attention that keeps its scores: autocast for CUDA
-    runs the softmax in float32, autocast for the CPU does not.
+    `device_type` matters in two places: autocast for CUDA runs the reference form's softmax in
+    float32 and autocast for the CPU does not, and the layout of `sdpa`'s output differs. Exact for
+    `reference`; for `sdpa` up to what some of torch's kernels pad: heads to a multiple of 8, the
+    log-sum-exp to one of 32 rows.
     """
     tokens = batch * context
     product = _ELEMENT_BYTES[precision.compute]
@@ -190,7 +193,9 @@ def minimum_bytes(
     if mode == "forward":
         logits = batch * context * config.vocab * _ELEMENT_BYTES[precision.compute]
         return weights + logits
-    saved = activation_bytes(config, batch, context, precision, attention).total
+    kept = activation_bytes(config, batch, context, precision, attention)
+    # Another kernel might write its output where the projection reads it.
+    saved = kept.total - kept.n_layers * kept.block.get(_ATTENTION_OUTPUT, 0)
     # The backward frees activations as it makes gradients, so only the larger is sure.
     most = max(saved, gradient_bytes(config, precision))
     if mode == "forward-backward":
@@ -222,9 +227,14 @@ def _attention_items(
     shape = _shape(config, batch, context)
     product = _ELEMENT_BYTES[precision.compute]
     items = {"q, k, v": attention_cost.input_bytes(shape, product)}
-    if not implementation(attention).saves_scores:
-        # The output is kept too, but it is the storage that the output projection reads.
-        return items | {"log-sum-exp": attention_cost.log_sum_exp_bytes(shape)}
+    chosen = implementation(attention)
+    if not chosen.saves_scores:
+        items["log-sum-exp"] = attention_cost.log_sum_exp_bytes(shape)
+        # Torch's float32 kernel for CUDA writes the layout that the output projection reads; from
+        # all others the projection reads a copy, and the output itself is kept as well.
+        if not (chosen.name == "sdpa" and device_type == "cuda" and product == _FLOAT32):
+            items[_ATTENTION_OUTPUT] = attention_cost.output_bytes(shape, product)
+        return items
     float32_softmax = precision.autocast and device_type == "cuda"
     return items | {
         "probabilities": attention_cost.probability_bytes(
