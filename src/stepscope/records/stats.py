@@ -32,7 +32,7 @@ SIGNIFICANCE = 0.002
 _RESAMPLES = 2000
 _SEED = 336
 _EXACT_UP_TO = 25
-"""Samples on a side; above, the normal approximation is good to three digits."""
+"""Samples on a side; above, the normal approximation is within 2 % where it matters."""
 
 
 class Summary(Part, frozen=True):

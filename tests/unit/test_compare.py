@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sample_records import ceilings, environment, record, samples, times
+from stepscope.analysis.compare import compare_records, compare_runs, differences, exceeds
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Record, Series
+
+
+def step(median: float, **changes: Any) -> Record:
+    how = {"seed": changes.pop("seed", 0), "count": changes.pop("count", 20)}
+    return record(series=(times("step", median, **how),), **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device_name": "H100"}, "device_name NVIDIA H200 / H100"),
+        ({"device_kind": "rocm"}, "device_kind cuda / rocm"),
+        ({"device_count": 8}, "device_count 1 / 8"),
+        ({"threads": 2}, "threads 16 / 2"),
+        ({"torch": "2.13.0"}, "torch 2.11.0 / 2.13.0"),
+        ({"cuda": "13.0"}, "cuda 12.8 / 13.0"),
+        ({"power_limit_w": 500.0}, "power_limit_w 700.0 / 500.0"),
+    ],
+)
+def test_what_changes_times_is_a_difference(change: dict[str, Any], said: str) -> None:
+    assert differences(environment(), environment(**change)) == (said,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"commit": "other", "dirty": True}, {"driver": "999"}, {"load_average": 4.0},
+     {"power_limit_w": None}, {"cpu": "EPYC"}],
+)  # fmt: skip
+def test_what_a_comparison_may_be_about_is_none(change: dict[str, Any]) -> None:
+    assert differences(environment(), environment(**change)) == ()
+
+
+def test_on_a_cpu_the_cpu_decides() -> None:
+    here = environment(device_kind="cpu")
+    assert differences(here, environment(device_kind="cpu", cpu="EPYC")) == (
+        "cpu Xeon 8480 / EPYC",
+    )
+
+
+@pytest.mark.parametrize(
+    ("median", "verdict"),
+    [(110.0, "slower"), (90.0, "faster"), (100.0, "no difference shown")],
+)
+def test_a_comparison_has_medians_ratio_and_verdict(median: float, verdict: str) -> None:
+    made = compare_records(step(100.0), step(median, seed=1))
+    assert made.verdict == verdict
+    assert (made.base, made.new) == pytest.approx((100.0, median))
+    assert made.unit == "ms"
+    assert made.ratio is not None
+    assert made.ratio.value == pytest.approx(median / 100.0)
+    assert made.ratio.low <= made.ratio.value <= made.ratio.high
+    assert made.p is not None
+    assert (made.p < 0.002) == (verdict != "no difference shown")
+    assert made.note == ""
+
+
+def test_too_few_samples_are_said_to_be_too_few() -> None:
+    made = compare_records(step(100.0, count=3), step(200.0, count=3))
+    assert made.verdict == "too few samples"
+    assert "base: only 3 samples" in made.note
+    assert "new: only 3 samples" in made.note
+
+
+def test_unlike_machines_are_refused_with_what_differs() -> None:
+    other = environment(device_name="H100", torch="2.13.0")
+    with pytest.raises(
+        StepscopeError, match=r"device_name NVIDIA H200 / H100; torch 2\.11\.0 / 2\.13\.0"
+    ):
+        compare_records(step(100.0), step(100.0, environment=other))
+
+
+def test_across_machines_the_share_of_the_own_ceiling_counts() -> None:
+    fast = step(100.0, ceilings=ceilings(bfloat16=700e12))
+    slow = step(
+        150.0, ceilings=ceilings(bfloat16=350e12), environment=environment(device_name="A100")
+    )
+    made = compare_records(fast, slow, across=True)
+    assert made.ratio is not None
+    assert made.ratio.value == pytest.approx(0.75)
+    assert made.verdict == "faster"
+    assert (made.base, made.new) == pytest.approx((100.0, 150.0))
+    assert "own ceiling: matmul.bfloat16 700 and 350 TFLOP/s" in made.note
+    with pytest.raises(StepscopeError, match=r"no measured matrix ceiling .*bfloat16"):
+        compare_records(fast, step(1.0, ceilings=(), environment=slow.environment), across=True)
+
+
+def test_across_on_one_machine_compares_times() -> None:
+    made = compare_records(step(100.0), step(120.0, ceilings=()), across=True)
+    assert made.ratio is not None
+    assert made.ratio.value == pytest.approx(1.2)
+    assert made.note == ""
+
+
+def test_runs_are_matched_by_study_and_case() -> None:
+    base = [step(100.0, case="a"), step(100.0, case="gone"), step(100.0, case="a", study="other")]
+    new = [
+        step(100.0, case="fresh"),
+        step(999.0, case="a"),
+        step(110.0, case="a", attempt=2),
+        step(100.0, case="a", study="other"),
+    ]
+    made = compare_runs(base, new)
+    assert [(c.study, c.case, c.verdict) for c in made] == [
+        ("benchmark", "fresh", "not compared"),
+        ("benchmark", "a", "slower"),
+        ("other", "a", "no difference shown"),
+        ("benchmark", "gone", "not compared"),
+    ]
+    assert made[1].new == pytest.approx(110.0)
+    assert (made[0].note, made[3].note) == ("only in the new run", "only in the base run")
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "note"),
+    [
+        ({}, {"status": "oom", "reason": "out of memory"}, r"new: oom \(out of memory\)"),
+        ({"status": "timeout"}, {"series": ()}, "base: timeout; new: no samples"),
+        ({}, {"series": (times("forward", 1.0),)}, "step in ms .* in the base, forward in ms"),
+        ({}, {"series": (times("step", 1.0, "host"),)}, "by the device's clock .* the host's"),
+        ({}, {"series": (Series(name="step", unit="ms", values=(0.0,) * 9, clock="device"),)},
+         "not above zero"),
+    ],
+)  # fmt: skip
+def test_cases_that_cannot_be_compared_say_why(
+    base: dict[str, Any], new: dict[str, Any], note: str
+) -> None:
+    made = compare_records(record(**base), record(**new))
+    assert made.verdict == "not compared"
+    assert re.search(note, made.note)
+
+
+def test_what_is_not_a_time_is_not_called_slow() -> None:
+    rates = [
+        record(series=(Series(name="bandwidth", unit="GB/s", values=samples(median)),))
+        for median in (100.0, 200.0)
+    ]
+    made = compare_records(*rates)
+    assert made.verdict == "not compared"
+    assert "is not a time" in made.note
+
+
+def test_a_changed_configuration_is_noted() -> None:
+    made = compare_records(step(1.0, case="a"), step(1.0, case="a", config={"batch": 8}))
+    assert made.note == "batch was 4 and is 8"
+
+
+def test_the_gate_needs_a_sure_slowdown_beyond_the_limit() -> None:
+    base = [step(100.0, case=c) for c in "abcd"] + [step(100.0, case="e", count=3)]
+    new = [
+        step(108.0, case="a", seed=1),
+        step(103.0, case="b", seed=1),
+        step(80.0, case="c", seed=1),
+        record(case="d", status="oom", series=()),
+        step(200.0, case="e", count=3),
+    ]
+    made = compare_runs(base, new)
+    assert [c.case for c in exceeds(made, 0.05)] == ["a"]
+    assert [c.case for c in exceeds(made, 0.0)] == ["a", "b"]
+    assert exceeds(made, 0.10) == ()
