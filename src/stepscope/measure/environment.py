@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def describe(device: Device) -> Environment:
         commit=commit,
         dirty=dirty,
     )
+
+
+def lacks(device: Device) -> dict[str, str]:
+    """What cases may need and this machine does not have, each with the mend."""
+    missing = device.lacks()
+    if not any(shutil.which(name) for name in ("g++", "clang++")):
+        missing["compiler"] = "torch.compile needs a C++ compiler: install g++"
+    elif device.kind == "cuda" and _triton_version() is None:
+        missing["compiler"] = "torch.compile on a GPU needs Triton: pip install triton"
+    return missing
 
 
 def _triton_version() -> str | None:

@@ -61,21 +61,29 @@ def time_step(
     steps: int = 10,
     min_seconds: float = 0.0,
     inner_marks: Literal["alternate", "always"] = "alternate",
+    before: Callable[[], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
     """Time a step and its phases.
 
     `alternate` takes each sample twice, once without and once with marks between the phases, so
     that the series `step` is free of them and the phases can be held against it. `always` marks
-    every step, for when the first steps themselves are the subject. Samples are taken until
-    there are `steps` of them and `min_seconds` have passed.
+    every step, for when the first steps themselves are the subject. `before` runs ahead of each
+    sample, outside of it. Samples are taken until there are `steps` of them and `min_seconds`
+    have passed.
     """
     samples = _Samples()
+
+    def take(*, warm: bool, inner: bool, outer: bool) -> None:
+        if before:
+            before()
+        _sample(phases, device, samples, warm=warm, inner=inner, outer=outer)
+
     readings = [device.read()]
     whole_too = inner_marks == "alternate"
     with _no_collection():
         for done in range(warmup):
-            _sample(phases, device, samples, warm=False, inner=not whole_too, outer=True)
+            take(warm=False, inner=not whole_too, outer=True)
             if progress:
                 progress(done + 1, warmup + steps)
         started = time.monotonic()
@@ -84,9 +92,9 @@ def time_step(
             time.monotonic() - started < min_seconds and taken < max(steps, MAX_SAMPLES)
         ):
             if whole_too:
-                _sample(phases, device, samples, warm=True, inner=False, outer=True)
+                take(warm=True, inner=False, outer=True)
             if not whole_too or len(phases) > 1:
-                _sample(phases, device, samples, warm=True, inner=True, outer=not whole_too)
+                take(warm=True, inner=True, outer=not whole_too)
             taken += 1
             if progress:
                 progress(warmup + min(taken, steps), warmup + steps)

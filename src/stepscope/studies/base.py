@@ -22,6 +22,8 @@ class Case(Part, frozen=True):
     study: str
     key: str
     config: dict[str, Any]
+    needs: tuple[str, ...] = ()
+    """What the machine must have: a number format, `compiler`, …"""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._=+-]+", self.key):

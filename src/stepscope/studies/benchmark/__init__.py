@@ -1,0 +1,151 @@
+"""How long do forward, backward and a whole training step take, and how near is that to the limit?
+
+    stepscope run benchmark --size xl --context 512 --dtype bfloat16
+
+Each mode is a case of its own. The series `step` is the mode timed as one; where a mode has
+several phases they are timed within further steps that alternate with it, so that their sum can be
+held against a step that has no marks inside. The forward keeps its graph, as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.records.schema import Environment, Quantity, Record
+from stepscope.report.blocks import Block, Table
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, workloads
+
+
+class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
+    mode: tuple[Mode, ...] = MODES
+    """forward, forward-backward, train-step: each is timed as one and by its phases."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples at least."""
+    min_seconds: float = 0.5
+    """Go on sampling until this much time has passed (at most 200 samples)."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"steps is {self.steps}", "it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True):
+    workload: Workload
+    warmup: int
+    steps: int
+    min_seconds: float
+
+
+class Benchmark(Study[BenchmarkFlags]):
+    name = "benchmark"
+    title = "Benchmark"
+    question = (
+        "How long do the forward, the backward and the whole training step take,"
+        " how steady is that, and how far is it from what this machine allows?"
+    )
+    examples = (
+        "stepscope run benchmark --size small medium --context 128 512",
+        "stepscope run benchmark --size xl --context 512 --dtype float32 bfloat16",
+        "stepscope run benchmark --size small --layers 4 --mode train-step --device cpu",
+    )
+    flags = BenchmarkFlags
+
+    def cases(self, flags: BenchmarkFlags) -> tuple[Case, ...]:
+        effort = {
+            "warmup": flags.warmup,
+            "steps": flags.steps,
+            "min_seconds": flags.min_seconds,
+        }
+        return tuple(
+            Case(
+                study=self.name,
+                key=workload.key,
+                config=msgspec.to_builtins(workload) | effort,
+                needs=workload.needs(),
+            )
+            for workload in workloads(flags, flags.mode)
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.measure.timer import time_step
+        from stepscope.studies.workload import TrainingStep
+
+        workload = msgspec.convert(config, Workload)
+        device = bench.device
+        device.reset_peak()
+        step = TrainingStep(workload, device)
+        timing = time_step(
+            step.phases(),
+            device,
+            warmup=config["warmup"],
+            steps=config["steps"],
+            min_seconds=config["min_seconds"],
+            before=step.reset,
+            progress=lambda done, total: bench.progress(done, total, "steps"),
+        )
+        quantities = workload.quantities()
+        peak = device.peak_bytes()
+        if peak is not None:
+            quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+        if workload.mode != "forward":
+            missing = step.gradients_missing()
+            quantities["gradients_missing"] = Quantity(value=missing, unit="parameters")
+        return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.benchmark.view import benchmark_blocks
+
+        return benchmark_blocks(records)
+
+    def headline(self, records: Sequence[Record]) -> Table | None:
+        from stepscope.studies.benchmark.view import headline_table
+
+        return headline_table(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[BenchmarkFlags]]:
+        course = ("small", "medium", "large")
+        contexts = (128, 256, 512, 1024)
+        both = ("float32", "bfloat16")
+        if environment.device_kind == "cpu":
+            quick = BenchmarkFlags(
+                size=("tiny", "mini", "midi"),
+                context=(64, 128),
+                steps=10,
+                min_seconds=1.0,
+                warmup=2,
+            )
+        else:
+            quick = BenchmarkFlags(size=course, context=(128, 512), dtype=both)
+        seeds = BenchmarkFlags(size=(*course, "xl", "2.7b"), context=contexts, dtype=both)
+        course_2026 = BenchmarkFlags(
+            size=(*course, "xl", "10b"), table="2026", context=contexts, dtype=both
+        )
+        compiled = BenchmarkFlags(
+            size=(*course, "xl", "2.7b"),
+            dtype=("bfloat16",),
+            attention=("sdpa",),
+            compile=("block",),
+            optimizer=("torch-fused",),
+        )
+        formats = BenchmarkFlags(
+            size=course, dtype=("tf32", "float16", "bfloat16-pure"), attention=("reference", "sdpa")
+        )
+        return {
+            "quick": (quick,),
+            "seeds": (seeds,),
+            "cs336-2026": (course_2026,),
+            "h200": (seeds, compiled),
+            "full": (seeds, course_2026, compiled, formats),
+        }
+
+
+STUDY = Benchmark()

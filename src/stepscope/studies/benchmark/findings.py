@@ -1,0 +1,230 @@
+"""What the benchmark says, in sentences that carry their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from stepscope.analysis.group_lints import lint_group
+from stepscope.analysis.limits import (
+    achieved_flops,
+    host_bound,
+    matrix_ceiling,
+    median_ms,
+    mfu,
+    tokens_per_second,
+)
+from stepscope.records.schema import Record
+from stepscope.records.stats import stability
+from stepscope.report.blocks import Finding
+from stepscope.report.format import count, duration, number, percent, rate
+from stepscope.studies.benchmark.rows import Row
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+_AS_EXPECTED = 0.15
+"""A ratio this near to 2 needs no explanation."""
+_SEVERAL = 3
+
+
+def benchmark_findings(rows: Sequence[Row]) -> tuple[Finding, ...]:
+    return tuple(
+        finding
+        for make in (
+            _distance_from_the_limit,
+            _backward_over_forward,
+            _who_limits,
+            _formats,
+            _phases_against_whole,
+            _failures,
+            _doubts,
+        )
+        for finding in make(rows)
+    )
+
+
+def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The step that comes nearest to the ceiling, and the one that stays farthest away."""
+    judged = [(mfu(row.step_record) or 0.0, row) for row in rows if row.step_record]
+    judged = [(share, row) for share, row in judged if share]
+    if not judged:
+        return
+    best, row = max(judged, key=lambda pair: pair[0])
+    record, step = row.step_record, row.step
+    assert record is not None
+    assert step is not None
+    ceiling = matrix_ceiling(record)
+    assert ceiling is not None
+    series = record.find("step")
+    assert series is not None
+    steady = "steady" if not stability(series.values) else "not steady"
+    text = (
+        f"The training step that comes nearest to the limit is {row.name}:"
+        f" {duration(step.median)} (95 % interval {duration(step.low)} to {duration(step.high)},"
+        f" {steady}), {count(tokens_per_second(record) or 0)} tokens/s,"
+        f" {rate(achieved_flops(record) or 0, 'FLOP/s')}. That is {percent(best)} of the"
+        f" {rate(ceiling.value, 'FLOP/s')} that matrix products alone reach here"
+    )
+    worst, far = min(judged, key=lambda pair: pair[0])
+    if far is not row:
+        text += f"; the farthest is {far.name} with {percent(worst)}"
+    yield Finding(text=text + ".", tone="good" if best >= 0.4 else "info")
+
+
+def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Against the 2:1 of the FLOPs, by size, at the longest context that was measured."""
+    by_size: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row.workload.size, row.workload.dtype)
+        if row.ratio is not None and (
+            key not in by_size or row.workload.context > by_size[key].workload.context
+        ):
+            by_size[key] = row
+    if not by_size:
+        return
+    several = len({dtype for _, dtype in by_size}) > 1
+    listed = ", ".join(
+        f"{size}{f' {dtype}' if several else ''} {number(row.ratio or 0, 3)}"
+        for (size, dtype), row in by_size.items()
+    )
+    text = f"Backward over forward, where the FLOPs say 2: {listed}."
+    off = max(by_size.values(), key=lambda row: abs((row.ratio or 2.0) - 2.0))
+    assert off.ratio is not None
+    if abs(off.ratio - 2.0) <= 2 * _AS_EXPECTED:
+        text += " The FLOPs explain it."
+    else:
+        text += " " + _why_the_ratio_departs(off)
+    yield Finding(text=text)
+
+
+def _why_the_ratio_departs(row: Row) -> str:
+    """The ratio of times is the ratio of FLOPs times that of the two efficiencies."""
+    assert row.forward is not None
+    assert row.backward is not None
+    record = next(record for record in row.records if record.status == "ok")
+    share = host_bound(row.by_mode.get("forward-backward", record))
+    if share is not None and share.bound:
+        return (
+            f"For {row.name} the host is the limit (it is still issuing during"
+            f" {percent(share.fraction)} of the step), so time follows the number of launches,"
+            " not the FLOPs."
+        )
+    forward = row.flops.forward / row.forward.median * 1e3
+    backward = row.flops.backward / row.backward.median * 1e3
+    better, worse = ("backward", "forward") if backward > forward else ("forward", "backward")
+    return (
+        f"For {row.name} the forward runs at {rate(forward, 'FLOP/s')} and the backward at"
+        f" {rate(backward, 'FLOP/s')}: the {worse} spends a larger share of its time outside of"
+        f" matrix products (copies, elementwise work, memory that is touched for the first time),"
+        f" the {better} a smaller one."
+    )
+
+
+def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Whether the device is idle while the host launches."""
+    shares = [
+        (share, row, record)
+        for row in rows
+        for record in row.records
+        if record.status == "ok" and (share := host_bound(record)) is not None
+    ]
+    if not shares:
+        return
+    bound = [(row, record) for share, row, record in shares if share.bound]
+    if not bound:
+        most = max(share.fraction for share, _, _ in shares)
+        yield Finding(
+            text=f"The GPU, not the host, limits every step: the host has issued all its work after"
+            f" at most {percent(most)} of the time.",
+            tone="good",
+        )
+        return
+    names = list(dict.fromkeys(row.name for row, _ in bound))
+    yield Finding(
+        text=f"The host limits {len(bound)} of {len(shares)} steps: the GPU waits while the host is"
+        f" still launching ({_some(names)}). A faster number format cannot help there; more work"
+        " per launch can (a larger batch or context, torch.compile, CUDA graphs).",
+        tone="warn",
+    )
+
+
+def _formats(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What a lower precision gains against float32, step by step."""
+    base = {
+        (row.workload.size, row.workload.context, row.workload.attention, row.workload.compile): row
+        for row in rows
+        if row.workload.dtype == "float32" and row.step
+    }
+    gains: dict[str, list[tuple[float, Row]]] = {}
+    for row in rows:
+        work = row.workload
+        other = base.get((work.size, work.context, work.attention, work.compile))
+        if other and other is not row and row.step and other.step and work.dtype != "float32":
+            gains.setdefault(work.dtype, []).append((other.step.median / row.step.median, row))
+    for dtype, found in gains.items():
+        low, high = min(found, key=lambda g: g[0]), max(found, key=lambda g: g[0])
+        text = f"{dtype} against float32 makes the step {number(high[0], 3)}× as fast on"
+        text += f" {high[1].workload.size} at context {high[1].workload.context}"
+        if low[1] is not high[1]:
+            text += (
+                f" and {number(low[0], 3)}× on {low[1].workload.size}"
+                f" at context {low[1].workload.context}"
+            )
+        yield Finding(text=text + ".")
+
+
+def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Steps with marks between the phases against steps without."""
+    off = [
+        (abs(parts / whole - 1.0), row, record)
+        for row in rows
+        for record in row.records
+        if (whole := median_ms(record, "step")) and (parts := _sum_of_phases(record))
+    ]
+    if not off:
+        return
+    worst, row, record = max(off, key=lambda found: found[0])
+    middle = sorted(value for value, _, _ in off)[len(off) // 2]
+    yield Finding(
+        text=f"The phases add up to the step that was timed as one: {percent(middle)} apart in the"
+        f" middle of {len(off)} cases, {percent(worst)} at most"
+        f" ({row.name}, {record.config['mode']}).",
+        tone="good" if worst <= 0.05 else "info",
+    )
+
+
+def _sum_of_phases(record: Record) -> float | None:
+    found = [value for name in PHASES if (value := median_ms(record, name)) is not None]
+    return sum(found) if found else None
+
+
+def _failures(rows: Sequence[Row]) -> Iterator[Finding]:
+    failed = [(row, record) for row in rows for record in row.records if record.status != "ok"]
+    for status in dict.fromkeys(record.status for _, record in failed):
+        names = [
+            f"{row.name} {record.config['mode']}"
+            for row, record in failed
+            if record.status == status
+        ]
+        what = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
+        first = next(record.reason for _, record in failed if record.status == status)
+        yield Finding(
+            text=f"{len(names)} cases {what.get(status, 'failed')}: {_some(names)}."
+            f" The first said: {first}",
+            tone="warn",
+        )
+
+
+def _doubts(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Lints, by code: a number that breaks a law of physics is not to be believed."""
+    records = [record for row in rows for record in row.records]
+    grouped = lint_group(records)
+    lints = [lint for record in records for lint in (*record.lints, *grouped.get(record.id, ()))]
+    counted = Counter(lint.code for lint in lints)
+    for code, times in counted.items():
+        first = next(lint.message for lint in lints if lint.code == code)
+        yield Finding(text=f"Lint {code}, {times}×, first: {first}", tone="warn")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SEVERAL
+    return ", ".join(names[:_SEVERAL]) + (f" and {more} more" if more > 0 else "")

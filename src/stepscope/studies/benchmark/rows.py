@@ -1,0 +1,166 @@
+"""Records of the same training step, brought together: one row for its three modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from stepscope.model.config import ModelConfig
+from stepscope.model.cost import Flops, flops
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, summarize
+from stepscope.report.blocks import Cell, Column
+from stepscope.studies.workload import Workload
+
+_STATUS_TEXT = {"oom": "OOM", "error": "error", "timeout": "timeout", "skipped": "skipped"}
+_WHOLE, _WITH_BACKWARD = "train-step", ("forward-backward", "train-step")
+
+
+class Row:
+    """One training step under study, with the records of its modes."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.by_mode = {record.config["mode"]: record for record in records}
+        self.workload = msgspec.convert(records[-1].config, Workload)
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return self.workload.model()
+
+    @cached_property
+    def flops(self) -> Flops:
+        return flops(self.model, self.workload.batch, self.workload.context)
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.size} at context {self.workload.context} in {self.workload.dtype}"
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self.by_mode.values())
+
+    @property
+    def step_record(self) -> Record | None:
+        """The train step's record, if it has samples."""
+        return self._ok(_WHOLE)
+
+    def _ok(self, mode: str) -> Record | None:
+        record = self.by_mode.get(mode)
+        return record if record is not None and record.status == "ok" else None
+
+    @cached_property
+    def forward(self) -> Summary | None:
+        """The forward alone, else as a phase of a longer step."""
+        alone = self._ok("forward")
+        return _summary(alone, "step") if alone else self._phase("forward", _WITH_BACKWARD)
+
+    @cached_property
+    def backward(self) -> Summary | None:
+        return self._phase("backward", _WITH_BACKWARD)
+
+    @cached_property
+    def both(self) -> Summary | None:
+        """Forward, loss and backward timed as one."""
+        return _summary(self._ok("forward-backward"), "step")
+
+    @cached_property
+    def optimizer(self) -> Summary | None:
+        return self._phase("optimizer", (_WHOLE,))
+
+    @cached_property
+    def step(self) -> Summary | None:
+        return _summary(self._ok(_WHOLE), "step")
+
+    def _phase(self, name: str, modes: Sequence[str]) -> Summary | None:
+        for mode in modes:
+            found = _summary(self._ok(mode), name)
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def ratio(self) -> float | None:
+        """Backward over forward."""
+        if self.forward is None or self.backward is None:
+            return None
+        return self.backward.median / self.forward.median
+
+    def cell(self, summary: Summary | None, what: str, *modes: str) -> Cell:
+        """One number of a summary, or what became of the mode that would have given it."""
+        if summary is not None:
+            return float(getattr(summary, what))
+        for mode in modes:
+            if mode in self.by_mode and self.by_mode[mode].status != "ok":
+                return _STATUS_TEXT[self.by_mode[mode].status]
+        return None
+
+
+def rows_of(records: Sequence[Record]) -> tuple[Row, ...]:
+    """A row for each train step; the modes without an optimizer serve all of them."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        workload = msgspec.convert(record.config, Workload)
+        alike = msgspec.structs.replace(workload, mode="forward", optimizer="torch")
+        groups.setdefault(alike.key, []).append(record)
+    rows = []
+    for group in groups.values():
+        steps = [record for record in group if record.config["mode"] == _WHOLE]
+        others = [record for record in group if record.config["mode"] != _WHOLE]
+        rows += [Row([*others, step]) for step in steps] or [Row(others)]
+    return tuple(rows)
+
+
+def _summary(record: Record | None, name: str) -> Summary | None:
+    series = record.find(name) if record is not None else None
+    return summarize(series.values) if series is not None and series.values else None
+
+
+_ALWAYS = ("size", "context")
+_IDENTITY: dict[str, Column] = {
+    "size": Column(title="size"),
+    "context": Column(title="context", kind="count"),
+    "batch": Column(title="batch", kind="count"),
+    "dtype": Column(title="dtype"),
+    "attention": Column(title="attention"),
+    "compile": Column(title="compile"),
+    "optimizer": Column(title="optimizer"),
+    "table": Column(title="table"),
+}
+
+
+def identity(rows: Sequence[Row]) -> tuple[dict[str, Column], str]:
+    """The columns that tell these rows apart, and in words what they have in common."""
+    varying, shared = {}, []
+    for name, column in _IDENTITY.items():
+        values = {getattr(row.workload, name) for row in rows}
+        if name in _ALWAYS or len(values) > 1:
+            varying[name] = column
+        else:
+            shared.append(_in_words(name, next(iter(values))))
+    changed = {f"{k}={v}" for row in rows for k, v in row.workload.overrides.items()}
+    if changed:
+        shared.append("overridden: " + ", ".join(sorted(changed)))
+    return varying, ", ".join(filter(None, shared))
+
+
+def identity_cells(row: Row, columns: dict[str, Column]) -> tuple[Cell, ...]:
+    def cell(name: str) -> Cell:
+        value: Cell = getattr(row.workload, name)
+        return f"{value} (changed)" if name == "size" and row.workload.overrides else value
+
+    return tuple(cell(name) for name in columns)
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "compile":
+        return "eager" if value == "no" else f"compiled by {value}"
+    if name == "optimizer":
+        return {"torch": "torch's AdamW", "torch-fused": "torch's fused AdamW"}.get(
+            value, "Stepscope's AdamW"
+        )
+    if name == "table":
+        return f"sizes of {value}"
+    return {"batch": f"batch {value}", "attention": f"{value} attention"}.get(name, str(value))

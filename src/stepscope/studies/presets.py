@@ -1,0 +1,27 @@
+"""Named choices of studies and cases. Each study states its own share."""
+
+from __future__ import annotations
+
+from stepscope.errors import unknown_name
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Case
+from stepscope.studies.registry import all_studies
+
+PRESETS = {
+    "quick": "every study in small, on any machine, in minutes",
+    "seeds": "the tables of the five write-ups: 2025 sizes, contexts 128 to 1024",
+    "cs336-2026": "the same for the sizes of the 2026 course",
+    "h200": "the published tables of this repository",
+    "full": "everything: both size tables and every number format",
+}
+
+
+def preset_cases(name: str, environment: Environment) -> tuple[Case, ...]:
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    cases: dict[tuple[str, str], Case] = {}
+    for study in all_studies().values():
+        for flags in study.presets(environment).get(name, ()):
+            for case in study.cases(flags):
+                cases.setdefault((case.study, case.key), case)
+    return tuple(cases.values())

@@ -1,0 +1,125 @@
+"""A worker seen from the runner: start it, ask it, notice how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Ceiling
+from stepscope.studies import protocol
+from stepscope.studies.protocol import Ceilings, Failed, Measured, Progress, Ready, Reply, Request
+
+START_TIMEOUT_S = 180.0
+CEILINGS_TIMEOUT_S = 600.0
+
+
+class WorkerProcess:
+    """One worker process and the conversation with it."""
+
+    def __init__(self, device: str) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # A session of its own: Ctrl-C reaches the runner alone, which then decides.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stepscope.studies.worker", device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        self._replies: queue.Queue[bytes | None] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        try:
+            ready = self._next(time.monotonic() + START_TIMEOUT_S)
+            if isinstance(ready, Failed) and ready.usage:
+                raise UsageError(ready.reason)
+            if not isinstance(ready, Ready):
+                reason = ready.reason if isinstance(ready, Failed) else "it did not greet"
+                raise StepscopeError(f"the worker did not start: {reason}")
+        except BaseException:
+            self.stop()
+            raise
+        self.environment = ready.environment
+        self.lacks = ready.lacks
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put(None)
+
+    def _next(self, deadline: float) -> Reply:
+        """The next reply; a death or a missed deadline reads as a failure."""
+        try:
+            line = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return Failed("timeout", "no answer in time")
+        if line is None:
+            return Failed("error", self._epitaph())
+        return protocol.decode_reply(line)
+
+    def _epitaph(self) -> str:
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "the worker was killed by SIGKILL; the host may have run out of memory"
+        if code < 0:
+            return f"the worker died of {signal.Signals(-code).name}"
+        return f"the worker ended with exit code {code}: {self._last_words()}"
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _ask(
+        self, request: Request, timeout_s: float, progress: Callable[[Progress], None]
+    ) -> Ceilings | Measured | Failed:
+        deadline = time.monotonic() + timeout_s
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(protocol.encode(request) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return Failed("error", self._epitaph())
+        while True:
+            reply = self._next(deadline)
+            if isinstance(reply, Progress):
+                progress(reply)
+            elif not isinstance(reply, Ready):
+                return reply
+
+    def measure(
+        self, study: str, config: dict[str, object], timeout_s: float,
+        progress: Callable[[Progress], None],
+    ) -> Measured | Failed:  # fmt: skip
+        reply = self._ask(protocol.MeasureCase(study, config), timeout_s, progress)
+        if isinstance(reply, Failed) and reply.status == "timeout":
+            return Failed("timeout", f"not done after {timeout_s:g} s (--timeout)")
+        assert not isinstance(reply, Ceilings)
+        return reply
+
+    def ceilings(self, progress: Callable[[Progress], None]) -> tuple[Ceiling, ...]:
+        reply = self._ask(protocol.MeasureCeilings(), CEILINGS_TIMEOUT_S, progress)
+        if isinstance(reply, Ceilings):
+            return reply.ceilings
+        assert isinstance(reply, Failed)
+        raise StepscopeError(f"this machine's ceilings could not be measured: {reply.reason}")
+
+    def stop(self) -> None:
+        """End the worker and whatever it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._listener.join()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]

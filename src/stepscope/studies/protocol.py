@@ -1,0 +1,72 @@
+"""What a runner and its worker say to each other: one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stepscope.records.schema import Ceiling, Environment, Status
+from stepscope.studies.base import Measurement
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages; the class name travels as the tag."""
+
+
+class MeasureCeilings(Message, frozen=True):
+    pass
+
+
+class MeasureCase(Message, frozen=True):
+    study: str
+    config: dict[str, Any]
+
+
+Request = MeasureCeilings | MeasureCase
+
+
+class Ready(Message, frozen=True):
+    """Sent once, when the worker has its device."""
+
+    environment: Environment
+    lacks: dict[str, str]
+
+
+class Progress(Message, frozen=True):
+    done: int
+    total: int
+    what: str
+
+
+class Ceilings(Message, frozen=True):
+    ceilings: tuple[Ceiling, ...]
+
+
+class Measured(Message, frozen=True):
+    measurement: Measurement
+
+
+class Failed(Message, frozen=True):
+    """The work did not succeed; a usage error carries its exit code on."""
+
+    status: Status
+    reason: str
+    usage: bool = False
+
+
+Reply = Ready | Progress | Ceilings | Measured | Failed
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode_request(line: bytes) -> Request:
+    request: Request = msgspec.json.decode(line, type=Request)
+    return request
+
+
+def decode_reply(line: bytes) -> Reply:
+    reply: Reply = msgspec.json.decode(line, type=Reply)
+    return reply

@@ -1,0 +1,186 @@
+"""Runs cases one after the other, each isolated in a worker, each kept the moment it is done.
+
+Whatever ends a case becomes its record: out of memory, a crash, a timeout, a refusal. The worker
+is replaced after any failure, so that no case sees what another one broke.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from stepscope.analysis.lints import lint_record
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Ceiling, Environment, Record, Run
+from stepscope.records.store import Store
+from stepscope.studies.base import Case, Measurement
+from stepscope.studies.process import WorkerProcess
+from stepscope.studies.protocol import Failed, Measured, Progress
+from stepscope.studies.registry import find_study
+
+REPEATABLE = ("error", "timeout")
+"""Statuses that a second attempt may change."""
+
+
+class Observer(Protocol):
+    """Who wants to know how the run goes on."""
+
+    def calibrating(self, progress: Progress) -> None: ...
+
+    def case_started(self, case: Case) -> None: ...
+
+    def case_progress(self, progress: Progress) -> None: ...
+
+    def case_finished(self, record: Record) -> None: ...
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def new_run(cases: Sequence[Case], command: str) -> Run:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Run(
+        id=f"{stamp}-{secrets.token_hex(2)}",
+        created=now(),
+        command=command,
+        plan=plan_digest(cases),
+        cases=len(cases),
+    )
+
+
+def plan_digest(cases: Sequence[Case]) -> str:
+    """The same request has the same digest, so that a run can be found again."""
+    named = [(case.study, case.key, case.config) for case in cases]
+    return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
+
+
+class Runner:
+    """Holds the worker for the length of a command."""
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._worker = WorkerProcess(device)
+        self._used = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._worker.stop()
+
+    @property
+    def environment(self) -> Environment:
+        return self._worker.environment
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        return self._worker.lacks
+
+    def refuse_impossible(self, cases: Sequence[Case]) -> None:
+        """For cases that someone asked for by name: what cannot be meant here is an error."""
+        for case in cases:
+            for need in case.needs:
+                if need in self.lacks:
+                    raise UsageError(f"{case.study} {case.key}: {self.lacks[need]}")
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        run: Run,
+        store: Store,
+        observer: Observer,
+        *,
+        retry: bool = False,
+    ) -> Counter[str]:
+        """Measure every case that has no record yet; returns how many ended in which status."""
+        with store.hold_run(run.id):
+            done = store.finished(run.id)
+            self._refuse_other_device(store, run)
+            pending = [c for c in cases if _wanted(done.get((c.study, c.key)), retry=retry)]
+            tally: Counter[str] = Counter()
+            if pending:
+                ceilings = self._worker.ceilings(observer.calibrating)
+                self._used = True
+            for case in pending:
+                observer.case_started(case)
+                attempt = done.get((case.study, case.key), ("", 0))[1] + 1
+                record = self._record(case, run, attempt, ceilings, observer)
+                store.add(record)
+                tally[record.status] += 1
+                observer.case_finished(record)
+        return tally
+
+    def _record(
+        self,
+        case: Case,
+        run: Run,
+        attempt: int,
+        ceilings: tuple[Ceiling, ...],
+        observer: Observer,
+    ) -> Record:
+        missing = next((need for need in case.needs if need in self.lacks), None)
+        if missing is None and self._used and find_study(case.study).fresh_process:
+            self._replace_worker()
+        environment, started, clock = self.environment, now(), time.monotonic()
+        outcome: Measured | Failed
+        if missing is not None:
+            outcome = Failed("skipped", self.lacks[missing])
+        else:
+            self._used = True
+            outcome = self._worker.measure(
+                case.study, case.config, self._timeout_s, observer.case_progress
+            )
+        if isinstance(outcome, Failed) and outcome.status != "skipped":
+            self._replace_worker()
+        measurement = outcome.measurement if isinstance(outcome, Measured) else Measurement()
+        record = Record(
+            id=secrets.token_hex(6),
+            run=run.id,
+            study=case.study,
+            case=case.key,
+            config=case.config,
+            status=outcome.status if isinstance(outcome, Failed) else "ok",
+            reason=outcome.reason if isinstance(outcome, Failed) else "",
+            attempt=attempt,
+            environment=environment,
+            started=started,
+            elapsed_s=time.monotonic() - clock,
+            series=measurement.series,
+            quantities=measurement.quantities,
+            readings=measurement.readings,
+            ceilings=ceilings,
+        )
+        return msgspec.structs.replace(record, lints=lint_record(record))
+
+    def _replace_worker(self) -> None:
+        self._worker.stop()
+        self._worker = WorkerProcess(self._device)
+        self._used = False
+
+    def _refuse_other_device(self, store: Store, run: Run) -> None:
+        for record in store.records(run.id)[:1]:
+            if record.environment.device_name != self.environment.device_name:
+                raise StepscopeError(
+                    f"run {run.id} was made on {record.environment.device_name},"
+                    f" this is {self.environment.device_name}",
+                    "start a new run without --resume",
+                )
+
+
+def _wanted(done: tuple[str, int] | None, *, retry: bool) -> bool:
+    return done is None or (retry and done[0] in REPEATABLE)

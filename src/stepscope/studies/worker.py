@@ -1,0 +1,120 @@
+"""The process that measures. It holds the device and ends with its parent.
+
+Whatever a case does to it (out of memory, a crash in a kernel, a hang), the runner only loses
+this process: it records what happened and starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import BinaryIO
+
+from stepscope.errors import UsageError
+from stepscope.studies import protocol
+from stepscope.studies.base import CaseSkipped, Measurement
+from stepscope.studies.protocol import Failed, MeasureCase, Progress, Reply, Request
+from stepscope.studies.registry import find_study
+
+_ALLOCATION_MESSAGES = ("can't allocate memory", "out of memory", "not enough memory")
+
+
+class Worker:
+    """A `Bench` for studies: the device, and a line to the parent."""
+
+    def __init__(self, channel: BinaryIO, device_choice: str) -> None:
+        from stepscope.measure.device import pick_device
+        from stepscope.measure.environment import describe, lacks
+
+        self._channel = channel
+        self.device = pick_device(device_choice)
+        self.environment = describe(self.device)
+        self.say(protocol.Ready(self.environment, lacks(self.device)))
+
+    def say(self, reply: Reply) -> None:
+        send(self._channel, reply)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        self.say(Progress(done, total, what))
+
+    def answer(self, request: Request) -> Reply:
+        try:
+            if isinstance(request, MeasureCase):
+                return protocol.Measured(self._measure(request))
+            from stepscope.measure.ceilings import ceilings
+
+            return protocol.Ceilings(ceilings(self.device, self.environment, self.progress))
+        except CaseSkipped as skipped:
+            return Failed("skipped", str(skipped))
+        except Exception as error:
+            traceback.print_exc()
+            return failure(error)
+
+    def _measure(self, request: MeasureCase) -> Measurement:
+        self.device.release()
+        return find_study(request.study).measure(request.config, self)
+
+
+def failure(error: Exception) -> Failed:
+    """What an exception means for the record."""
+    import torch
+
+    text = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(m in text.lower() for m in _ALLOCATION_MESSAGES)
+    )
+    if out_of_memory:
+        return Failed("oom", reason)
+    return Failed("error", str(error) if isinstance(error, UsageError) else reason)
+
+
+def send(channel: BinaryIO, reply: Reply) -> None:
+    channel.write(protocol.encode(reply) + b"\n")
+    channel.flush()
+
+
+def _requests() -> queue.Queue[bytes]:
+    """Lines from the parent. When the parent is gone there is nobody left to measure for."""
+    lines: queue.Queue[bytes] = queue.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin.buffer:
+            lines.put(line)
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return lines
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    """When the host runs out of memory, lose this process and not the runner."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        return
+
+
+def main(device_choice: str) -> None:
+    # Replies have the original standard output for themselves: what libraries print goes aside.
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests = _requests()
+    _volunteer_for_the_oom_killer()
+    warnings.simplefilter("ignore")
+    try:
+        worker = Worker(channel, device_choice)
+    except UsageError as error:
+        send(channel, Failed("error", str(error), usage=True))
+        return
+    while True:
+        worker.say(worker.answer(protocol.decode_request(requests.get())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

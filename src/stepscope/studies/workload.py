@@ -1,0 +1,268 @@
+"""The training step that several studies measure: its flags, its cases, and how to build it.
+
+Loads without torch; `build` imports it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from stepscope.attention.registry import implementation
+from stepscope.errors import UsageError, unknown_name
+from stepscope.model import cost
+from stepscope.model.config import ModelConfig, precision
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import CaseSkipped
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+
+Mode = Literal["forward", "forward-backward", "train-step"]
+MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
+COMPILE = ("no", "block", "model")
+OPTIMIZERS = ("torch", "torch-fused", "stepscope")
+
+# Below this share of the memory a case may still run; above it the host would start to swap.
+_HOST_MEMORY_SHARE = 0.9
+
+
+class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """A sweep over training steps: every combination of the values is a case."""
+
+    size: tuple[str, ...] = ("small",)
+    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    table: Literal["2025", "2026"] = "2025"
+    """Which year's size table: xl differs between them."""
+    context: tuple[int, ...] = (512,)
+    """Sequence lengths in tokens."""
+    batch: tuple[int, ...] = (4,)
+    """Sequences per step."""
+    dtype: tuple[str, ...] = ("float32",)
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    attention: tuple[str, ...] = ("reference",)
+    """Attention implementations: reference (naive), sdpa (torch's own)."""
+    compile: tuple[str, ...] = ("no",)
+    """torch.compile: no (eager), block (each block alone), model (whole)."""
+    optimizer: tuple[str, ...] = ("torch",)
+    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out)."""
+    d_model: int | None = None
+    """Override this field of the size."""
+    d_ff: int | None = None
+    """Override this field of the size."""
+    layers: int | None = None
+    """Override this field of the size."""
+    heads: int | None = None
+    """Override this field of the size."""
+    vocab: int | None = None
+    """Override this field of the size."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step, fully named."""
+
+    size: str
+    table: str
+    context: int
+    batch: int
+    dtype: str
+    attention: str
+    compile: str
+    optimizer: str
+    mode: Mode
+    overrides: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise UsageError(f"batch is {self.batch}", "it must be at least 1")
+        for kind, value, known in (
+            ("compile", self.compile, COMPILE),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("mode", self.mode, MODES),
+        ):
+            if value not in known:
+                raise unknown_name(kind, value, known)
+        implementation(self.attention)
+        precision(self.dtype)
+        self.model()
+
+    def model(self) -> ModelConfig:
+        sized = find_size(self.size, self.table)
+        return with_overrides(sized, context=self.context, **self.overrides)
+
+    @property
+    def key(self) -> str:
+        """Identity among workloads; the same in every run that measures the same thing."""
+        changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
+        parts = [
+            f"{self.size}{changed}", f"c{self.context}", f"b{self.batch}", self.dtype,
+            self.attention, *([] if self.compile == "no" else [f"compile={self.compile}"]),
+        ]  # fmt: skip
+        if self.table != "2025":
+            parts.insert(0, self.table)
+        if self.mode == "train-step" and self.optimizer != "torch":
+            parts.append(f"adamw={self.optimizer}")
+        return "_".join((*parts, self.mode))
+
+    def needs(self) -> tuple[str, ...]:
+        """What the device must have for this: a number format, a compiler."""
+        formats = (precision(self.dtype).compute,)
+        return formats if self.compile == "no" else (*formats, "compiler")
+
+    def quantities(self) -> dict[str, Quantity]:
+        """What is known of the step before it runs."""
+        config = self.model()
+        flops = cost.flops(config, self.batch, self.context)
+        counted = flops.forward if self.mode == "forward" else flops.step
+        return {
+            "flops": Quantity(value=counted, unit="FLOP"),
+            "tokens": Quantity(value=self.batch * self.context, unit="tokens"),
+            "parameters": Quantity(value=cost.parameters(config).total, unit="parameters"),
+        }
+
+
+def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
+    """Every combination, small models and short contexts first."""
+    fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
+              "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
+    overrides = {name: value for name, value in fields.items() if value is not None}
+    for size, context, batch, dtype, attention, compiled, optimizer, mode in itertools.product(
+        flags.size, flags.context, flags.batch, flags.dtype, flags.attention, flags.compile,
+        flags.optimizer, modes,
+    ):  # fmt: skip
+        yield Workload(
+            size=size,
+            table=flags.table,
+            context=context,
+            batch=batch,
+            dtype=precision(dtype).name,
+            attention=attention,
+            compile=compiled,
+            optimizer=optimizer,
+            mode=mode,
+            overrides=overrides,
+        )
+
+
+class TrainingStep:
+    """A built model with its step as phases, ready for a timer."""
+
+    def __init__(self, workload: Workload, device: Device) -> None:
+        import torch
+
+        from stepscope.model.transformer import TransformerLM
+
+        self._refuse_what_cannot_fit(workload, device)
+        self.workload = workload
+        form = precision(workload.dtype)
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")
+        self.model: torch.nn.Module = TransformerLM(
+            workload.model(),
+            attention=implementation(workload.attention).function,
+            device=device.torch_device,
+            dtype=getattr(torch, form.weights),
+        )
+        compile_model(self.model, workload.compile)
+        # Scaling keeps float16 gradients from vanishing; the other formats do not need it.
+        self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
+        self.optimizer = make_optimizer(workload.optimizer, self.model)
+        shape = (workload.batch, workload.context)
+        vocab = workload.model().vocab
+        self.tokens = torch.randint(vocab, shape, device=device.torch_device)
+        self.targets = torch.randint(vocab, shape, device=device.torch_device)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: (
+            torch.autocast(device.kind, getattr(torch, form.compute))
+            if form.autocast
+            else nullcontext()
+        )
+        self.logits: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
+
+    @staticmethod
+    def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
+        """A GPU says that it is full; a host swaps and is lost, so there the bound decides."""
+        if device.kind != "cpu":
+            return
+        needed = cost.minimum_bytes(
+            workload.model(), workload.batch, workload.context, precision(workload.dtype),
+            workload.mode, workload.attention,
+        )  # fmt: skip
+        if needed > _HOST_MEMORY_SHARE * device.memory_bytes:
+            raise CaseSkipped(
+                f"needs at least {needed / 2**30:.1f} GiB,"
+                f" this machine has {device.memory_bytes / 2**30:.1f}"
+            )
+
+    def phases(self) -> tuple[Phase, ...]:
+        from stepscope.measure.timer import Phase
+
+        forward = Phase("forward", self._forward)
+        backward = (Phase("loss", self._loss), Phase("backward", self._backward))
+        return {
+            "forward": (forward,),
+            "forward-backward": (forward, *backward),
+            "train-step": (forward, *backward, Phase("optimizer", self._optimize)),
+        }[self.workload.mode]
+
+    def reset(self) -> None:
+        """Let go of what the step before left, outside of any sample."""
+        self.logits = self.loss = None
+        if self.workload.mode == "forward-backward":
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients_missing(self) -> int:
+        """Parameters that a backward does not reach."""
+        self.reset()
+        self._forward()
+        self._loss()
+        self._backward()
+        missing = sum(p.grad is None for p in self.model.parameters())
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reset()
+        return missing
+
+    def _forward(self) -> None:
+        with self._autocast():
+            self.logits = self.model(self.tokens)
+
+    def _loss(self) -> None:
+        from stepscope.model.loss import cross_entropy
+
+        assert self.logits is not None
+        self.loss = cross_entropy(self.logits, self.targets)
+
+    def _backward(self) -> None:
+        assert self.loss is not None
+        self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _optimize(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def compile_model(model: torch.nn.Module, how: str) -> None:
+    if how == "model":
+        model.compile()
+    elif how == "block":
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.compile()
+
+
+def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    import torch
+
+    from stepscope.optim import AdamW
+
+    if name == "stepscope":
+        return AdamW(model.parameters())
+    return torch.optim.AdamW(model.parameters(), fused=True if name == "torch-fused" else None)
