@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 FILTER_FROM = 20
 """Tables with more rows than this get a filter box."""
 
+TALL_FROM = 40
+"""Tables with more rows than this scroll in a box of their own."""
+
 MOST_FIGURE_ROWS = 60
+LONG_TEXT = 28
 
 
 class HeadView(NamedTuple):
@@ -52,6 +56,7 @@ class TableView(NamedTuple):
     rows: list[list[CellView]]
     opens: bool
     filtered: bool
+    tall: bool
 
 
 class FigureView(NamedTuple):
@@ -122,6 +127,7 @@ class Builder:
             ],
             opens=bool(table.details),
             filtered=len(table.rows) > FILTER_FROM,
+            tall=len(table.rows) > TALL_FROM,
         )
 
     def figure(self, figure: Figure) -> FigureView:
@@ -170,7 +176,8 @@ def html_page(page: Page) -> str:
 def _cell(cell: Cell, column: Column) -> CellView:
     text = cell_text(cell, column)
     if isinstance(cell, str):
-        return CellView(text, "", "word" if is_numeric(column) else "")
+        look = "long" if len(text) > LONG_TEXT else "word" if is_numeric(column) else ""
+        return CellView(text, "", look)
     if cell is None:
         return CellView(text, "", "none")
     value = cell.value if isinstance(cell, Spread | Interval) else cell

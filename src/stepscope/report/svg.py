@@ -73,7 +73,7 @@ def _unfold_style(element: ElementTree.Element) -> None:
             element.set("font-size", size)
             if weight:
                 element.set("font-weight", weight)
-        elif name:
+        elif name and name != "font-family":
             element.set(name, value)
 
 

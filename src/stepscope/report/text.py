@@ -25,7 +25,7 @@ MOST_FIGURE_ROWS = 12
 """A figure with more points than this is named in Markdown, not spelled out."""
 
 _TONES = {"good": "✓", "info": "•", "warn": "⚠"}
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _RAW_UNITS = {"percent": "fraction", "bytes": "B"}
 
 _LATEX = {
@@ -131,8 +131,17 @@ def _md_figure(figure: Figure) -> str:
 def _md_grid(table: Table) -> list[str]:
     rules = ["---:" if is_numeric(column) else ":---" for column in table.columns]
     rows = [[_md(header(column)) for column in table.columns], rules]
-    rows += [[_md(text) for text in row] for row in _texts(table)]
+    rows += [
+        [_md_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+        for row in table.rows
+    ]
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _md_cell(cell: Cell, column: Column) -> str:
+    text = cell_text(cell, column)
+    # The brackets of an interval are no link, but a unit may hold anything.
+    return _md(text) if isinstance(cell, str) or column.kind == "rate" else text
 
 
 def _md(text: str) -> str:
@@ -182,4 +191,5 @@ def _raw(cell: Cell) -> object:
 
 def _inert(text: str) -> str:
     """A spreadsheet would run a cell that begins like a formula."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

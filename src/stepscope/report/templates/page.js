@@ -74,18 +74,26 @@
   }
 
   const tip = document.getElementById("tip");
+  let hinted = null;
 
-  function showTip(button) {
-    tip.textContent = document.getElementById(button.getAttribute("aria-describedby")).textContent;
-    tip.hidden = false;
-    const box = button.getBoundingClientRect();
+  function placeTip() {
+    if (!hinted) return;
+    const box = hinted.getBoundingClientRect();
     const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
     const above = box.top - tip.offsetHeight - 6;
     tip.style.left = `${Math.max(8, Math.min(box.left, room))}px`;
     tip.style.top = `${above > 0 ? above : box.bottom + 6}px`;
   }
 
+  function showTip(button) {
+    hinted = button;
+    tip.textContent = document.getElementById(button.getAttribute("aria-describedby")).textContent;
+    tip.hidden = false;
+    placeTip();
+  }
+
   function hideTip() {
+    hinted = null;
     tip.hidden = true;
   }
 
@@ -104,7 +112,7 @@
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") hideTip();
   });
-  document.addEventListener("scroll", hideTip, { capture: true, passive: true });
+  document.addEventListener("scroll", placeTip, { capture: true, passive: true });
 
   for (const input of document.querySelectorAll("[data-filter]")) {
     input.closest(".filter").hidden = false;

@@ -1,0 +1,234 @@
+"""The page in a real browser: it sorts, opens, filters, follows the scheme, and loads nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from sample_page import HOSTILE, hostile_page, sample_page
+from stepscope.report.html import html_page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+
+TABLE = "#benchmark-2"
+STEP = 8
+"""The column of the step time."""
+
+LEAST_CONTRAST = """() => {
+  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = parse(getComputedStyle(e).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+    throw new Error("no background");
+  };
+  let least = { ratio: 99, text: "", count: 0 };
+  let count = 0;
+  for (const e of document.querySelectorAll("body *")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || e.closest("script, title, desc, [hidden]")) continue;
+    const style = getComputedStyle(e);
+    const ink = light(parse(e.matches("svg text") ? style.fill : style.color));
+    const paper = light(behind(e));
+    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    count += 1;
+    if (ratio < least.ratio) least = { ratio, text: e.textContent.trim().slice(0, 40) };
+  }
+  return { ...least, count };
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("page")
+    made = {"sample": sample_page(), "hostile": hostile_page()}
+    for name, page in made.items():
+        (folder / f"{name}.html").write_text(html_page(page), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in made}
+
+
+@pytest.fixture(params=["sample"])
+def page(
+    request: pytest.FixtureRequest, browser: Browser, files: dict[str, Path]
+) -> Iterator[Page]:
+    """An open page; whatever it complains about or asks for fails the test."""
+    opened = browser.new_page(viewport={"width": 1200, "height": 900})
+    complaints: list[str] = []
+    requests: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    opened.on("request", lambda sent: requests.append(sent.url))
+    url = files[request.param].as_uri()
+    opened.goto(url)
+    yield opened
+    opened.close()
+    assert complaints == []
+    assert [sent for sent in requests if sent != "data:,"] == [url]
+
+
+def column(page: Page, index: int) -> list[str]:
+    return page.locator(f"{TABLE} tr[data-row] > td:nth-child({index + 1})").all_inner_texts()
+
+
+def values(page: Page, index: int) -> list[float]:
+    cells = page.locator(f"{TABLE} tr[data-row] > td:nth-child({index + 1})[data-value]")
+    return [float(value) for value in cells.evaluate_all("c => c.map(e => e.dataset.value)")]
+
+
+def test_a_click_sorts_by_value_and_a_second_one_turns_it(page: Page) -> None:
+    header = page.locator(f"{TABLE} th").nth(STEP)
+    before = column(page, STEP)
+    assert header.get_attribute("aria-sort") == "none"
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "ascending"
+    rising = values(page, STEP)
+    assert rising == sorted(rising)
+    assert column(page, STEP) != before
+    header.locator("button").click()
+    assert header.get_attribute("aria-sort") == "descending"
+    assert values(page, STEP) == sorted(rising, reverse=True)
+    assert sorted(column(page, STEP)) == sorted(before)
+
+
+def test_missing_values_stay_last_and_words_before_them(page: Page) -> None:
+    button = page.locator(f"{TABLE} th button").nth(6)
+    for _ in range(2):
+        button.click()
+        assert column(page, 6)[-3:] == ["OOM"] * 3
+        assert column(page, 7)[-3:] == ["–"] * 3
+
+
+def test_sorting_is_stable(page: Page) -> None:
+    page.locator(f"{TABLE} th button").nth(5).click()
+    page.locator(f"{TABLE} th button").nth(0).click()
+    sizes, contexts = column(page, 0), column(page, 5)
+    assert sizes == sorted(sizes)
+    assert contexts == ["128", "256", "512", "1,024", "2,048"] * 5
+
+
+@pytest.mark.parametrize("key", ["Enter", "Space"])
+def test_the_keyboard_sorts_too(page: Page, key: str) -> None:
+    button = page.locator(f"{TABLE} th button").nth(STEP)
+    button.focus()
+    page.keyboard.press(key)
+    rising = values(page, STEP)
+    assert rising == sorted(rising)
+    page.keyboard.press(key)
+    assert values(page, STEP) == rising[::-1]
+
+
+def test_a_row_opens_moves_with_its_row_and_closes(page: Page) -> None:
+    opener = page.locator(f"{TABLE} .opener").first
+    opener.click()
+    assert opener.get_attribute("aria-expanded") == "true"
+    text = page.locator(f"{TABLE} .opened pre")
+    assert text.inner_text().startswith("status   ok\nsamples  12.38")
+    page.locator(f"{TABLE} th button").nth(STEP).click()
+    page.locator(f"{TABLE} th button").nth(STEP).click()
+    before = page.locator(f"{TABLE} .opened").evaluate("e => e.previousElementSibling.dataset.row")
+    assert before == "0"
+    opener = page.locator(f"{TABLE} .opener[aria-expanded=true]")
+    opener.focus()
+    page.keyboard.press("Enter")
+    assert text.count() == 0
+
+
+def test_the_filter_keeps_matching_rows(page: Page) -> None:
+    page.get_by_label("Filter").first.fill("OOM xl")
+    shown = page.locator(f"{TABLE} tr[data-row]:visible")
+    assert shown.count() == 1
+    assert "1 of 25 rows" in page.locator(".filter [role=status]").first.inner_text()
+    page.get_by_label("Filter").first.fill("")
+    assert shown.count() == 25
+
+
+def test_a_hint_is_shown_on_focus_and_leaves_on_escape(page: Page) -> None:
+    page.locator(f"{TABLE} th button").nth(STEP).focus()
+    tip = page.locator("#tip")
+    assert tip.inner_text() == "Forward, backward and optimizer."
+    box = tip.bounding_box()
+    assert box
+    assert 0 <= box["x"] <= 1200 - box["width"]
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_in_both_schemes(page: Page, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == {"light": "rgb(253, 253, 251)", "dark": "rgb(22, 24, 28)"}[scheme]
+    least = page.evaluate(LEAST_CONTRAST)
+    assert least["count"] > 300
+    assert least["ratio"] >= 4.5, least
+
+
+@pytest.mark.parametrize("page", ["sample", "hostile"], indirect=True)
+@pytest.mark.parametrize("width", [320, 360, 768, 1440])
+def test_the_page_never_scrolls_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 740})
+    page.locator("summary").first.click()
+    page.locator(".opener").first.click()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.evaluate("window.scrollTo(50, 0)")
+    assert page.evaluate("window.scrollX") == 0
+
+
+def test_a_wide_table_scrolls_in_its_own_box(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    box = page.locator(f".table-box:has({TABLE})")
+    assert box.evaluate("e => e.scrollWidth > e.clientWidth")
+
+
+@pytest.mark.parametrize("page", ["hostile"], indirect=True)
+def test_hostile_text_is_shown_and_does_nothing(page: Page) -> None:
+    assert page.title() == HOSTILE
+    assert page.locator("h1").inner_text() == HOSTILE
+    page.locator(".opener").first.click()
+    assert page.locator(".opened pre").inner_text() == HOSTILE
+    page.locator("th button").first.hover()
+    assert page.locator("#tip").inner_text() == HOSTILE
+    assert page.locator("img").count() == 0
+
+
+def test_an_injected_script_would_be_refused(
+    browser: Browser, files: dict[str, Path], tmp_path: Path
+) -> None:
+    text = files["sample"].read_text(encoding="utf-8")
+    broken = tmp_path / "broken.html"
+    broken.write_text(text.replace("</main>", "<script>document.title = 'x'</script></main>"))
+    opened = browser.new_page()
+    opened.goto(broken.as_uri())
+    assert opened.title() == "Training step on NVIDIA H200"
+    opened.close()

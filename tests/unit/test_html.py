@@ -1,0 +1,191 @@
+"""The page as a file: whole, closed, escaped, and quick to make."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from sample_page import HOSTILE, hostile_page, kernel_table, sample_page, section, step_figure
+from stepscope.report.blocks import Column, Page, Table
+from stepscope.report.html import html_page
+from stepscope.report.svg import _VARIABLES
+
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, the text outside scripts, and the balance of the tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open[-1:] in (["script"], ["style"]) else self.texts).append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [value for _, attrs in self.elements if (value := attrs.get(name)) is not None]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return html_page(sample_page())
+
+
+@pytest.fixture(scope="module")
+def hostile() -> str:
+    return html_page(hostile_page())
+
+
+def test_the_page_is_well_formed(page: str, hostile: str) -> None:
+    for text in (page, hostile):
+        assert text.startswith("<!doctype html>")
+        assert Reader(text).open == []
+
+
+def test_the_page_shows_what_it_was_given(page: str) -> None:
+    text = " ".join("".join(Reader(page).texts).split())
+    for part in ("Training step on NVIDIA H200", "What the runs say", "1,184 ± 3", "OOM", "ms"):
+        assert part in text
+    for shown in sample_page().sections:
+        assert shown.title in text
+        assert shown.question in text
+
+
+def test_hostile_text_is_text_everywhere(hostile: str) -> None:
+    reader = Reader(hostile)
+    assert not [tag for tag, _ in reader.elements if tag == "img"]
+    assert not [name for _, attrs in reader.elements for name in attrs if name.startswith("on")]
+    assert "".join(reader.texts).count(HOSTILE) > 30
+    assert len([tag for tag, _ in reader.elements if tag == "script"]) == 2
+
+
+def test_details_are_json_that_cannot_end_its_script(hostile: str) -> None:
+    data = re.search(r'<script type="application/json" id="details">(.*?)</script>', hostile, re.S)
+    assert data
+    assert "<" not in data.group(1)
+    details = json.loads(data.group(1))
+    assert list(details.values()) == [[HOSTILE] * 3] * 3
+    assert set(details) <= set(Reader(hostile).attributes("id"))
+
+
+def test_every_id_is_unique_and_every_reference_resolves(page: str, hostile: str) -> None:
+    for text in (page, hostile):
+        reader = Reader(text)
+        ids = reader.attributes("id")
+        assert len(ids) == len(set(ids))
+        labels = reader.attributes("aria-describedby") + reader.attributes("aria-labelledby")
+        targets = [href[1:] for href in reader.attributes("href") if href.startswith("#")]
+        assert set(" ".join(labels).split()) | set(targets) <= set(ids)
+        assert len(targets) > 3
+
+
+def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
+    reader = Reader(page)
+    assert reader.attributes("src") == []
+    assert {href for href in reader.attributes("href") if href[:1] != "#"} == {"data:,"}
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+def test_the_policy_allows_exactly_this_script_and_style(page: str) -> None:
+    policy = next(
+        attrs["content"] or "" for tag, attrs in Reader(page).elements if "http-equiv" in attrs
+    )
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    for directive, pattern in (
+        ("script", r"<script>(.*?)</script>"),
+        ("style", r"<style>(.*?)</style>"),
+    ):
+        source = re.findall(pattern, page, re.S)
+        assert len(source) == 1
+        digest = base64.b64encode(hashlib.sha256(source[0].encode()).digest()).decode()
+        assert f"{directive}-src 'sha256-{digest}'" in policy
+    assert Reader(page).attributes("style") == []
+
+
+def test_numbers_carry_their_raw_value_and_missing_ones_none() -> None:
+    table = Table(
+        name="t",
+        title="T",
+        columns=(Column(title="c", kind="number"),),
+        rows=((1234.5678,), ("OOM",), (None,), (float("nan"),)),
+    )
+    made = html_page(Page(title="p", subtitle="", headline=table, sections=()))
+    cells = [attrs for tag, attrs in Reader(made).elements if tag == "td"]
+    assert [cell.get("data-value") for cell in cells] == ["1234.5678", None, None, None]
+    assert [cell["class"] for cell in cells] == ["number", "word", "none", "number"]
+
+
+def test_only_long_tables_have_a_filter(page: str) -> None:
+    assert Reader(page).attributes("data-filter") == ["benchmark-2", "kernels"]
+
+
+def test_the_style_sheet_names_every_colour_of_the_figures(page: str) -> None:
+    style = re.findall(r"<style>(.*?)</style>", page, re.S)[0]
+    light, _, dark = style.partition("prefers-color-scheme: dark")
+    for colour, name in _VARIABLES.items():
+        assert f"{name}: {colour};" in light
+        assert re.search(rf"{name}: #[0-9a-f]{{6}};", dark)
+
+
+def test_the_page_is_the_same_every_time(page: str) -> None:
+    assert html_page(sample_page()) == page
+
+
+def test_a_page_without_sections_is_a_page() -> None:
+    empty = Table(name="", title="", columns=(), rows=())
+    made = html_page(Page(title="", subtitle="", headline=empty, sections=()))
+    assert Reader(made).open == []
+
+
+def test_blocks_load_without_the_drawing_libraries() -> None:
+    code = (
+        "import sys, stepscope.report.blocks, stepscope.report.format, stepscope.report.text, "
+        "stepscope.report.terminal, stepscope.report.plots, stepscope.report.html; "
+        "print({'torch', 'matplotlib', 'jinja2', 'rich', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_large_page_is_made_in_seconds() -> None:
+    import time
+
+    large = Page(
+        title="large",
+        subtitle="",
+        headline=sample_page().headline,
+        sections=tuple(
+            section(f"s{i}", f"S{i}", "?", step_figure(), kernel_table(1000 if i == 0 else 20))
+            for i in range(8)
+        ),
+    )
+    started = time.process_time()
+    made = html_page(large)
+    # The bound is wide because machines differ; the usual time is a fifth of it.
+    assert time.process_time() - started < 5
+    assert made.count("<svg") == 8

@@ -1,0 +1,207 @@
+"""Figures as SVG: what they hold, what they survive, and the arithmetic of ticks."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sample_page import HOSTILE, hostile_page, mfu_figure, step_figure, warmup_figure
+from stepscope.report.axes import linear_ticks, log_limits, log_ticks, spread_apart
+from stepscope.report.blocks import Curve, Figure, Mark
+from stepscope.report.plots import svg
+from stepscope.report.svg import CURVES, inline_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(drawing: str) -> list[str]:
+    root = ElementTree.fromstring(drawing)
+    return [element.text or "" for element in root.iter(f"{SVG}text")]
+
+
+def colour_of(text: str, drawing: str) -> str | None:
+    root = ElementTree.fromstring(drawing)
+    found = [element for element in root.iter(f"{SVG}text") if element.text == text]
+    assert len(found) == 1
+    return found[0].get("fill")
+
+
+def figure(*curves: Curve, kind: str = "lines", **more: object) -> Figure:
+    return Figure(name="f", title="T", kind=kind, curves=curves, x_label="x", y_label="y", **more)
+
+
+def test_log_axes_have_plain_numbers() -> None:
+    shown = texts(svg(step_figure()))
+    assert {"128", "256", "512", "1,024", "2,048", "10", "20", "50", "100"} <= set(shown)
+    assert "context (tokens)" in shown
+    assert "step (ms)" in shown
+
+
+def test_curves_are_named_once() -> None:
+    shown = texts(svg(step_figure()))
+    assert [shown.count(name) for name in ("small", "medium", "large", "xl", "2.7b")] == [1] * 5
+
+
+def test_a_name_that_would_lie_on_a_curve_moves_to_the_legend() -> None:
+    early = Curve(label="early", x=(1.0, 2.0), y=(1.0, 2.0))
+    late = Curve(label="late", x=(1.0, 5.0), y=(1.0, 5.0))
+    apart = Curve(label="late", x=(1.0, 5.0), y=(4.0, 4.0))
+    assert colour_of("early", svg(figure(early, late))) == "var(--ink, #1d1f24)"
+    assert colour_of("early", svg(figure(early, apart))) == f"var(--curve-1, {CURVES[0]})"
+
+
+def test_a_limit_is_drawn_and_named() -> None:
+    drawing = svg(mfu_figure())
+    assert "measured bfloat16 ceiling, 792" in texts(drawing)
+    assert "stroke-dasharray" in drawing
+
+
+def test_colours_are_variables_and_nothing_is_inline_style() -> None:
+    for shown in (step_figure(), mfu_figure(), warmup_figure()):
+        drawing = svg(shown)
+        bare = re.findall(r'"(#[0-9a-f]{6})"', drawing)
+        assert not bare
+        assert "style" not in drawing
+        assert "font-family" not in drawing
+        assert f"var(--curve-1, {CURVES[0]})" in drawing
+
+
+def test_the_size_follows_the_page() -> None:
+    root = ElementTree.fromstring(svg(step_figure()))
+    assert root.get("width") == "100%"
+    assert root.get("height") is None
+    assert root.get("viewBox", "").startswith("0 0 ")
+
+
+def test_output_is_the_same_every_time_and_has_no_date() -> None:
+    assert svg(step_figure(), "a") == svg(step_figure(), "a")
+    assert not re.search(r"20\d\d-|[Mm]atplotlib", svg(step_figure(), "a"))
+
+
+def test_ids_of_two_figures_differ_and_references_resolve() -> None:
+    drawings = [svg(step_figure(), "a"), svg(step_figure(), "b")]
+    ids = [set(re.findall(r'\bid="([^"]+)"', drawing)) for drawing in drawings]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for drawing, own in zip(drawings, ids, strict=True):
+        used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', drawing))
+        assert {name for pair in used for name in pair if name} <= own
+
+
+def test_it_is_described_for_those_who_cannot_see_it() -> None:
+    root = ElementTree.fromstring(svg(step_figure(), "a"))
+    assert root.get("role") == "img"
+    assert root.findtext(f"{SVG}title") == "Step time against context"
+    assert "small, medium" in (root.findtext(f"{SVG}desc") or "")
+
+
+def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "path", "font.size": 31}):
+        drawing = svg(step_figure(), "a")
+        assert mpl.rcParams["svg.fonttype"] == "path"
+        assert mpl.rcParams["font.size"] == 31
+    assert drawing == svg(step_figure(), "a")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_hostile_labels_are_text(index: int) -> None:
+    shown = hostile_page().sections[index].blocks[2]
+    assert isinstance(shown, Figure)
+    drawing = svg(shown)
+    assert HOSTILE in texts(drawing)
+    assert "<img" not in drawing
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("kind", ["lines", "bars"])
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    "curves",
+    [
+        (),
+        (Curve(label="empty", x=(), y=()),),
+        (Curve(label="one", x=(4.0,), y=(3.0,)),),
+        (Curve(label="zero", x=(0.0, 1.0), y=(0.0, 0.0)),),
+        (Curve(label="nan", x=(1.0, 2.0, NAN), y=(NAN, 2.0, 3.0)),),
+        (Curve(label="all nan", x=(1.0,), y=(NAN,), low=(NAN,), high=(NAN,)),),
+        (Curve(label="inf", x=(1.0, 2.0), y=(math.inf, 2.0), low=(1.0, -1.0), high=(3.0, NAN)),),
+        (Curve(label="words", x=("a", "b"), y=(-1.0, 2.0)), Curve(label="", x=("c",), y=(1.0,))),
+        (Curve(label="control \x00\x1b\n", x=("a\x00",), y=(1.0,)),),
+        (Curve(label="tiny", x=(1e-12, 1e12), y=(1e-12, 1e15)),),
+        tuple(Curve(label=f"c{i}", x=(1.0, 2.0), y=(i + 1.0, i + 2.0)) for i in range(12)),
+        (
+            Curve(
+                label="long", x=tuple(map(float, range(1, 500))), y=tuple(map(float, range(1, 500)))
+            ),
+        ),
+    ],
+    ids=lambda curves: curves[0].label[:8].strip() if curves else "none",
+)
+def test_odd_figures_are_drawn(kind: str, log: bool, curves: tuple[Curve, ...]) -> None:
+    shown = figure(
+        *curves,
+        kind=kind,
+        x_log=log,
+        y_log=log,
+        marks=(Mark(label="m", value=NAN), Mark(label="n", value=2.0)),
+    )
+    root = ElementTree.fromstring(svg(shown))
+    drawable = any(math.isfinite(y) and (y > 0 or not log) for c in curves for y in c.y)
+    assert ("no data" in texts(ElementTree.tostring(root, encoding="unicode"))) == (not drawable)
+
+
+def test_the_font_shorthand_of_older_matplotlib_is_read() -> None:
+    old = (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1">'
+        "<text style=\"font: bold 8.5px 'DejaVu Sans'; text-anchor: middle\">a</text></svg>"
+    )
+    drawing = inline_svg(old, prefix="p", title="t", description="d")
+    assert '<text font-size="8.5" font-weight="bold" text-anchor="middle">a</text>' in drawing
+
+
+def test_log_ticks_prefer_the_values_themselves() -> None:
+    values = [128.0, 512.0, 8192.0]
+    assert log_ticks(values, log_limits(values), own=True) == values
+
+
+@given(
+    st.floats(min_value=1e-9, max_value=1e9),
+    st.floats(min_value=1.0, max_value=1e12),
+    st.booleans(),
+)
+def test_log_ticks_are_few_and_inside(low: float, ratio: float, own: bool) -> None:
+    limits = log_limits([low, low * ratio])
+    ticks = log_ticks([low, low * ratio], limits, own=own)
+    assert 1 <= len(ticks) <= 8
+    assert ticks == sorted(ticks)
+    assert all(limits[0] * 0.999 <= tick <= limits[1] * 1.001 for tick in ticks)
+
+
+@given(st.floats(min_value=-1e9, max_value=1e9), st.floats(min_value=1e-3, max_value=1e9))
+def test_linear_ticks_are_few_and_inside(low: float, span: float) -> None:
+    ticks = linear_ticks(low, low + span)
+    assert 1 <= len(ticks) <= 7
+    assert ticks[0] >= low - span * 1e-3
+    assert ticks[-1] <= low + span * 1.001
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1), min_size=1, max_size=8))
+def test_names_are_spread_apart_in_order(places: list[float]) -> None:
+    moved = spread_apart(places, 0.05)
+    ordered = sorted(moved)
+    assert all(b - a > 0.04 for a, b in pairwise(ordered))
+    assert all(
+        (a < b) <= (x < y)
+        for a, x in zip(places, moved, strict=True)
+        for b, y in zip(places, moved, strict=True)
+    )

@@ -1,0 +1,149 @@
+"""Markdown, LaTeX, CSV and the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from sample_page import (
+    HOSTILE,
+    benchmark_table,
+    headline,
+    hostile_page,
+    kernel_table,
+    sample_page,
+    warmup_figure,
+)
+from stepscope.report.blocks import Column, Finding, Interval, Spread, Table
+from stepscope.report.figure_data import data_table
+from stepscope.report.format import cell_text
+from stepscope.report.terminal import print_findings, print_sections, print_table
+from stepscope.report.text import csv_text, latex, markdown, markdown_page
+
+
+def table(*rows: tuple[object, ...], kinds: tuple[str, ...] = ("text", "number")) -> Table:
+    columns = tuple(Column(title=f"c{i}", kind=kind) for i, kind in enumerate(kinds))
+    return Table(name="t", title="T", columns=columns, rows=rows)
+
+
+def printed(width: int, draw: object, *content: object) -> str:
+    out = io.StringIO()
+    draw(*content, Console(file=out, width=width, highlight=False))
+    return out.getvalue()
+
+
+def pipes(line: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", line))
+
+
+def test_markdown_aligns_numbers_right_and_escapes() -> None:
+    lines = markdown(table(("a|b\nc", 1.5), ("*x*", None))).splitlines()
+    assert lines[2:] == [
+        "| c0 | c1 |",
+        "| :--- | ---: |",
+        r"| a\|b c | 1.500 |",
+        r"| \*x\* | – |",
+    ]
+
+
+def test_hostile_names_leave_a_markdown_table_whole() -> None:
+    lines = [line for line in markdown(hostile_page().headline).splitlines() if line[:1] == "|"]
+    assert [pipes(line) for line in lines] == [3] * 5
+    assert not re.search(r"(?<!\\)[<$]", "\n".join(lines))
+
+
+def test_the_page_has_every_section_finding_and_table() -> None:
+    page = sample_page()
+    text = markdown_page(page)
+    assert text.startswith("# Training step on NVIDIA H200\n")
+    for section in page.sections:
+        assert f"## {section.title}\n\n*{section.question}*" in text
+    assert "> ⚠ Size 2.7b does not fit" in text
+    assert "**Step time by size and context**" in text
+    assert "| 128 | 12.38 [11.52, 13.37] |" in text
+    assert "*Figure, not shown here: The first twenty steps*" in text
+
+
+def test_latex_escapes_everything_special() -> None:
+    written = latex(table((r"a_b & 50% #1 $x$ {y} ~ ^ \z <µs>", Spread(value=1.5, plus_minus=0.1))))
+    row = written.splitlines()[5]
+    assert row == (
+        r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}z "
+        r"\textless{}$\mu$s\textgreater{} & 1.500 $\pm$ 0.100 \\"
+    )
+    assert written.splitlines()[1:3] == [r"\begin{tabular}{lr}", r"\toprule"]
+
+
+def test_latex_keeps_a_hostile_title_in_its_comment() -> None:
+    hostile = Table(name="t", title="a\n\\input{x}", columns=(Column(title="c"),), rows=())
+    assert latex(hostile).splitlines()[0] == r"% a \input{x}"
+
+
+def test_csv_has_raw_numbers_and_splits_spreads() -> None:
+    mixed = table(
+        ("a", Spread(value=1.23456789, plus_minus=0.01), 0.4871234),
+        ("b", Interval(value=2.0, low=1.0, high=3.0), None),
+        kinds=("text", "number", "percent"),
+    )
+    rows = list(csv.reader(io.StringIO(csv_text(mixed))))
+    assert rows[0] == ["c0", "c1", "c1 ±", "c1 low", "c1 high", "c2 (fraction)"]
+    assert rows[1] == ["a", "1.23456789", "0.01", "", "", "0.4871234"]
+    assert rows[2] == ["b", "2.0", "", "1.0", "3.0", ""]
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_csv_text_is_no_formula(start: str) -> None:
+    rows = list(csv.reader(io.StringIO(csv_text(table((f"{start}cmd()", -1.5))), newline="")))
+    assert rows[1] == ["'" + start.replace("\r", "\n") + "cmd()", "-1.5"]
+
+
+def test_a_figure_as_a_table_has_its_points_and_limits() -> None:
+    rows = data_table(warmup_figure()).rows
+    assert len(rows) == 21
+    assert rows[0] == (1, pytest.approx(871.7))
+    assert rows[-1] == ("steady", 231.7)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_digit_is_lost_on_a_narrow_terminal(width: int) -> None:
+    shown = benchmark_table()
+    text = printed(width, print_table, shown)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for row in shown.rows:
+        for cell, column in zip(row, shown.columns, strict=True):
+            assert cell_text(cell, column) in text
+
+
+def test_every_part_of_a_wide_table_repeats_the_key() -> None:
+    text = printed(60, print_table, benchmark_table())
+    heads = [line for line in text.splitlines() if line.startswith("Size")]
+    assert len(heads) >= 3
+    assert text.count("2.7b") == 5 * len(heads)
+
+
+def test_long_names_fold_instead_of_vanishing() -> None:
+    text = printed(60, print_table, kernel_table(3))
+    joined = "".join(line[:28] for line in text.splitlines())
+    assert "sm90_xmma_gemm_bf16bf16_64x128_kernel_0" in joined.replace(" ", "")
+
+
+def test_data_is_no_markup_and_no_control_sequence() -> None:
+    text = printed(200, print_table, table(("[red]x[/red] \x1b[31my", 1.0)))
+    assert "[red]x[/red]" in text
+    assert "\x1b" not in text
+    findings = printed(200, print_findings, [Finding(text=HOSTILE)])
+    assert HOSTILE in findings
+
+
+def test_sections_print_without_a_terminal() -> None:
+    text = printed(80, print_sections, sample_page().sections)
+    assert "✓ After 4 steps" in text
+    assert "Figure on the page: The first twenty steps" in text
+
+
+def test_a_table_that_fits_is_one_part() -> None:
+    assert printed(100, print_table, headline()).count("Training step") == 1
