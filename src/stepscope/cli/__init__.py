@@ -1,1 +1,87 @@
+"""The command line: which commands there are, and how failures leave the program.
 
+Only the chosen command's module is loaded, and none of them imports torch: help is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import stepscope
+from stepscope.errors import StepscopeError, unknown_name
+
+COMMANDS = {
+    "run": "measure: a preset, or one study with your own cases; then write the report",
+    "report": "write the HTML and Markdown page of a run or of a record file",
+    "show": "print the findings and tables of a run, or one record, in the terminal",
+    "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
+    "import": "add the records of a JSON Lines file to the store",
+    "compare": "hold two runs or two records against each other; a gate for CI",
+    "list": "studies, presets, sizes, and the runs that are stored",
+    "doctor": "what this machine has, what is missing, and how to get it",
+}
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    something failed; one line on standard error says what and how to mend it
+  2    the command line is not understood
+  3    `compare --fail-above` found a slowdown
+  130  interrupted; what was measured is kept"""
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except StepscopeError as error:
+        print(f"stepscope: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stepscope: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"stepscope {stepscope.__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise unknown_name("command", name, COMMANDS)
+    module = importlib.import_module(f"stepscope.cli.{name}_command")
+    return int(module.main(rest))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return f"""\
+usage: stepscope COMMAND [options]
+
+Where a Transformer training step's time and memory go, and how far that is from the limit.
+
+commands:
+{listed}
+
+examples:
+  stepscope run
+  stepscope run benchmark --size small medium --context 128 512 --dtype float32 bfloat16
+  stepscope run --preset seeds --resume
+  stepscope compare latest~1 latest --fail-above 3%
+
+`stepscope COMMAND --help` has the options of a command.
+
+{EXIT_CODES}"""

@@ -16,9 +16,13 @@ PRESETS = {
 }
 
 
-def preset_cases(name: str, environment: Environment) -> tuple[Case, ...]:
+def require_preset(name: str) -> None:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
+
+
+def preset_cases(name: str, environment: Environment) -> tuple[Case, ...]:
+    require_preset(name)
     cases: dict[tuple[str, str], Case] = {}
     for study in all_studies().values():
         for flags in study.presets(environment).get(name, ()):

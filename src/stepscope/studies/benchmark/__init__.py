@@ -22,6 +22,8 @@ from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, wor
 
 
 class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case."""
+
     mode: tuple[Mode, ...] = MODES
     """forward, forward-backward, train-step: each is timed as one and by its phases."""
     warmup: int = 5

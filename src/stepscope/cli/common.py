@@ -1,0 +1,88 @@
+"""What the commands share: parsing, where things are kept, and finding the records meant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record
+from stepscope.records.store import Store
+
+Options = TypeVar("Options")
+
+DEFAULT_OUT = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out"))
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where records and pages are kept."""
+
+    out: Path = DEFAULT_OUT
+    """Folder of the record store and the reports (or set STEPSCOPE_OUT)."""
+
+    @property
+    def store(self) -> Path:
+        return self.out / "records.db"
+
+
+def parse(
+    kind: type[Options],
+    words: Sequence[str],
+    command: str,
+    description: str,
+    examples: Sequence[str] = (),
+) -> Options:
+    """Read the words of a command into its options; a wrong word ends the program with 2."""
+    import tyro
+
+    text = description
+    if examples:
+        text += "\n\nexamples:\n" + "\n".join(f"  {example}" for example in examples)
+    return tyro.cli(
+        kind,
+        args=list(words),
+        prog=f"stepscope {command}",
+        description=text,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def load_records(source: str, place: Place) -> tuple[Record, ...]:
+    """The records meant: a JSON Lines file, or a run by id, its beginning, `latest`, `latest~1`."""
+    if source.endswith(".jsonl") or Path(source).is_file():
+        return tuple(read_records(Path(source)))
+    with existing_store(place) as store:
+        return store.records(store.find_run(source).id)
+
+
+def existing_store(place: Place) -> Store:
+    if not place.store.exists():
+        raise UsageError(
+            f"there is no record store at {place.store}",
+            "make one with `stepscope run`, or name its folder with --out",
+        )
+    return Store(place.store, create=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StepscopeError(
+            f"cannot write {path}: {error.strerror}", "name another place, or free some space"
+        ) from error
+
+
+def json_line(facts: dict[str, Any]) -> str:
+    """One line for scripts."""
+    return msgspec.json.encode(facts, enc_hook=str).decode()

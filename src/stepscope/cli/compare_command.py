@@ -1,0 +1,137 @@
+"""`stepscope compare`: what changed between two runs, with an interval and a verdict."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import tyro
+
+from stepscope.analysis.compare import Comparison, compare_records, compare_runs, exceeds
+from stepscope.cli.common import Place, existing_store, json_line, load_records, parse
+from stepscope.errors import UsageError
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Column, Interval, Table
+
+_GATE_FAILED = 3
+
+
+class CompareOptions(Place, frozen=True, kw_only=True):
+    base: Annotated[str, tyro.conf.Positional]
+    """A run, a .jsonl file, or the id of one record."""
+    new: Annotated[str, tyro.conf.Positional]
+    """The same, held against it."""
+    across: bool = False
+    """Compare unlike machines: times are then normalised by each machine's measured ceilings."""
+    fail_above: str | None = None
+    """Exit with 3 if any case is shown to be slower by more than this, such as 3%."""
+    json: bool = False
+    """Print one line of JSON instead of the table."""
+
+
+def main(words: list[str]) -> int:
+    options = parse(
+        CompareOptions,
+        words,
+        "compare",
+        "Hold two runs (case by case) or two records against each other.",
+        (
+            "stepscope compare latest~1 latest",
+            "stepscope compare base.jsonl latest --fail-above 3%",
+            "stepscope compare 3f2a9c 81b0d2",
+        ),
+    )
+    limit = None if options.fail_above is None else _fraction(options.fail_above)
+    comparisons = _compare(options)
+    beyond = exceeds(comparisons, limit) if limit is not None else ()
+    if options.json:
+        print(
+            json_line(
+                {
+                    "comparisons": msgspec.to_builtins(comparisons),
+                    "beyond_limit": [f"{c.study} {c.case}" for c in beyond],
+                }
+            )
+        )
+    else:
+        from stepscope.report.terminal import print_table
+
+        print_table(_table(comparisons))
+        verdicts = Counter(c.verdict for c in comparisons)
+        print(", ".join(f"{times} {verdict}" for verdict, times in verdicts.items()))
+        for comparison in beyond:
+            print(f"beyond {options.fail_above}: {comparison.study} {comparison.case}")
+    return _GATE_FAILED if beyond else 0
+
+
+def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
+    base, new = _side(options.base, options), _side(options.new, options)
+    if isinstance(base, Record) and isinstance(new, Record):
+        return (compare_records(base, new, across=options.across),)
+    if isinstance(base, Record) or isinstance(new, Record):
+        raise UsageError(
+            f"{options.base} and {options.new} are a run and a single record",
+            "compare two runs or two records",
+        )
+    found = compare_runs(base, new, across=options.across)
+    if all(c.verdict == "not compared" for c in found):
+        raise UsageError(
+            f"{options.base} and {options.new} have no measured case in common",
+            "see what they hold with `stepscope show`",
+        )
+    return found
+
+
+def _side(text: str, options: CompareOptions) -> Record | Sequence[Record]:
+    try:
+        return load_records(text, options)
+    except UsageError as no_run:
+        if not options.store.exists():
+            raise
+        with existing_store(options) as store:
+            try:
+                return store.find_record(text)
+            except UsageError:
+                raise no_run from None
+
+
+def _fraction(text: str) -> float:
+    """3% and 0.03 mean the same."""
+    if not re.fullmatch(r"\d+(\.\d+)?%?", text):
+        raise UsageError(f"--fail-above {text!r} is not a share", "give one such as 3% or 0.03")
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+def _table(comparisons: Sequence[Comparison]) -> Table:
+    return Table(
+        name="comparison",
+        title="New against base",
+        columns=(
+            Column(title="study"),
+            Column(title="case"),
+            Column(title="base", kind="number"),
+            Column(title="new", kind="number"),
+            Column(title="new / base", kind="number", hint="of the medians, 99 % interval"),
+            Column(title="change"),
+            Column(title="verdict"),
+            Column(title="note"),
+        ),
+        rows=tuple(
+            (
+                c.study,
+                c.case,
+                c.base,
+                c.new,
+                Interval(value=c.ratio.value, low=c.ratio.low, high=c.ratio.high)
+                if c.ratio
+                else None,
+                f"{c.ratio.value - 1:+.1%}" if c.ratio else None,
+                c.verdict,
+                c.note,
+            )
+            for c in comparisons
+        ),
+    )

@@ -1,0 +1,91 @@
+"""`stepscope export`: records and tables for other programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from stepscope.cli.common import Place, json_line, load_records, parse, write_text
+from stepscope.errors import UsageError, unknown_name
+from stepscope.records.jsonl import write_records
+from stepscope.report.blocks import Table
+
+
+class ExportOptions(Place, frozen=True, kw_only=True):
+    source: Annotated[str, tyro.conf.Positional] = "latest"
+    """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
+    format: Literal["jsonl", "markdown", "latex", "csv"] = "jsonl"
+    """jsonl: the records themselves; the others: the tables of the report."""
+    to: Path | None = None
+    """File to write; for csv without --table a folder. Tables go to standard output by default."""
+    table: str | None = None
+    """Only this table, by name."""
+    json: bool = False
+    """Print one line of JSON that names the files."""
+
+
+def main(words: list[str]) -> int:
+    options = parse(
+        ExportOptions,
+        words,
+        "export",
+        "Write records as JSON Lines, or the report's tables as Markdown, LaTeX or CSV.",
+        (
+            "stepscope export latest --to run.jsonl",
+            "stepscope export --format latex --table benchmark-times",
+            "stepscope export results/h200.jsonl --format csv --to tables/",
+        ),
+    )
+    files = _export(options)
+    if options.json:
+        print(json_line({"files": files}))
+    else:
+        for path in files:
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _export(options: ExportOptions) -> list[Path]:
+    records = load_records(options.source, options)
+    if options.format == "jsonl":
+        path = options.to or options.out / f"{records[0].run}.jsonl"
+        write_records(records, path)
+        return [path]
+
+    from stepscope.report import text
+    from stepscope.studies.page import study_sections
+
+    tables = {
+        block.name: block
+        for section in study_sections(records)
+        for block in section.blocks
+        if isinstance(block, Table)
+    }
+    if options.table is not None:
+        if options.table not in tables:
+            raise unknown_name("table", options.table, tables)
+        tables = {options.table: tables[options.table]}
+    writers: dict[str, Callable[[Table], str]] = {
+        "markdown": text.markdown, "latex": text.latex, "csv": text.csv_text,
+    }  # fmt: skip
+    write = writers[options.format]
+    if options.format == "csv" and len(tables) > 1:
+        if options.to is None:
+            raise UsageError(
+                f"{len(tables)} tables do not fit into one CSV",
+                f"name a folder with --to, or one with --table: {', '.join(tables)}",
+            )
+        written = [options.to / f"{name}.csv" for name in tables]
+        for path, table in zip(written, tables.values(), strict=True):
+            write_text(path, write(table))
+        return written
+    joined = "\n".join(write(table) for table in tables.values())
+    if options.to is None:
+        print(joined)
+        return []
+    write_text(options.to, joined)
+    return [options.to]

@@ -1,0 +1,37 @@
+"""`stepscope import`: records of another machine into the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from stepscope.cli.common import Place, json_line, parse
+from stepscope.records.jsonl import import_into, read_records
+from stepscope.records.store import Store
+
+
+class ImportOptions(Place, frozen=True, kw_only=True):
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """JSON Lines files of records."""
+    json: bool = False
+    """Print one line of JSON."""
+
+
+def main(words: list[str]) -> int:
+    options = parse(
+        ImportOptions,
+        words,
+        "import",
+        "Add the records of JSON Lines files to the store; those it has already are passed over.",
+        ("stepscope import results/h200.jsonl",),
+    )
+    records = [record for path in options.files for record in read_records(path)]
+    with Store(options.store) as store:
+        added, skipped = import_into(store, records)
+    if options.json:
+        print(json_line({"added": added, "skipped": skipped, "store": options.store}))
+    else:
+        print(f"{added} records added to {options.store}, {skipped} were there already")
+    return 0

@@ -1,0 +1,124 @@
+"""How a run looks while it goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from stepscope.analysis.limits import step_ms
+from stepscope.records.schema import Record, Run
+from stepscope.report.format import duration
+from stepscope.studies.base import Case
+from stepscope.studies.protocol import Progress
+
+
+def outcome(record: Record) -> str:
+    """A record in a few words."""
+    if record.status != "ok":
+        return f"{record.status}: {record.reason}"
+    step = step_ms(record)
+    told = duration(step.median) if step else "ok"
+    lints = ", ".join(lint.code for lint in record.lints)
+    return f"{told} ({lints})" if lints else told
+
+
+class PlainLines:
+    """One line a case on standard error."""
+
+    def __init__(self, run: Run, total: int, done: int) -> None:
+        self._total = total
+        self._done = done
+        self._case: Case | None = None
+        self._calibrating = False
+        self._say(f"run {run.id}: {total} cases, {done} done before")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
+        if not self._calibrating:
+            self._say("measuring this machine's ceilings, once, up to a minute")
+            self._calibrating = True
+
+    def case_started(self, case: Case) -> None:
+        self._case = case
+
+    def case_progress(self, progress: Progress) -> None: ...
+
+    def case_finished(self, record: Record) -> None:
+        self._done += 1
+        self._say(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
+
+
+class Bar:
+    """A bar with the running case, the counts and the time left."""
+
+    def __init__(self, run: Run, total: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", markup=False),
+            console=Console(stderr=True),
+        )
+        self._bar.console.print(f"run {run.id}", markup=False, highlight=False)
+        self._task = self._bar.add_task("starting", total=total, completed=done, left="")
+        self._total, self._at_start, self._done = total, done, done
+        self._started = time.monotonic()
+        self._case = ""
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def calibrating(self, progress: Progress) -> None:
+        self._bar.update(self._task, description=f"this machine's limits: {progress.what}")
+        self._started = time.monotonic()
+
+    def case_started(self, case: Case) -> None:
+        self._case = f"{case.study} {case.key}"
+        self._bar.update(self._task, description=self._case)
+
+    def case_progress(self, progress: Progress) -> None:
+        told = f"{self._case} {progress.what} {progress.done}/{progress.total}"
+        self._bar.update(self._task, description=told)
+
+    def case_finished(self, record: Record) -> None:
+        self._done += 1
+        self._bar.console.print(
+            f"{record.study} {record.case}: {outcome(record)}", markup=False, highlight=False
+        )
+        pace = (time.monotonic() - self._started) / (self._done - self._at_start)
+        left = pace * (self._total - self._done)
+        self._bar.update(
+            self._task, completed=self._done, left=f"about {duration(left * 1e3, 2)} left"
+        )
+
+
+def make_observer(run: Run, total: int, done: int) -> PlainLines | Bar:
+    return (Bar if sys.stderr.isatty() else PlainLines)(run, total, done)

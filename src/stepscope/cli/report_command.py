@@ -1,0 +1,50 @@
+"""`stepscope report`: the page of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from stepscope.cli.common import Place, json_line, load_records, parse, write_text
+from stepscope.records.schema import Record
+
+
+class ReportOptions(Place, frozen=True, kw_only=True):
+    source: Annotated[str, tyro.conf.Positional] = "latest"
+    """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
+    json: bool = False
+    """Print one line of JSON instead of the table."""
+
+
+def main(words: list[str]) -> int:
+    options = parse(
+        ReportOptions,
+        words,
+        "report",
+        "Write report.html and report.md from records. Nothing is measured.",
+        ("stepscope report", "stepscope report latest~1", "stepscope report results/h200.jsonl"),
+    )
+    facts = write_report(load_records(options.source, options), options.out, quiet=options.json)
+    if options.json:
+        print(json_line(facts))
+    return 0
+
+
+def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[str, Any]:
+    """Write both pages; say the headline and where they are."""
+    from stepscope.report.html import html_page
+    from stepscope.report.terminal import print_table
+    from stepscope.report.text import markdown_page
+    from stepscope.studies.page import make_page
+
+    page = make_page(records)
+    html, text = out / "report.html", out / "report.md"
+    write_text(html, html_page(page))
+    write_text(text, markdown_page(page))
+    if not quiet:
+        print_table(page.headline)
+        print(f"\nreport: {html.resolve()}\n        {text.resolve()}")
+    return {"report": html, "markdown": text}

@@ -1,0 +1,137 @@
+"""`stepscope run`: measure, keep, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from stepscope.cli.common import Place, json_line, parse
+from stepscope.cli.progress import make_observer
+from stepscope.cli.report_command import write_report
+from stepscope.errors import UsageError
+from stepscope.records.jsonl import write_records
+from stepscope.records.schema import Run
+from stepscope.records.store import Store
+from stepscope.studies.base import Case
+from stepscope.studies.presets import preset_cases, require_preset
+from stepscope.studies.registry import find_study
+from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
+
+
+class RunOptions(Place, frozen=True, kw_only=True):
+    """How to run it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure; auto takes the GPU where there is one."""
+    timeout: float = 600.0
+    """Seconds after which a case is given up."""
+    resume: bool = False
+    """Go on with the newest run of the same request: finished cases are not repeated."""
+    retry: bool = False
+    """With --resume: repeat the cases that ended in an error or a timeout."""
+    report: bool = True
+    """Write report.html and report.md when done."""
+    json: bool = False
+    """Print one line of JSON instead of the table."""
+
+
+class PresetOptions(RunOptions, frozen=True, kw_only=True):
+    """How to run it."""
+
+    preset: str = "quick"
+    """Which cases: quick, seeds, cs336-2026, h200, full (`stepscope list presets`)."""
+
+
+def main(words: list[str]) -> int:
+    if words and not words[0].startswith("-"):
+        study = find_study(words[0])
+        kind = dataclasses.make_dataclass("StudyRun", [("cases", study.flags), ("run", RunOptions)])
+        asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
+        return _run(asked.run, study.cases(asked.cases), words)
+    options = parse(
+        PresetOptions,
+        words,
+        "run",
+        "Measure the cases of a preset, or name a study first: `stepscope run STUDY --help`.",
+        (
+            "stepscope run",
+            "stepscope run --preset seeds --resume",
+            "stepscope run benchmark --help",
+        ),
+    )
+    require_preset(options.preset)
+    return _run(options, options.preset, words)
+
+
+def _run(options: RunOptions, wanted: tuple[Case, ...] | str, words: Sequence[str]) -> int:
+    if options.timeout <= 0:
+        raise UsageError(f"timeout is {options.timeout:g}", "it must be above 0 seconds")
+    if options.retry and not options.resume:
+        raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
+    if not wanted:
+        raise UsageError("there is no case to measure", "give every flag at least one value")
+    # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
+        if isinstance(wanted, str):
+            cases = preset_cases(wanted, runner.environment)
+        else:
+            cases = _distinct(wanted)
+            runner.refuse_impossible(cases)
+        run, done = _open_run(options, cases, store, words)
+        observer = make_observer(run, len(cases), done)
+        try:
+            with observer:
+                runner.run(cases, run, store, observer, retry=options.retry)
+        except KeyboardInterrupt:
+            kept = len(store.finished(run.id))
+            print(
+                f"\ninterrupted: {kept} of {len(cases)} cases are kept in run {run.id}\n"
+                f"go on with: {run.command}",
+                file=sys.stderr,
+            )
+            raise
+    return _conclude(options, run)
+
+
+def _open_run(
+    options: RunOptions, cases: Sequence[Case], store: Store, words: Sequence[str]
+) -> tuple[Run, int]:
+    """The run to work on, and how many of its cases are done."""
+    if options.resume:
+        held = store.latest_with_plan(plan_digest(cases))
+        if held is not None:
+            return held, len(store.finished(held.id))
+        print("stepscope: no earlier run of this request; starting one", file=sys.stderr)
+    plain = [word for word in words if word not in ("--resume", "--retry")]
+    run = new_run(cases, shlex.join(["stepscope", "run", *plain, "--resume"]))
+    store.add_run(run)
+    return run, 0
+
+
+def _conclude(options: RunOptions, run: Run) -> int:
+    """Export, report, and say how it went."""
+    with Store(options.store, create=False) as store:
+        records = store.records(run.id)
+    tally: Counter[str] = Counter(record.status for record in records)
+    exported = options.out / f"{run.id}.jsonl"
+    write_records(records, exported)
+    facts: dict[str, Any] = {
+        "run": run.id, "cases": run.cases, "status": dict(tally), "store": options.store,
+        "records": exported,
+    }  # fmt: skip
+    if options.report:
+        facts |= write_report(records, options.out, quiet=options.json)
+    if options.json:
+        print(json_line(facts))
+    return 1 if any(tally[status] for status in REPEATABLE) else 0
+
+
+def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """A case that is asked for twice is measured once."""
+    return tuple({case.key: case for case in cases}.values())

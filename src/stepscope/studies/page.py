@@ -1,0 +1,193 @@
+"""One page from any records: headline, a section for each study, the machine, every record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Cell, Column, Page, Section, Table
+from stepscope.report.format import bytes_, duration, rate
+from stepscope.studies.registry import all_studies
+
+_SHOWN = {
+    "device_name": "device",
+    "device_count": "devices",
+    "device_memory_bytes": "device memory",
+    "driver": "driver",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "power_limit_w": "power limit, W",
+    "max_sm_clock_mhz": "highest SM clock, MHz",
+    "cpu": "CPU",
+    "cpu_cores": "CPU cores",
+    "threads": "threads of torch",
+    "host_memory_bytes": "host memory",
+    "load_average": "load average at the start",
+    "platform": "system",
+    "python": "Python",
+    "torch": "torch",
+    "triton": "Triton",
+    "stepscope": "Stepscope",
+    "commit": "commit",
+    "dirty": "uncommitted changes",
+}
+
+
+def make_page(records: Sequence[Record]) -> Page:
+    """The page of these records. Pure: nothing is measured here."""
+    if not records:
+        raise StepscopeError("there are no records to show", "make some with `stepscope run`")
+    sections = tuple(study_sections(records))
+    devices = list(dict.fromkeys(record.environment.device_name for record in records))
+    return Page(
+        title=f"Training steps on {', '.join(devices)}",
+        subtitle=_subtitle(records),
+        headline=_headline(records),
+        sections=(*sections, _machine_section(records), _records_section(records)),
+    )
+
+
+def study_sections(records: Sequence[Record]) -> Iterator[Section]:
+    for study in all_studies().values():
+        own = [record for record in records if record.study == study.name]
+        if own:
+            yield Section(
+                name=study.name, title=study.title, question=study.question, blocks=study.view(own)
+            )
+
+
+def _subtitle(records: Sequence[Record]) -> str:
+    first, last = min(r.started for r in records), max(r.started for r in records)
+    when = first[:16].replace("T", " ")
+    if last[:10] != first[:10]:
+        when += f" to {last[:10]}"
+    environment = records[-1].environment
+    runs = ", ".join(dict.fromkeys(record.run for record in records))
+    return (
+        f"{len(records)} records, {when} UTC, torch {environment.torch},"
+        f" Stepscope {environment.stepscope}, run {runs}"
+    )
+
+
+def _headline(records: Sequence[Record]) -> Table:
+    for study in all_studies().values():
+        table = study.headline([record for record in records if record.study == study.name])
+        if table is not None:
+            return table
+    return _status_table(records)
+
+
+def _status_table(records: Sequence[Record]) -> Table:
+    """For records of which no study has a headline: what became of them."""
+    counted: dict[tuple[str, str], int] = {}
+    for record in records:
+        counted[record.study, record.status] = counted.get((record.study, record.status), 0) + 1
+    return Table(
+        name="headline",
+        title="Cases by outcome",
+        columns=(
+            Column(title="study"),
+            Column(title="status"),
+            Column(title="cases", kind="count"),
+        ),
+        rows=tuple((study, status, times) for (study, status), times in counted.items()),
+    )
+
+
+def _machine_section(records: Sequence[Record]) -> Section:
+    machines: dict[str, Record] = {}
+    for record in records:
+        machines.setdefault(record.environment.device_name, record)
+    tables: list[Table] = []
+    for place, record in enumerate(machines.values()):
+        suffix = f"-{place + 1}" if place else ""
+        tables.append(_environment_table(record.environment, f"environment{suffix}"))
+        if record.ceilings:
+            tables.append(_ceilings_table(record, f"ceilings{suffix}"))
+    return Section(
+        name="machine",
+        title="The machine",
+        question="What was measured on, and what are its limits?",
+        blocks=tuple(tables),
+    )
+
+
+def _environment_table(environment: Environment, name: str) -> Table:
+    def text(field: str) -> str:
+        value = getattr(environment, field)
+        if field.endswith("_bytes"):
+            return bytes_(value)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return Table(
+        name=name,
+        title="Environment",
+        columns=(Column(title="what"), Column(title="value")),
+        rows=tuple(
+            (label, text(field))
+            for field, label in _SHOWN.items()
+            if getattr(environment, field) is not None
+        ),
+    )
+
+
+def _ceilings_table(record: Record, name: str) -> Table:
+    return Table(
+        name=name,
+        title="Ceilings",
+        columns=(
+            Column(title="limit"),
+            Column(title="value"),
+            Column(title="source"),
+            Column(title="how"),
+        ),
+        rows=tuple((c.name, rate(c.value, c.unit), c.source, c.detail) for c in record.ceilings),
+        caption="Measured here: the best of several shapes, each the median of repeated runs on"
+        " random data. A data sheet's peak stands beside it where the device is known.",
+    )
+
+
+def _records_section(records: Sequence[Record]) -> Section:
+    def row(record: Record) -> tuple[Cell, ...]:
+        lints = ", ".join(lint.code for lint in record.lints)
+        samples = len(record.series[0].values) if record.series else 0
+        return (
+            record.id, record.study, record.case, record.status, samples,
+            duration(record.elapsed_s * 1e3), lints or record.reason,
+        )  # fmt: skip
+
+    table = Table(
+        name="records",
+        title="Every record",
+        columns=(
+            Column(title="record"),
+            Column(title="study"),
+            Column(title="case"),
+            Column(title="status"),
+            Column(title="samples", kind="count"),
+            Column(title="took"),
+            Column(title="lints or reason"),
+        ),
+        rows=tuple(row(record) for record in records),
+        details=tuple(_details(record) for record in records),
+        caption="Open a row for its raw samples, quantities and readings.",
+    )
+    return Section(
+        name="records",
+        title="Records",
+        question="What exactly was measured?",
+        blocks=(table,),
+    )
+
+
+def _details(record: Record) -> str:
+    """Everything but what the machine section says already."""
+    held = msgspec.to_builtins(record)
+    for repeated in ("environment", "ceilings"):
+        del held[repeated]
+    return msgspec.json.format(msgspec.json.encode(held), indent=1).decode()

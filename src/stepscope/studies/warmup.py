@@ -1,0 +1,226 @@
+"""What do the first steps cost, and how many must be left out of a measurement?
+
+    stepscope run warmup --size small --context 256
+
+Every case starts in a fresh process: one that has already run a step shows no warm-up. Each step is
+timed with marks between its phases from the very first on; the first `warmup` of them are kept
+apart, as a benchmark with that many warm-up steps would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.steady import settling
+from stepscope.errors import UsageError
+from stepscope.records.schema import Environment, Record, Series
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
+from stepscope.report.format import duration, number, percent
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+
+
+class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case."""
+
+    warmup: tuple[int, ...] = (0, 1, 2, 5)
+    """Numbers of warm-up steps to try."""
+    steps: int = 10
+    """Samples after them."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 4:
+            raise UsageError(f"steps is {self.steps}", "telling first from steady steps takes 4")
+        if min(self.warmup, default=-1) < 0:
+            raise UsageError(f"warmup is {self.warmup}", "give numbers of steps, such as 0 1 2 5")
+
+
+class Warmup(Study[WarmupFlags]):
+    name = "warmup"
+    title = "Warm-up"
+    question = "What do the first steps cost, and how many of them must a measurement leave out?"
+    examples = (
+        "stepscope run warmup --size small medium --context 256",
+        "stepscope run warmup --size xl --dtype bfloat16 --warmup 0 2 5 10",
+    )
+    fresh_process = True
+    flags = WarmupFlags
+
+    def cases(self, flags: WarmupFlags) -> tuple[Case, ...]:
+        return tuple(
+            Case(
+                study=self.name,
+                key=f"{workload.key}_w{warmup}",
+                config=msgspec.to_builtins(workload) | {"warmup": warmup, "steps": flags.steps},
+                needs=workload.needs(),
+            )
+            for workload in workloads(flags, ("train-step",))
+            for warmup in flags.warmup
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.measure.timer import time_step
+        from stepscope.studies.workload import TrainingStep
+
+        workload = msgspec.convert(config, Workload)
+        step = TrainingStep(workload, bench.device)
+        timing = time_step(
+            step.phases(),
+            bench.device,
+            warmup=config["warmup"],
+            steps=config["steps"],
+            inner_marks="always",
+            before=step.reset,
+            progress=lambda done, total: bench.progress(done, total, "steps"),
+        )
+        return Measurement(
+            series=timing.series, quantities=workload.quantities(), readings=timing.readings
+        )
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        timed = [record for record in records if _steps(record)]
+        return (*_findings(timed), *_figure(timed), _table(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[WarmupFlags]]:
+        course = ("small", "medium", "large", "xl")
+        on_cpu = environment.device_kind == "cpu"
+        quick = WarmupFlags(
+            size=("mini",) if on_cpu else ("small",), context=(64,) if on_cpu else (256,)
+        )
+        seeds = WarmupFlags(size=(*course, "2.7b"), context=(256,))
+        course_2026 = WarmupFlags(size=(*course, "10b"), table="2026", context=(256,))
+        return {
+            "quick": (quick,),
+            "seeds": (seeds,),
+            "cs336-2026": (course_2026,),
+            "h200": (seeds,),
+            "full": (seeds, course_2026),
+        }
+
+
+STUDY = Warmup()
+
+
+def _steps(record: Record) -> Series | None:
+    """The whole steps by the host's clock: first-step costs are mostly the host's."""
+    series = record.find("step", "host")
+    return series if series is not None and series.values else None
+
+
+def _all_steps(record: Record) -> tuple[float, ...]:
+    series = _steps(record)
+    assert series is not None
+    return (*series.warmup, *series.values)
+
+
+def _name(record: Record) -> str:
+    config = record.config
+    return f"{config['size']} at context {config['context']} in {config['dtype']}"
+
+
+def _findings(records: Sequence[Record]) -> Iterator[Finding]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_name(record), []).append(record)
+    needed = []
+    for name, members in groups.items():
+        curves = [settling(_all_steps(record)) for record in members]
+        slowest = max(curves, key=lambda curve: curve.steps)
+        needed.append(slowest.steps)
+        steady = summarize([curve.steady for curve in curves]).median
+        first = summarize([_all_steps(record)[0] for record in members]).median
+        text = (
+            f"{name}: the first step takes {duration(first)}, {number(first / steady, 3)}× a steady"
+            f" one ({duration(steady)}); the steps before steady state cost"
+            f" {duration(max(curve.extra for curve in curves))} extra."
+        )
+        cold = next((record for record in members if record.config["warmup"] == 0), None)
+        if cold is not None:
+            biased = summarize(_all_steps(cold)[: cold.config["steps"]])
+            text += (
+                f" Without warm-up the mean of {biased.count} steps is"
+                f" {percent(biased.mean / steady - 1)} off, with a standard deviation of"
+                f" {duration(biased.std)}."
+            )
+        yield Finding(text=text)
+    if needed:
+        most = max(needed)
+        sized = "no warm-up step" if most == 0 else f"{most} warm-up step{'s' if most > 1 else ''}"
+        yield Finding(
+            text=f"This machine needs {sized} before a step is steady, in the slowest of"
+            f" {len(records)} fresh processes; more than that changes nothing.",
+            tone="good" if most <= 5 else "warn",
+        )
+
+
+def _figure(records: Sequence[Record]) -> Iterator[Figure]:
+    cold = [record for record in records if record.config["warmup"] == 0]
+    if not cold:
+        return
+    curves = []
+    for record in cold:
+        values = _all_steps(record)
+        steady = settling(values).steady
+        curves.append(
+            Curve(
+                label=_name(record),
+                x=tuple(float(i + 1) for i in range(len(values))),
+                y=tuple(value / steady for value in values),
+            )
+        )
+    yield Figure(
+        name="warmup-curve",
+        title="The first steps of a fresh process",
+        kind="lines",
+        curves=tuple(curves),
+        x_label="step",
+        y_label="time, × a steady step",
+        y_log=True,
+        caption="No warm-up left out; 1 is the median of the second half.",
+    )
+
+
+def _table(records: Sequence[Record]) -> Table:
+    phases = ("forward", "backward", "step")
+    rows = []
+    for record in records:
+        config = record.config
+        identity: tuple[Cell, ...] = (
+            config["size"], config["context"], config["dtype"], config["warmup"],
+        )  # fmt: skip
+        if record.status != "ok":
+            rows.append((*identity, record.status, *(None,) * (2 * len(phases))))
+            continue
+        numbers: list[Cell] = []
+        for phase in phases:
+            series = record.find(phase)
+            held = summarize(series.values) if series else None
+            numbers += [held.mean if held else None, held.std if held else None]
+        rows.append((*identity, _all_steps(record)[0], *numbers))
+    heads = [
+        Column(title=f"{phase} {what}", kind="number", unit="ms")
+        for phase in phases
+        for what in ("mean", "std")
+    ]
+    return Table(
+        name="warmup-steps",
+        title="The same step after 0, 1, 2, 5 warm-up steps",
+        columns=(
+            Column(title="size"),
+            Column(title="context", kind="count"),
+            Column(title="dtype"),
+            Column(title="warm-up steps", kind="count"),
+            Column(
+                title="first step", kind="number", unit="ms",
+                hint="the very first step of the process, whether left out or not",
+            ),
+            *heads,
+        ),
+        rows=tuple(rows),
+        caption="Every row is a fresh process; mean and standard deviation of what comes after the"
+        " warm-up steps.",
+    )  # fmt: skip
