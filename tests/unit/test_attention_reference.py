@@ -92,9 +92,12 @@ def test_reference_gradients(is_causal: bool) -> None:
     )
 
 
-def test_large_scores_do_not_overflow() -> None:
-    q, k, v = random_qkv(8, 4, dtype=torch.float32)
-    assert torch.isfinite(reference_attention(q * 1e4, k * 1e4, v, is_causal=True)).all()
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_large_scores_neither_overflow_nor_see_past_the_mask(name: str) -> None:
+    q, k, v = (x[None] for x in random_qkv(8, 4, dtype=torch.float32))
+    out = attention(q * 1e4, k * 1e4, v, is_causal=True, impl=name)
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out[:, 0], v[:, 0])
 
 
 def test_names() -> None:
