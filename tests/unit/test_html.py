@@ -15,7 +15,7 @@ import pytest
 from sample_page import HOSTILE, hostile_page, kernel_table, sample_page, section, step_figure
 from stepscope.report.blocks import Column, Page, Table
 from stepscope.report.html import html_page
-from stepscope.report.svg import _VARIABLES
+from stepscope.report.svg import VARIABLES
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -147,7 +147,7 @@ def test_only_long_tables_have_a_filter(page: str) -> None:
 def test_the_style_sheet_names_every_colour_of_the_figures(page: str) -> None:
     style = re.findall(r"<style>(.*?)</style>", page, re.S)[0]
     light, _, dark = style.partition("prefers-color-scheme: dark")
-    for colour, name in _VARIABLES.items():
+    for colour, name in VARIABLES.items():
         assert f"{name}: {colour};" in light
         assert re.search(rf"{name}: #[0-9a-f]{{6}};", dark)
 

@@ -236,7 +236,7 @@ def _marks(axes: Axes, figure: Figure) -> None:
             f"{clean(mark.label, 60)}, {number(float(mark.value), 3)}",
             (1 if right else 0, mark.value),
             xycoords=("axes fraction", "data"),
-            xytext=(0, 4),
+            xytext=(0, 6),
             textcoords="offset points",
             ha="right" if right else "left",
             color=MARK,

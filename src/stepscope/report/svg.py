@@ -22,7 +22,7 @@ CURVES = (
 )
 INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
 
-_VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES, start=1)} | {
+VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES, start=1)} | {
     INK: "--ink",
     SOFT: "--soft",
     GRID: "--grid",
@@ -53,7 +53,7 @@ def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> st
 
 def _variable(found: re.Match[str]) -> str:
     colour = found.group()
-    return f"var({_VARIABLES[colour]}, {colour})" if colour in _VARIABLES else colour
+    return f"var({VARIABLES[colour]}, {colour})" if colour in VARIABLES else colour
 
 
 def _strip_namespaces(root: ElementTree.Element) -> None:
