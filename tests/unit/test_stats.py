@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -81,6 +82,17 @@ def test_the_shortcut_through_ranks_is_a_bootstrap(count: int) -> None:
     tolerance = 0.12 * (high - low)
     assert summary.low == pytest.approx(low, abs=tolerance)
     assert summary.high == pytest.approx(high, abs=tolerance)
+
+
+@pytest.mark.parametrize("count", [2, 4, 5, 6])
+def test_the_ranks_of_a_resampled_median_are_those_of_all_resamples(count: int) -> None:
+    every = np.sort(list(itertools.product(range(count), repeat=count)), axis=1)
+    middle = every[:, (count - 1) // 2], every[:, count // 2]
+    for drawn, true in zip(stats._median_ranks(count, 0), middle, strict=True):
+        assert drawn.mean() == pytest.approx(true.mean(), abs=4 * true.std() / len(drawn) ** 0.5)
+    drawn_lower, drawn_upper = stats._median_ranks(count, 0)
+    gap = (middle[1] - middle[0]).mean()
+    assert (drawn_upper - drawn_lower).mean() == pytest.approx(gap, abs=0.07)
 
 
 def test_steady_samples_draw_no_complaint() -> None:
@@ -185,6 +197,13 @@ def test_a_ratio_interval_holds_its_ratio_and_scales(base: list[float]) -> None:
     assert ratio.low <= narrower.low <= narrower.high <= ratio.high
 
 
+def test_the_two_sides_of_a_ratio_are_resampled_apart() -> None:
+    values = np.random.default_rng(2).lognormal(0.0, 0.02, 20)
+    ratio = ratio_interval(values, values)
+    assert ratio.low < 0.995
+    assert ratio.high > 1.005
+
+
 def test_a_ratio_needs_positive_samples() -> None:
     with pytest.raises(ValueError, match="above zero"):
         ratio_interval([0.0, 1.0], [1.0, 1.0])
@@ -201,6 +220,13 @@ def test_clear_changes_are_decided_and_equal_samples_are_not() -> None:
     assert decide(base, [value / 1.1 for value in base]) == "faster"
     assert decide(base, base) == "no difference shown"
     assert decide([5.0] * 10, [5.0] * 10) == "no difference shown"
+
+
+def test_ranks_alone_decide_nothing_while_the_medians_may_be_equal() -> None:
+    base, new = [5.0] * 18 + [10.0] * 22, [10.0] * 22 + [15.0] * 18
+    assert mann_whitney(base, new) < stats.SIGNIFICANCE
+    assert not ratio_interval(base, new).excludes_one
+    assert decide(base, new) == "no difference shown"
 
 
 def noisy(

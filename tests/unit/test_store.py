@@ -221,6 +221,14 @@ def test_a_truncated_store_is_called_damaged(
             Store(path, create).records()
 
 
+def test_a_cut_last_page_is_noticed_at_once(large: Path, tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    path.write_bytes(large.read_bytes()[:-100])
+    for create in (True, False):
+        with pytest.raises(StepscopeError, match="is damaged: its last page is not whole"):
+            Store(path, create)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_scribbled_store_gives_a_plain_error_or_records(
@@ -248,6 +256,14 @@ def test_a_lock_held_for_too_long_is_said_to_be_one(store: Store) -> None:
         store._connection.execute("ROLLBACK")
         impatient.add(record())
         assert impatient.records() == (record(),)
+
+
+def test_a_transaction_has_the_store_to_itself_from_its_start(store: Store) -> None:
+    with Store(store.path, wait_s=0.05) as other, store.transaction():
+        with pytest.raises(StepscopeError, match="locked"):
+            other.add(record(case="other"))
+        store.add(record())
+    assert store.records() == (record(),)
 
 
 def test_store_and_schema_load_without_numpy_and_torch() -> None:

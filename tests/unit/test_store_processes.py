@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ with Store(path, wait_s=60) as store:
 """
 
 HOLDER = """
-import sys, time
+import sys
 from stepscope.records.store import Store
 with Store(sys.argv[1]) as store, store.hold_run("run-1"):
     print("held", flush=True)
@@ -106,6 +107,23 @@ def test_a_run_is_held_by_one_process_until_it_lets_go_or_dies(tmp_path: Path) -
         with store.hold_run("run-1"):
             pass
     assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_lock_on_a_file_that_was_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "runs.db.run-1.lock"
+    take = fcntl.flock
+    removals = [lock]
+
+    def removed_meanwhile(descriptor: int, how: int) -> None:
+        if removals:
+            removals.pop().unlink()
+        take(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with Store(tmp_path / "runs.db") as store, store.hold_run("run-1"):
+        assert lock.read_text() == f"{os.getpid()}\n"
 
 
 def test_a_lock_is_not_passed_on_to_started_programs(tmp_path: Path) -> None:
