@@ -34,6 +34,8 @@ class RunOptions(Place, frozen=True, kw_only=True):
     """Go on with the newest run of the same request: finished cases are not repeated."""
     retry: bool = False
     """With --resume: repeat the cases that ended in an error or a timeout."""
+    new_ceilings: bool = False
+    """Measure this machine's ceilings again instead of taking them from the cache."""
     report: bool = True
     """Write report.html and report.md when done."""
     json: bool = False
@@ -87,7 +89,10 @@ def _run(options: RunOptions, wanted: tuple[Case, ...] | str, words: Sequence[st
         observer = make_observer(run, len(cases), done)
         try:
             with observer:
-                runner.run(cases, run, store, observer, retry=options.retry)
+                runner.run(
+                    cases, run, store, observer,
+                    retry=options.retry, new_ceilings=options.new_ceilings,
+                )  # fmt: skip
         except KeyboardInterrupt:
             kept = len(store.finished(run.id))
             print(

@@ -1,7 +1,7 @@
 """The limits of this machine, measured on it: matrix rate per format, memory, launches.
 
-A ceiling is the best of several shapes, each the median of repeated runs on random data: what a
-large, well-shaped piece of work reaches here, not what a data sheet promises.
+A ceiling is the best batch of runs over several shapes, on random data: what a large, well-shaped
+piece of work reaches here when nothing disturbs it, not what a data sheet promises.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,13 +33,16 @@ Progress = Callable[[int, int, str], None]
 
 
 def ceilings(
-    device: Device, environment: Environment, progress: Progress | None = None
+    device: Device,
+    environment: Environment,
+    progress: Progress | None = None,
+    *,
+    again: bool = False,
 ) -> tuple[Ceiling, ...]:
-    """This machine's ceilings: from the cache, or measured now and cached."""
+    """This machine's ceilings: from the cache, or measured now (or `again`) and cached."""
     path = _cache_file(environment)
-    try:
-        measured = msgspec.json.decode(path.read_bytes(), type=tuple[Ceiling, ...])
-    except (OSError, msgspec.DecodeError):
+    measured = None if again else _cached(path)
+    if measured is None:
         measured = measure_ceilings(device, progress)
         _keep(path, measured)
     return (*measured, *datasheet_ceilings(environment.device_name))
@@ -65,7 +67,7 @@ def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[
 
 
 def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: float) -> float:
-    """Median time of one call over repeated batches of calls, after a warm-up."""
+    """Time of one call in the best of repeated batches, after a warm-up."""
     call()
     device.synchronize()
     start = time.perf_counter()
@@ -84,7 +86,7 @@ def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: floa
         samples.append((time.perf_counter() - start) / batch)
         if once * batch * 3 > 4 * budget_s and samples:
             break
-    return statistics.median(samples)
+    return min(samples)
 
 
 def _matrix_rate(device: Device, name: str) -> Ceiling:
@@ -154,6 +156,13 @@ def _cache_file(environment: Environment) -> Path:
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "stepscope" / f"ceilings-{digest}.json"
+
+
+def _cached(path: Path) -> tuple[Ceiling, ...] | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Ceiling, ...])
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def _keep(path: Path, found: tuple[Ceiling, ...]) -> None:

@@ -32,7 +32,7 @@ def describe(device: Device) -> Environment:
         threads=torch.get_num_threads(),
         platform=platform.platform(),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         stepscope=stepscope.__version__,
         driver=gpu.telemetry.driver() if gpu else None,
         cuda=torch.version.cuda if gpu else None,

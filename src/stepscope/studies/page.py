@@ -147,8 +147,8 @@ def _ceilings_table(record: Record, name: str) -> Table:
             Column(title="how"),
         ),
         rows=tuple((c.name, rate(c.value, c.unit), c.source, c.detail) for c in record.ceilings),
-        caption="Measured here: the best of several shapes, each the median of repeated runs on"
-        " random data. A data sheet's peak stands beside it where the device is known.",
+        caption="Measured here: the best of several shapes and repetitions on random data."
+        " A data sheet's peak stands beside it where the device is known.",
     )
 
 

@@ -107,8 +107,8 @@ class WorkerProcess:
         assert not isinstance(reply, Ceilings)
         return reply
 
-    def ceilings(self, progress: Callable[[Progress], None]) -> tuple[Ceiling, ...]:
-        reply = self._ask(protocol.MeasureCeilings(), CEILINGS_TIMEOUT_S, progress)
+    def ceilings(self, progress: Callable[[Progress], None], *, again: bool) -> tuple[Ceiling, ...]:
+        reply = self._ask(protocol.MeasureCeilings(again), CEILINGS_TIMEOUT_S, progress)
         if isinstance(reply, Ceilings):
             return reply.ceilings
         assert isinstance(reply, Failed)

@@ -15,7 +15,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeasureCeilings(Message, frozen=True):
-    pass
+    again: bool
+    """Do not take them from the cache."""
 
 
 class MeasureCase(Message, frozen=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import TracebackType
@@ -106,24 +105,22 @@ class Runner:
         observer: Observer,
         *,
         retry: bool = False,
-    ) -> Counter[str]:
-        """Measure every case that has no record yet; returns how many ended in which status."""
+        new_ceilings: bool = False,
+    ) -> None:
+        """Measure every case that has no record yet."""
         with store.hold_run(run.id):
             done = store.finished(run.id)
             self._refuse_other_device(store, run)
             pending = [c for c in cases if _wanted(done.get((c.study, c.key)), retry=retry)]
-            tally: Counter[str] = Counter()
             if pending:
-                ceilings = self._worker.ceilings(observer.calibrating)
+                ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
                 self._used = True
             for case in pending:
                 observer.case_started(case)
                 attempt = done.get((case.study, case.key), ("", 0))[1] + 1
                 record = self._record(case, run, attempt, ceilings, observer)
                 store.add(record)
-                tally[record.status] += 1
                 observer.case_finished(record)
-        return tally
 
     def _record(
         self,

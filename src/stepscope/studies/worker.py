@@ -48,7 +48,8 @@ class Worker:
                 return protocol.Measured(self._measure(request))
             from stepscope.measure.ceilings import ceilings
 
-            return protocol.Ceilings(ceilings(self.device, self.environment, self.progress))
+            found = ceilings(self.device, self.environment, self.progress, again=request.again)
+            return protocol.Ceilings(found)
         except CaseSkipped as skipped:
             return Failed("skipped", str(skipped))
         except Exception as error:
@@ -117,4 +118,10 @@ def main(device_choice: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except BaseException:
+        traceback.print_exc()
+    # The listening thread holds standard input: a normal exit would wait for its lock and abort.
+    sys.stderr.flush()
+    os._exit(1)

@@ -121,9 +121,9 @@ class Benchmark(Study[BenchmarkFlags]):
             quick = BenchmarkFlags(
                 size=("tiny", "mini", "midi"),
                 context=(64, 128),
-                steps=10,
-                min_seconds=1.0,
-                warmup=2,
+                steps=5,
+                min_seconds=0.3,
+                warmup=1,
             )
         else:
             quick = BenchmarkFlags(size=course, context=(128, 512), dtype=both)

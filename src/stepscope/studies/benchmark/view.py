@@ -13,8 +13,9 @@ from stepscope.analysis.limits import (
     tokens_per_second,
 )
 from stepscope.records.schema import Record
-from stepscope.records.stats import stability
+from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Interval, Mark, Table
+from stepscope.report.format import percent
 from stepscope.studies.benchmark.findings import benchmark_findings
 from stepscope.studies.benchmark.rows import Row, identity, identity_cells, rows_of
 
@@ -45,7 +46,7 @@ def headline_table(records: Sequence[Record]) -> Table | None:
             (
                 *identity_cells(row, columns),
                 Interval(value=row.step.median, low=row.step.low, high=row.step.high),
-                tokens_per_second(record),
+                _tokens(record),
                 mfu(record),
                 _verdict(record),
             )
@@ -62,7 +63,7 @@ def headline_table(records: Sequence[Record]) -> Table | None:
                 kind="percent",
                 hint="model FLOPs per second over the matrix rate measured on this machine (MFU)",
             ),
-            Column(title="steady?"),
+            Column(title="steady?", hint="spread of the samples, and how many there are"),
         ),
         rows=tuple(cells),
         caption=f"{shared}.",
@@ -134,7 +135,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
                     *identity_cells(row, columns),
                     mode,
                     Interval(value=step.median, low=step.low, high=step.high),
-                    tokens_per_second(record),
+                    _tokens(record),
                     achieved_flops(record),
                     mfu(record),
                     mfu(record, measured=False),
@@ -165,18 +166,25 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
                 hint="share of the step in which the host was still issuing work",
             ),
             Column(title="peak memory", kind="bytes"),
-            Column(title="verdict"),
+            Column(title="steady?", hint="spread of the samples, and how many there are"),
         ),
         rows=tuple(cells),
         caption=f"{shared}.",
     )  # fmt: skip
 
 
+def _tokens(record: Record) -> int | None:
+    value = tokens_per_second(record)
+    return None if value is None else round(value)
+
+
 def _verdict(record: Record) -> str:
     series = record.find("step")
     assert series is not None
-    doubts = stability(series.values)
-    return "steady" if not doubts else "; ".join(doubts)
+    if not stability(series.values):
+        return "steady"
+    held = summarize(series.values)
+    return f"no: ± {percent(held.std / held.mean)} over {held.count}"
 
 
 def _time_figure(rows: Sequence[Row]) -> Figure | None:
