@@ -1,14 +1,22 @@
-"""Which studies there are: every module of this package that holds a `STUDY`."""
+"""Which studies there are: every module of this package that holds a `STUDY`.
+
+Studies of your own join them without a change here: name their modules, separated by commas, in
+the environment variable STEPSCOPE_STUDIES. They must be importable (see PYTHONPATH) and load
+without torch, as the ones in this package do.
+
+    STEPSCOPE_STUDIES=mylab.rope,mylab.loss stepscope run rope
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from functools import cache
 from typing import Any
 
 from stepscope import studies
-from stepscope.errors import unknown_name
+from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Study
 
 # The order in which a reader wants them; a study that is not named here comes after.
@@ -22,8 +30,26 @@ def all_studies() -> dict[str, Study[Any]]:
         study = getattr(importlib.import_module(f"{studies.__name__}.{module.name}"), "STUDY", None)
         if study is not None:
             found[study.name] = study
+    for name in filter(None, os.environ.get("STEPSCOPE_STUDIES", "").split(",")):
+        study = _study_of_user(name.strip())
+        if study.name in found:
+            raise UsageError(f"study {study.name!r} of {name} exists already", "rename it")
+        found[study.name] = study
     rank = {name: place for place, name in enumerate(_ORDER)}
     return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
+
+
+def _study_of_user(module: str) -> Study[Any]:
+    try:
+        held = getattr(importlib.import_module(module), "STUDY", None)
+    except ImportError as error:
+        raise UsageError(
+            f"STEPSCOPE_STUDIES names {module}, which cannot be imported: {error}",
+            "check the name and PYTHONPATH",
+        ) from error
+    if not isinstance(held, Study):
+        raise UsageError(f"STEPSCOPE_STUDIES names {module}, which holds no STUDY")
+    return held
 
 
 def find_study(name: str) -> Study[Any]:
