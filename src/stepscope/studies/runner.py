@@ -70,6 +70,7 @@ class Runner:
         self._timeout_s = timeout_s
         self._worker = WorkerProcess(device)
         self._used = False
+        self._lost = False
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +132,9 @@ class Runner:
         observer: Observer,
     ) -> Record:
         missing = next((need for need in case.needs if need in self.lacks), None)
-        if missing is None and self._used and find_study(case.study).fresh_process:
+        if missing is None and (
+            self._lost or (self._used and find_study(case.study).fresh_process)
+        ):
             self._replace_worker()
         environment, started, clock = self.environment, now(), time.monotonic()
         outcome: Measured | Failed
@@ -142,8 +145,11 @@ class Runner:
             outcome = self._worker.measure(
                 case.study, case.config, self._timeout_s, observer.case_progress
             )
+        elapsed_s = time.monotonic() - clock
         if isinstance(outcome, Failed) and outcome.status != "skipped":
-            self._replace_worker()
+            # Another one is started when a case needs it: this record is kept first.
+            self._worker.stop()
+            self._lost = True
         measurement = outcome.measurement if isinstance(outcome, Measured) else Measurement()
         record = Record(
             id=secrets.token_hex(6),
@@ -156,7 +162,7 @@ class Runner:
             attempt=attempt,
             environment=environment,
             started=started,
-            elapsed_s=time.monotonic() - clock,
+            elapsed_s=elapsed_s,
             series=measurement.series,
             quantities=measurement.quantities,
             readings=measurement.readings,
@@ -168,6 +174,7 @@ class Runner:
         self._worker.stop()
         self._worker = WorkerProcess(self._device)
         self._used = False
+        self._lost = False
 
     def _refuse_other_device(self, store: Store, run: Run) -> None:
         for record in store.records(run.id)[:1]:
