@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling
 from stepscope.studies import protocol
@@ -65,7 +67,11 @@ class WorkerProcess:
             return Failed("timeout", "no answer in time")
         if line is None:
             return Failed("error", self._epitaph())
-        return protocol.decode_reply(line)
+        try:
+            return protocol.decode_reply(line)
+        except msgspec.DecodeError as error:
+            # JSON has no NaN and no infinity: they arrive as null.
+            return Failed("error", f"the measurement is not made of finite numbers: {error}")
 
     def _epitaph(self) -> str:
         code = self._process.wait()
