@@ -38,7 +38,9 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except StepscopeError as error:
         print(f"stepscope: {error}", file=sys.stderr)
         return error.exit_code
@@ -46,9 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stepscope: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has seen enough.
+        _drop_output()
         return 0
+    except OSError as error:
+        _drop_output()
+        print(f"stepscope: {error}", file=sys.stderr)
+        return StepscopeError.exit_code
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from failing at its exit over what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

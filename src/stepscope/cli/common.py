@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,9 +56,16 @@ def parse(
 def load_records(source: str, place: Place) -> tuple[Record, ...]:
     """The records meant: a JSON Lines file, or a run by id, its beginning, `latest`, `latest~1`."""
     if source.endswith(".jsonl") or Path(source).is_file():
-        return tuple(read_records(Path(source)))
+        records = read_records(Path(source))
+        if not records:
+            raise StepscopeError(f"{source} has no records", "name a file that has some")
+        return records
     with existing_store(place) as store:
-        return store.records(store.find_run(source).id)
+        run = store.find_run(source)
+        records = store.records(run.id)
+    if not records:
+        raise StepscopeError(f"run {run.id} has no records yet", f"go on with: {run.command}")
+    return records
 
 
 def existing_store(place: Place) -> Store:
@@ -77,7 +85,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise StepscopeError(
             f"cannot write {path}: {error.strerror}", "name another place, or free some space"
         ) from error
