@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import tyro
 
 from stepscope.cli.common import Place, json_line, load_records, parse, write_text
 from stepscope.records.schema import Record
+from stepscope.report.blocks import Table
+
+_TERMINAL_ROWS = 24
 
 
 class ReportOptions(Place, frozen=True, kw_only=True):
@@ -45,6 +49,15 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     write_text(html, html_page(page))
     write_text(text, markdown_page(page))
     if not quiet:
-        print_table(page.headline)
+        print_table(_beginning(page.headline))
         print(f"\nreport: {html.resolve()}\n        {text.resolve()}")
     return {"report": html, "markdown": text}
+
+
+def _beginning(table: Table) -> Table:
+    """As much of a table as a person reads in a terminal."""
+    more = len(table.rows) - _TERMINAL_ROWS
+    if more <= 0:
+        return table
+    note = f"The first {_TERMINAL_ROWS} rows; {more} more are in the report. {table.caption}"
+    return msgspec.structs.replace(table, rows=table.rows[:_TERMINAL_ROWS], caption=note)

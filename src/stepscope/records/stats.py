@@ -68,6 +68,12 @@ class Ratio(Part, frozen=True):
 
 
 def summarize(values: Sequence[float]) -> Summary:
+    return _summarize(tuple(values))
+
+
+@lru_cache(maxsize=65_536)
+def _summarize(values: tuple[float, ...]) -> Summary:
+    # Several views of a page ask for the same samples.
     ordered = _ordered(values)
     medians = _bootstrap_medians(ordered, stream=0)
     medians.sort()

@@ -53,10 +53,16 @@ def make_page(records: Sequence[Record]) -> Page:
 def study_sections(records: Sequence[Record]) -> Iterator[Section]:
     for study in all_studies().values():
         own = [record for record in records if record.study == study.name]
-        if own:
-            yield Section(
-                name=study.name, title=study.title, question=study.question, blocks=study.view(own)
-            )
+        if not own:
+            continue
+        try:
+            blocks = study.view(own)
+        except msgspec.ValidationError as error:
+            raise StepscopeError(
+                f"the records of {study.name} are not of its form: {error}",
+                "were they made by another version of Stepscope?",
+            ) from error
+        yield Section(name=study.name, title=study.title, question=study.question, blocks=blocks)
 
 
 def _subtitle(records: Sequence[Record]) -> str:

@@ -120,7 +120,7 @@ class Benchmark(Study[BenchmarkFlags]):
         if environment.device_kind == "cpu":
             quick = BenchmarkFlags(
                 size=("tiny", "mini", "midi"),
-                context=(64, 128),
+                context=(32, 128),
                 steps=5,
                 min_seconds=0.3,
                 warmup=1,

@@ -194,9 +194,10 @@ def _time_figure(rows: Sequence[Row]) -> Figure | None:
     if not timed:
         return None
     over_context = len(contexts) > 1
+    varying = (("size",) if over_context else ()) + _varying(timed)
     groups: dict[str, list[Row]] = {}
     for row in timed:
-        groups.setdefault(_curve_label(row, timed, over_context=over_context), []).append(row)
+        groups.setdefault(_label(row, varying), []).append(row)
     curves = []
     for label, members in groups.items():
         members.sort(key=lambda r: r.workload.context if over_context else r.flops.step)
@@ -226,21 +227,23 @@ def _time_figure(rows: Sequence[Row]) -> Figure | None:
     )
 
 
-def _curve_label(row: Row, rows: Sequence[Row], *, over_context: bool) -> str:
-    """What tells this curve from the others."""
+def _varying(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What tells the curves of a figure apart, besides size and context."""
     names = ("dtype", "attention", "compile", "optimizer", "batch")
-    varying = [n for n in names if len({getattr(r.workload, n) for r in rows}) > 1]
-    parts = [str(getattr(row.workload, n)) for n in varying]
-    size = [row.workload.size] if over_context else []
-    return " ".join((*size, *parts)) or "step"
+    return tuple(n for n in names if len({getattr(row.workload, n) for row in rows}) > 1)
+
+
+def _label(row: Row, names: Sequence[str]) -> str:
+    return " ".join(str(getattr(row.workload, name)) for name in names) or "step"
 
 
 def _ceiling_figure(rows: Sequence[Row]) -> Figure | None:
     """How much of the measured matrix rate each train step reaches, at the longest context."""
     reached: dict[str, dict[str, float]] = {}
     longest: dict[tuple[str, str], Row] = {}
+    varying = _varying(rows)
     for row in rows:
-        key = (_curve_label(row, rows, over_context=False), row.workload.size)
+        key = (_label(row, varying), row.workload.size)
         if row.step_record and (
             key not in longest or row.workload.context > longest[key].workload.context
         ):

@@ -1,0 +1,53 @@
+# Two commands: `make report` measures this machine and writes the page, `make test` runs the tests.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# For a networked machine without a GPU: TORCH_INDEX=URL of an index with CPU builds of torch.
+ifdef TORCH_INDEX
+PIP += --extra-index-url $(TORCH_INDEX)
+endif
+
+.PHONY: report test lint format browser clean help
+
+help:
+	@echo 'make report    measure this machine, write stepscope-out/report.html'
+	@echo 'make test      run the tests'
+	@echo 'make lint      style and types'
+	@echo 'make browser   install Chromium for the tests of the page'
+
+report: .venv/.use
+	$(BIN)/stepscope run $(ARGS)
+
+test: .venv/.dev browser
+	$(BIN)/pytest $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+browser:
+	@sh scripts/install-chromium.sh
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer is needed (apt-get install python3.11-venv)' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.use: .venv/bin/python pyproject.toml constraints.txt
+	@echo 'installing, about a minute the first time'
+	$(PIP) -e .
+	@touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	@echo 'installing, about a minute the first time'
+	$(PIP) -e '.[dev]'
+	@touch .venv/.use $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache stepscope-out

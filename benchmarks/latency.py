@@ -1,0 +1,79 @@
+"""How long does the command line take where a person waits for it?
+
+    python benchmarks/latency.py            help, and a report of 1,000 records
+    python benchmarks/latency.py --quick    also the whole quick preset
+
+Prints what was measured beside what is aimed at. Nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from sample_records import record, run, step_series
+from stepscope.records.store import Store
+
+STEPSCOPE = [sys.executable, "-m", "stepscope"]
+
+
+def seconds(command: list[str], times: int) -> float:
+    """Best of several: what the program takes when nothing else runs."""
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def filled_store(folder: Path, records: int) -> None:
+    with Store(folder / "records.db") as store:
+        held = run(cases=records)
+        store.add_run(held)
+        sizes = ("small", "medium", "large", "xl", "2.7b")
+        with store.transaction():
+            for place in range(records):
+                context = 128 + 8 * (place // len(sizes))
+                config = record().config | {
+                    "size": sizes[place % len(sizes)],
+                    "context": context,
+                    "mode": "train-step",
+                    "table": "2025",
+                    "attention": "sdpa",
+                    "compile": "no",
+                    "optimizer": "torch",
+                }
+                key = f"{config['size']}_c{context}"
+                series = step_series(50.0 + place / 10, seed=place)
+                store.add(
+                    record(id=f"{place:012x}", run=held.id, case=key, config=config, series=series)
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="run the quick preset too")
+    parser.add_argument("--records", type=int, default=1000)
+    asked = parser.parse_args()
+
+    print(f"stepscope --help: {seconds([*STEPSCOPE, '--help'], 7):.2f} s (aim 0.3)")
+    with tempfile.TemporaryDirectory() as name:
+        filled_store(Path(name), asked.records)
+        took = seconds([*STEPSCOPE, "report", "--out", name], 3)
+        size = (Path(name) / "report.html").stat().st_size
+        print(f"report of {asked.records} records: {took:.2f} s (aim 3), {size / 1e6:.1f} MB")
+    if asked.quick:
+        with tempfile.TemporaryDirectory() as name:
+            took = seconds([*STEPSCOPE, "run", "--new-ceilings", "--out", name], 1)
+            print(f"quick preset with ceilings: {took:.0f} s (aim 120 on 2 CPU cores)")
+
+
+if __name__ == "__main__":
+    main()
