@@ -65,11 +65,11 @@ class WorkerProcess:
             line = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return Failed("timeout", "no answer in time")
-        if line is None:
+        if line is None or not line.endswith(b"\n"):
             return Failed("error", self._epitaph())
         try:
             return protocol.decode_reply(line)
-        except msgspec.DecodeError as error:
+        except msgspec.ValidationError as error:
             # JSON has no NaN and no infinity: they arrive as null.
             return Failed("error", f"the measurement is not made of finite numbers: {error}")
 
