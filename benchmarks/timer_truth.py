@@ -1,0 +1,85 @@
+"""Does the timer tell the truth?
+
+    python benchmarks/timer_truth.py
+
+Two questions. A step made of waits whose length is known: what does the timer say? And a real
+training step: do the phases add up to separate steps that have no marks between the phases?
+Prints the differences; nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from stepscope.measure.device import Device, pick_device
+from stepscope.measure.timer import Phase, Timing, time_step
+from stepscope.studies.workload import TrainingStep, Workload
+
+WAITS_MS = {"first": 5.0, "second": 20.0, "third": 10.0}
+
+
+def busy_wait(ms: float) -> None:
+    """A wait that ends on time; `sleep` ends when the system likes."""
+    end = time.perf_counter() + ms / 1e3
+    while time.perf_counter() < end:
+        pass
+
+
+def medians(timing: Timing, clock: str) -> dict[str, float]:
+    return {s.name: statistics.median(s.values) for s in timing.series if s.clock == clock}
+
+
+def known_waits(device: Device) -> None:
+    phases = [Phase(name, lambda ms=ms: busy_wait(ms)) for name, ms in WAITS_MS.items()]
+    held = medians(time_step(phases, device, warmup=1, steps=20), "host")
+    truth = sum(WAITS_MS.values())
+    parts = sum(held[name] for name in WAITS_MS)
+    print(f"known waits of {truth:g} ms on the host:")
+    print(f"  whole {held['step']:.3f} ms ({held['step'] / truth - 1:+.2%})")
+    print(f"  phases {parts:.3f} ms ({parts / truth - 1:+.2%})")
+    if device.kind != "cuda":
+        return
+    cycles = 20_000_000
+    shares = {"first": 1, "second": 4, "third": 2}
+    kernels = [Phase(n, lambda k=k: torch.cuda._sleep(k * cycles)) for n, k in shares.items()]
+    held = medians(time_step(kernels, device, warmup=2, steps=20), "device")
+    parts = sum(held[name] for name in shares)
+    apart = parts / held["step"] - 1
+    print(f"waiting kernels: whole {held['step']:.3f} ms, phases {parts:.3f} ms ({apart:+.2%})")
+
+
+def real_steps(device: Device) -> None:
+    cases = (
+        [("small", 512, "bfloat16"), ("xl", 512, "float32"), ("xl", 512, "bfloat16")]
+        if device.kind == "cuda"
+        else [("tiny", 64, "float32"), ("mini", 128, "float32")]
+    )
+    for size, context, dtype in cases:
+        workload = Workload(
+            size=size, table="2025", context=context, batch=4, dtype=dtype, attention="reference",
+            compile="no", optimizer="torch", mode="train-step",
+        )  # fmt: skip
+        device.release()
+        step = TrainingStep(workload, device)
+        timing = time_step(step.phases(), device, warmup=5, steps=20, before=step.reset)
+        # Phases by the host's clock are issue times on a GPU; they need not add up to the step.
+        for clock in ("device",) if device.kind == "cuda" else ("host",):
+            held = medians(timing, clock)
+            parts = sum(held[phase.name] for phase in step.phases())
+            apart = parts / held["step"] - 1
+            told = f"whole {held['step']:.2f} ms, phases {parts:.2f} ms ({apart:+.2%})"
+            print(f"{workload.key}, {clock} clock: {told}")
+
+
+def main() -> None:
+    device = pick_device()
+    print(device.name)
+    known_waits(device)
+    real_steps(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What only a GPU can show: events, launches, real out-of-memory, clocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepscope.analysis.limits import host_bound, mfu
+from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.measure.timer import Phase, time_step
+from stepscope.records.schema import Record
+from stepscope.records.store import Store
+from stepscope.studies.base import Case
+from stepscope.studies.protocol import Progress
+from stepscope.studies.registry import find_study
+from stepscope.studies.runner import Runner, new_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Silent:
+    def calibrating(self, progress: Progress) -> None: ...
+
+    def case_started(self, case: Case) -> None: ...
+
+    def case_progress(self, progress: Progress) -> None: ...
+
+    def case_finished(self, record: Record) -> None: ...
+
+
+def run_benchmark(folder, **flags) -> tuple[Record, ...]:
+    study = find_study("benchmark")
+    cases = study.cases(study.flags(**flags))
+    with Store(folder / "records.db") as store, Runner("cuda", 300.0) as runner:
+        run = new_run(cases, "")
+        store.add_run(run)
+        runner.run(cases, run, store, Silent())
+        return store.records(run.id)
+
+
+def test_a_benchmark_has_device_and_host_times_and_a_limit(tmp_path):
+    forward, both, step = run_benchmark(tmp_path, size=("small",), context=(128,), dtype=("bf16",))
+    assert [r.status for r in (forward, both, step)] == ["ok"] * 3
+    for name in ("forward", "loss", "backward", "optimizer", "step"):
+        for clock in ("device", "host"):
+            assert step.find(name, clock) is not None, (name, clock)
+    assert step.find("issue", "host") is not None
+    assert step.quantity("gradients_missing") == 0
+    # Weights, gradients and both moments of AdamW in float32 are a floor for the peak.
+    assert step.quantity("peak_bytes") > 16 * step.quantity("parameters")
+    assert 0.0 < mfu(step) < 1.05
+    assert host_bound(step) is not None
+    assert any(reading.sm_clock_mhz for reading in step.readings)
+    assert step.environment.driver is not None
+
+
+def test_out_of_memory_is_a_row_and_the_sweep_goes_on(tmp_path):
+    records = run_benchmark(
+        tmp_path, size=("large",), context=(65_536, 128), batch=(8,), mode=("forward",), steps=5
+    )
+    assert [record.status for record in records] == ["oom", "ok"]
+    assert "memory" in records[0].reason.lower()
+
+
+def test_events_see_the_device_and_the_host_clock_sees_the_issue():
+    device = pick_device("cuda")
+    assert isinstance(device, CudaDevice)
+    cycles = 20_000_000
+    timing = time_step(
+        [Phase("first", lambda: torch.cuda._sleep(cycles)),
+         Phase("second", lambda: torch.cuda._sleep(3 * cycles))],
+        device, warmup=1, steps=5,
+    )  # fmt: skip
+    held = {(s.name, s.clock): sorted(s.values)[2] for s in timing.series}
+    assert held["second", "device"] / held["first", "device"] == pytest.approx(3, rel=0.1)
+    # A sleeping kernel is issued in microseconds and runs for milliseconds.
+    assert held["issue", "host"] < 0.5 * held["step", "host"]
+    assert held["first", "host"] < 0.5 * held["first", "device"]
+    whole = held["first", "device"] + held["second", "device"]
+    assert whole == pytest.approx(held["step", "device"], rel=0.05)
+
+
+def test_the_device_frees_what_a_case_held():
+    device = pick_device("cuda")
+    device.release()
+    before = torch.cuda.memory_allocated()
+    device.reset_peak()
+    block = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
+    assert device.peak_bytes() >= before + (1 << 28)
+    del block
+    device.release()
+    assert torch.cuda.memory_allocated() == before

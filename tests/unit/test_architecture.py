@@ -1,0 +1,204 @@
+"""The way through the house: which room may import which, and what loads without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stepscope
+
+SOURCE = Path(stepscope.__file__).parent
+LONGEST_FILE = 400
+
+FOR_ALL = {"stepscope", "stepscope.errors", "stepscope.ranges"}
+LEAVES = {
+    "stepscope.model.config",
+    "stepscope.model.cost",
+    "stepscope.model.sizes",
+    "stepscope.attention.cost",
+    "stepscope.parallel.buckets",
+}
+# A room stands for all of its modules; a module stands for itself.
+ARROWS: dict[str, set[str]] = {
+    "cli": {"studies", "report", "records", "analysis"} | LEAVES,
+    "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
+    | {"stepscope.report.blocks", "stepscope.report.format"},
+    "measure": {"records"},
+    "analysis": {"records"} | LEAVES - {"stepscope.model.sizes"},
+    "model": {"attention"},
+    "report": set(),
+    "records": set(),
+    "optim": set(),
+    "attention": set(),
+    "parallel": set(),
+}
+
+
+def module_name(file: Path, source: Path) -> str:
+    parts = file.relative_to(source.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(file: Path, source: Path) -> Iterator[tuple[int, str]]:
+    """Line and module of every import of this package, wherever in the file it stands."""
+    own = module_name(file, source)
+    package = own if file.name == "__init__.py" else own.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            found = [
+                f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}", source) else base
+                for alias in node.names
+            ]
+        else:
+            continue
+        for name in found:
+            if name.partition(".")[0] == source.name:
+                yield node.lineno, name
+
+
+def is_module(name: str, source: Path) -> bool:
+    path = source.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def room(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def wrong_arrows(source: Path) -> list[str]:
+    wrong = []
+    for file in sorted(source.rglob("*.py")):
+        here = file.relative_to(source).parts
+        if len(here) == 1:
+            continue
+        for line, target in imported(file, source):
+            allowed = ARROWS.get(here[0], set()) | {here[0]}
+            if target not in FOR_ALL | allowed and room(target) not in allowed:
+                wrong.append(f"{'/'.join(here)}:{line} imports {target}")
+    return wrong
+
+
+def long_files(source: Path) -> list[str]:
+    counted = ((file, len(file.read_text().splitlines())) for file in source.rglob("*.py"))
+    return [f"{file.name} has {lines} lines" for file, lines in counted if lines > LONGEST_FILE]
+
+
+def prints(source: Path) -> list[str]:
+    return [
+        f"{file.name}:{node.lineno}"
+        for file in source.rglob("*.py")
+        if file.relative_to(source).parts[0] != "cli"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+
+
+def test_rooms_import_along_the_arrows_only() -> None:
+    assert wrong_arrows(SOURCE) == []
+
+
+def test_every_room_has_its_arrows() -> None:
+    rooms = {folder.parent.name for folder in SOURCE.glob("*/__init__.py")}
+    assert rooms - ARROWS.keys() == set()
+    assert rooms >= {"cli", "studies", "records", "report", "analysis", "measure", "model"}
+
+
+def test_files_stay_readable() -> None:
+    assert long_files(SOURCE) == []
+
+
+def test_only_the_command_line_prints() -> None:
+    assert prints(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "target"),
+    [
+        ("records/a.py", "import stepscope.report.html", "stepscope.report.html"),
+        ("report/a.py", "from stepscope.records import store", "stepscope.records.store"),
+        ("measure/a.py", "def f():\n    from stepscope.model import SIZES", "stepscope.model"),
+        ("analysis/a.py", "from stepscope.model import transformer", "stepscope.model.transformer"),
+        ("cli/a.py", "from stepscope.measure.timer import Phase", "stepscope.measure.timer"),
+        ("studies/a.py", "from stepscope.report import html", "stepscope.report.html"),
+        ("optim/deep/a.py", "from ...attention import api", "stepscope.attention.api"),
+    ],
+)
+def test_a_planted_arrow_is_seen(tmp_path: Path, place: str, line: str, target: str) -> None:
+    source = tmp_path / "stepscope"
+    for module in ("report/html", "records/store", "model/transformer", "attention/api"):
+        (source / module).parent.mkdir(parents=True, exist_ok=True)
+        (source / f"{module}.py").touch()
+    (source / place).parent.mkdir(parents=True, exist_ok=True)
+    (source / place).write_text(
+        f"from stepscope.errors import UsageError\nfrom stepscope import __version__\n{line}\n"
+    )
+    assert len(wrong_arrows(source)) == 1
+    assert wrong_arrows(source)[0].endswith(f" imports {target}")
+
+
+def test_a_planted_long_file_and_print_are_seen(tmp_path: Path) -> None:
+    source = tmp_path / "stepscope"
+    for place in ("cli", "model"):
+        (source / place).mkdir(parents=True)
+        (source / place / "a.py").write_text("print()\n" + "\n" * LONGEST_FILE)
+    assert prints(source) == ["a.py:1"]
+    assert long_files(source) == [f"a.py has {LONGEST_FILE + 1} lines"] * 2
+
+
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+rooms = [importlib.import_module(f"stepscope.{name}") for name in sys.argv[1:]]
+modules = [
+    importlib.import_module(found.name)
+    for room in rooms
+    for found in pkgutil.walk_packages(room.__path__, room.__name__ + ".")
+]
+from stepscope.studies.registry import all_studies
+print(len(modules), len(all_studies()))
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_what_plans_keeps_and_shows_loads_without_torch() -> None:
+    done = python(WITHOUT_TORCH, "cli", "studies", "records", "analysis", "report")
+    assert done.returncode == 0, done.stderr
+    modules, studies = map(int, done.stdout.split())
+    assert modules > 40
+    assert studies >= 2
+
+
+def test_the_block_blocks() -> None:
+    assert "torch is blocked" in python(WITHOUT_TORCH, "measure").stderr
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from stepscope.cli import main; main(['--help']);"
+        "print(sorted({'torch', 'numpy', 'tyro', 'matplotlib', 'rich'} & set(sys.modules)))"
+    )
+    done = python(code)
+    assert done.stdout.startswith("usage: stepscope COMMAND")
+    assert done.stdout.splitlines()[-1] == "[]"
