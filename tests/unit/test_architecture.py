@@ -71,7 +71,7 @@ def is_module(name: str, source: Path) -> bool:
 
 
 def room(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return module.partition(".")[2].partition(".")[0]
 
 
 def wrong_arrows(source: Path) -> list[str]:
