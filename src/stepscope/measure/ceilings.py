@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -167,10 +166,11 @@ def _cached(path: Path) -> tuple[Ceiling, ...] | None:
 
 def _keep(path: Path, found: tuple[Ceiling, ...]) -> None:
     """Write the cache whole or not at all; without a writable cache they are measured again."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(found))
-        os.replace(file.name, path)
+        temporary.write_bytes(msgspec.json.encode(found))
+        os.replace(temporary, path)
     except OSError:
-        return
+        with suppress(OSError):
+            temporary.unlink()
