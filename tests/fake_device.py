@@ -1,0 +1,89 @@
+"""A device with a queue and a clock that only moves when told: exact times for the timer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepscope.measure.device import Device, Mark
+from stepscope.measure.timer import Phase
+from stepscope.records.schema import Reading
+
+
+class FakeClock:
+    """Stands in for the `time` module, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class FakeDevice(Device):
+    """Work is issued by the host and done by the device one after the other.
+
+    Without a queue it is a CPU: work is done when the call returns. `mark_cost` is what every mark
+    adds to the device's work.
+    """
+
+    kind = "cuda"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, clock: FakeClock, *, queue: bool = True, mark_cost: float = 0.0) -> None:
+        self.clock = clock
+        self.queue = queue
+        self.mark_cost = mark_cost
+        self.busy_until = clock.now
+        self.log: list[str] = []
+
+    def work(self, name: str, host: float, device: float = 0.0) -> Phase:
+        """A phase that takes the host and then the device that many seconds."""
+
+        def run() -> None:
+            self.log.append(name)
+            self.clock.now += host
+            self.busy_until = max(self.busy_until, self.clock.now) + device
+
+        return Phase(name, run)
+
+    @property
+    def name(self) -> str:
+        return "fake"
+
+    @property
+    def memory_bytes(self) -> int:
+        return 1 << 30
+
+    def mark(self) -> Mark:
+        self.log.append("mark")
+        if not self.queue:
+            return Mark(self.clock.now)
+        self.busy_until = max(self.busy_until, self.clock.now) + self.mark_cost
+        return Mark(self.clock.now, self.busy_until)
+
+    def device_ms(self, start: Mark, end: Mark) -> float | None:
+        return (end.event - start.event) * 1e3 if self.queue else None
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+        self.clock.now = max(self.clock.now, self.busy_until)
+
+    def lacks(self) -> dict[str, str]:
+        return {}
+
+    def reset_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def read(self) -> Reading:
+        return Reading(at_s=self.clock.now)
+
+
+def by_name(series: Any) -> dict[tuple[str, str], Any]:
+    return {(each.name, each.clock): each for each in series}

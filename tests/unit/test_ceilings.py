@@ -1,0 +1,138 @@
+"""Ceilings: what is measured, and how the cache behaves when it is good, bad or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from sample_records import environment
+from stepscope.measure import ceilings as module
+from stepscope.measure.ceilings import ceilings, measure_ceilings
+from stepscope.measure.datasheet import datasheet_ceilings
+from stepscope.measure.device import CpuDevice, Device
+from stepscope.records.schema import Ceiling
+
+HERE = environment(device_kind="cpu", device_name="a processor that no data sheet lists")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "stepscope"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Ceiling]:
+    """Stands in for measuring: every call gives a new value and is written down here."""
+    made: list[Ceiling] = []
+
+    def measure(device: Device, progress: object = None) -> tuple[Ceiling, ...]:  # noqa: ARG001
+        value = 1e12 + len(made)
+        made.append(Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured"))
+        return (made[-1],)
+
+    monkeypatch.setattr(module, "measure_ceilings", measure)
+    return made
+
+
+def test_they_are_measured_once_and_then_read(cache: Path, measured: list[Ceiling]) -> None:
+    first = ceilings(CpuDevice(), HERE)
+    assert first == ceilings(CpuDevice(), HERE) == tuple(measured)
+    assert len(measured) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+
+
+def test_again_measures_and_replaces(cache: Path, measured: list[Ceiling]) -> None:
+    ceilings(CpuDevice(), HERE)
+    assert ceilings(CpuDevice(), HERE, again=True) == (measured[1],)
+    assert ceilings(CpuDevice(), HERE) == (measured[1],)
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_name": "another"},
+        {"torch": "2.12.0"},
+        {"threads": 3},
+        {"driver": "571.0"},
+        {"power_limit_w": 350.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_machine_has_its_own(
+    cache: Path, measured: list[Ceiling], change: dict[str, object]
+) -> None:
+    ceilings(CpuDevice(), HERE)
+    ceilings(
+        CpuDevice(), environment(device_kind="cpu", **{"device_name": HERE.device_name} | change)
+    )
+    assert len(measured) == len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[{}]", b'[{"name": "matmul.float32", "value": null}]']
+)
+def test_a_spoilt_cache_is_measured_again_and_mended(
+    cache: Path, measured: list[Ceiling], content: bytes
+) -> None:
+    ceilings(CpuDevice(), HERE)
+    (file,) = cache.iterdir()
+    file.write_bytes(content)
+    assert ceilings(CpuDevice(), HERE) == (measured[1],)
+    assert ceilings(CpuDevice(), HERE) == (measured[1],)
+
+
+def test_a_place_without_a_cache_still_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[Ceiling]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    ceilings(CpuDevice(), HERE)
+    assert ceilings(CpuDevice(), HERE) == (measured[1],)
+    assert file.read_text() == "not a folder"
+
+
+def test_a_cache_that_cannot_be_replaced_leaves_nothing_behind(
+    cache: Path, measured: list[Ceiling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert ceilings(CpuDevice(), HERE) == tuple(measured)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_known_device_has_its_data_sheet_beside_it(cache: Path, measured: list[Ceiling]) -> None:
+    found = ceilings(CpuDevice(), environment(device_name="NVIDIA H200"))
+    assert found == (*measured, *datasheet_ceilings("NVIDIA H200"))
+    assert {c.source for c in found} == {"measured", "NVIDIA H200 Tensor Core GPU datasheet"}
+    assert datasheet_ceilings("NVIDIA H2000") == ()
+
+
+def test_measuring_gives_every_limit_that_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MATRIX_SIZES", {"cpu": (16,)})
+    monkeypatch.setattr(module, "_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(module, "_SECONDS_PER_SHAPE", {"cpu": 0.01})
+    monkeypatch.setattr(module, "_LAUNCHES", 5)
+    told: list[tuple[int, int, str]] = []
+    precision = torch.get_float32_matmul_precision()
+    found = measure_ceilings(CpuDevice(), lambda *progress: told.append(progress))
+    assert [(c.name, c.unit) for c in found] == [
+        ("matmul.float32", "FLOP/s"),
+        ("matmul.float16", "FLOP/s"),
+        ("matmul.bfloat16", "FLOP/s"),
+        ("memory.copy", "B/s"),
+        ("launch.rate", "launches/s"),
+    ]
+    assert all(c.value > 0 and c.source == "measured" for c in found)
+    assert found[0].detail.startswith("16×16×16 ")
+    assert [done for done, _, _ in told] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in told} == {5}
+    assert torch.get_float32_matmul_precision() == precision

@@ -1,0 +1,226 @@
+"""What a machine says of itself, and what it lacks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import stepscope
+from stepscope.errors import UsageError
+from stepscope.measure import environment as module
+from stepscope.measure.device import CpuDevice, CudaDevice, pick_device
+from stepscope.measure.environment import describe, lacks
+from stepscope.measure.telemetry import Telemetry
+from stepscope.records.schema import Reading
+
+
+class DriverError(Exception):
+    pass
+
+
+def fake_nvml(**answers: Any) -> SimpleNamespace:
+    """A driver library that knows the answers given and refuses every other question."""
+
+    def refuse(*_: Any) -> None:
+        raise DriverError
+
+    questions = (
+        "nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature", "nvmlSystemGetDriverVersion",
+        "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMaxClockInfo",
+    )  # fmt: skip
+    known = {
+        name: (lambda *_, value=answers[name]: value) if name in answers else refuse
+        for name in questions
+    }
+    return SimpleNamespace(
+        NVMLError=DriverError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        **known,
+    )
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> CudaDevice:
+    properties = SimpleNamespace(
+        name="Tesla T4", total_memory=16 << 30, major=major, minor=minor, uuid="1234"
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return CudaDevice()
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_telemetry_without_a_driver_knows_nothing() -> None:
+    telemetry = Telemetry("1234")
+    read = telemetry.read()
+    assert read == Reading(at_s=read.at_s)
+    assert telemetry.driver() is None
+    assert telemetry.power_limit_w() is None
+    assert telemetry.max_sm_clock_mhz() is None
+
+
+def test_telemetry_gives_what_the_driver_answers_and_none_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = fake_nvml(
+        nvmlDeviceGetPowerUsage=412_500,
+        nvmlDeviceGetCurrentClocksEventReasons=0x4 | 0x40,
+        nvmlDeviceGetClockInfo=1980,
+        nvmlSystemGetDriverVersion="570.1",
+        nvmlDeviceGetEnforcedPowerLimit=700_000,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    telemetry = Telemetry("1234")
+    read = telemetry.read()
+    assert (read.sm_clock_mhz, read.memory_clock_mhz) == (1980.0, 1980.0)
+    assert read.power_w == 412.5
+    assert read.throttle == ("power-cap", "thermal-hardware")
+    assert read.temperature_c is None
+    assert (telemetry.driver(), telemetry.power_limit_w()) == ("570.1", 700.0)
+    assert telemetry.max_sm_clock_mhz() is None
+
+
+def test_a_driver_without_that_gpu_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = fake_nvml(nvmlSystemGetDriverVersion="570.1")
+
+    def unknown(name: str) -> None:
+        raise DriverError(name)
+
+    nvml.nvmlDeviceGetHandleByUUID = unknown
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert Telemetry("1234").driver() is None
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_an_old_gpu_lacks_the_formats_it_cannot_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = fake_gpu(monkeypatch, 7, 5).lacks()
+    assert missing == {
+        "tf32": "Tesla T4 has compute capability 7.5, TF32 needs 8.0; use float32",
+        "bfloat16": "Tesla T4 has compute capability 7.5, bfloat16 needs 8.0; use float16",
+    }
+    assert fake_gpu(monkeypatch, 8, 0).lacks() == {}
+    assert fake_gpu(monkeypatch, 10, 0).lacks() == {}
+
+
+def test_a_gpu_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = fake_nvml(nvmlSystemGetDriverVersion="570.1", nvmlDeviceGetMaxClockInfo=1980)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = describe(fake_gpu(monkeypatch, 7, 5))
+    assert (found.device_kind, found.device_name) == ("cuda", "Tesla T4")
+    assert found.device_memory_bytes == 16 << 30
+    assert (found.driver, found.max_sm_clock_mhz) == ("570.1", 1980.0)
+    assert found.power_limit_w is None
+
+
+def test_a_cpu_describes_itself() -> None:
+    found = describe(CpuDevice())
+    assert found.device_kind == "cpu"
+    assert found.device_name == found.cpu != ""
+    assert found.device_memory_bytes == found.host_memory_bytes > 0
+    assert found.torch == str(torch.__version__)
+    assert found.stepscope == stepscope.__version__
+    assert found.threads == torch.get_num_threads()
+    assert (found.driver, found.cuda, found.power_limit_w) == (None, None, None)
+
+
+def test_a_cpu_has_no_tf32() -> None:
+    assert list(CpuDevice().lacks()) == ["tf32"]
+    assert "use float32" in CpuDevice().lacks()["tf32"]
+
+
+def test_without_a_compiler_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert "install g++" in lacks(CpuDevice())["compiler"]
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    assert "compiler" not in lacks(CpuDevice())
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_gpu_without_triton_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(module, "_triton_version", lambda: None)
+    assert "pip install triton" in lacks(fake_gpu(monkeypatch, 9, 0))["compiler"]
+
+
+@pytest.mark.parametrize(
+    ("told", "commit", "dirty"),
+    [("abc123", "abc123", False), ("abc123+dirty", "abc123", True)],
+)
+def test_a_copy_can_be_told_its_commit(
+    monkeypatch: pytest.MonkeyPatch, told: str, commit: str, dirty: bool
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_COMMIT", told)
+    found = describe(CpuDevice())
+    assert (found.commit, found.dirty) == (commit, dirty)
+
+
+def test_the_commit_is_that_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("STEPSCOPE_COMMIT", raising=False)
+    package = tmp_path / "stepscope"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(stepscope, "__file__", str(package / "__init__.py"))
+    found = describe(CpuDevice())
+    assert (found.commit, found.dirty) == (None, None)
+
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *words],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    git("init", "-q")
+    assert describe(CpuDevice()).commit is None
+    git("add", ".")
+    git("commit", "-qm", "first")
+    found = describe(CpuDevice())
+    assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), False)
+    (package / "__init__.py").write_text("changed = True\n")
+    assert describe(CpuDevice()).dirty is True
+
+
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").kind == "cpu"
+    with pytest.raises(UsageError, match=r"'cuda' is not here.*--device cpu"):
+        pick_device("cuda")
+    with pytest.raises(UsageError, match="'tpu' does not exist"):
+        pick_device("tpu")
+
+
+def test_the_cpu_counts_its_peak_from_the_reset() -> None:
+    device = CpuDevice()
+    assert device.peak_bytes() is None
+    device.reset_peak()
+    if device.peak_bytes() is None:
+        pytest.skip("this system does not tell the peak of a process")
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert device.peak_bytes() >= 60 << 20
+    del held
+    device.release()
+    device.reset_peak()
+    assert device.peak_bytes() < 30 << 20
