@@ -68,9 +68,7 @@ def test_another_machine_has_its_own(
     cache: Path, measured: list[Ceiling], change: dict[str, object]
 ) -> None:
     ceilings(CpuDevice(), HERE)
-    ceilings(
-        CpuDevice(), environment(device_kind="cpu", **{"device_name": HERE.device_name} | change)
-    )
+    ceilings(CpuDevice(), msgspec.structs.replace(HERE, **change))
     assert len(measured) == len(list(cache.iterdir())) == 2
 
 
@@ -109,7 +107,8 @@ def test_a_cache_that_cannot_be_replaced_leaves_nothing_behind(
     assert list(cache.iterdir()) == []
 
 
-def test_a_known_device_has_its_data_sheet_beside_it(cache: Path, measured: list[Ceiling]) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_known_device_has_its_data_sheet_beside_it(measured: list[Ceiling]) -> None:
     found = ceilings(CpuDevice(), environment(device_name="NVIDIA H200"))
     assert found == (*measured, *datasheet_ceilings("NVIDIA H200"))
     assert {c.source for c in found} == {"measured", "NVIDIA H200 Tensor Core GPU datasheet"}
