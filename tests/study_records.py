@@ -1,0 +1,66 @@
+"""Records of the studies as their own cases would give them, with times that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sample_records import record, times
+from stepscope.model.config import precision
+from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.studies.registry import find_study
+
+
+def benchmark_record(
+    mode: str = "train-step",
+    *,
+    size: str = "small",
+    context: int = 512,
+    dtype: str = "float32",
+    step: float = 100.0,
+    phases: dict[str, float] | None = None,
+    issue_share: float = 0.4,
+    ceiling: float = 50e12,
+    flops: float = 1e12,
+    **changes: Any,
+) -> Record:
+    """One mode of one training step; times in milliseconds."""
+    study = find_study("benchmark")
+    flags = study.flags(size=(size,), context=(context,), dtype=(dtype,), mode=(mode,))
+    (case,) = study.cases(flags)
+    series = [times("step", step), times("step", step, "host")]
+    series += [times(name, value) for name, value in (phases or {}).items()]
+    series.append(times("issue", step * issue_share, "host"))
+    failed = changes.get("status", "ok") != "ok"
+    limit = Ceiling(
+        name=f"matmul.{precision(dtype).compute}", value=ceiling, unit="FLOP/s", source="measured"
+    )
+    return record(
+        study="benchmark",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "quantities": {"flops": Quantity(value=flops, unit="FLOP")},
+            "ceilings": (limit,),
+        }
+        | changes,
+    )
+
+
+def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Record:
+    """One fresh process whose steps took that long, the first `warmup` of them left out."""
+    study = find_study("warmup")
+    counted = max(4, len(steps) - warmup)
+    (case,) = study.cases(study.flags(warmup=(warmup,), steps=counted, context=(256,)))
+    series = tuple(
+        Series(name=name, unit="ms", values=tuple(steps[warmup:]), warmup=tuple(steps[:warmup]))
+        for name in ("step", "forward", "backward")
+    )
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="warmup",
+        case=case.key,
+        config=case.config,
+        **{"series": () if failed else series} | changes,
+    )

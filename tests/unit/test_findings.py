@@ -1,0 +1,172 @@
+"""What the studies say in sentences: the numbers in them, from records made by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sample_records import environment, step_series
+from stepscope.records.schema import Quantity, Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.registry import find_study
+from study_records import benchmark_record, warmup_record
+
+ON_CPU = environment(device_kind="cpu", device_name="Xeon")
+COLD = [300.0, 150.0, *[100.0] * 10]
+
+
+def findings(study: str, *records: Record) -> list[str]:
+    return [b.text for b in find_study(study).view(records) if isinstance(b, Finding)]
+
+
+def said(study: str, start: str, *records: Record) -> str:
+    """The one finding that begins so."""
+    (text,) = [text for text in findings(study, *records) if text.startswith(start)]
+    return text
+
+
+def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
+    text = said(
+        "benchmark",
+        "Backward over forward",
+        benchmark_record("forward", step=10.0),
+        benchmark_record("forward-backward", step=31.0, phases={"forward": 9.0, "backward": 20.0}),
+        benchmark_record("forward", size="medium", step=20.0),
+        benchmark_record("forward-backward", size="medium", step=71.0, phases={"backward": 50.0}),
+    )
+    assert re.search(r"small 2(\.0+)?\b", text)
+    assert re.search(r"medium 2\.50?\b", text)
+    assert "For medium at context 512 in float32" in text
+
+
+def test_a_ratio_of_two_is_explained_by_the_flops() -> None:
+    text = said(
+        "benchmark",
+        "Backward over forward",
+        benchmark_record("forward", step=10.0),
+        benchmark_record("forward-backward", step=31.0, phases={"backward": 20.0}),
+    )
+    assert text.endswith("The FLOPs explain it.")
+
+
+def test_a_bound_host_explains_the_ratio() -> None:
+    text = said(
+        "benchmark",
+        "Backward over forward",
+        benchmark_record("forward", step=10.0),
+        benchmark_record(
+            "forward-backward", step=21.0, phases={"backward": 10.0}, issue_share=0.96
+        ),
+    )
+    assert "the host is the limit" in text
+    assert "96" in text
+
+
+def test_who_limits_is_told_from_the_share_of_issuing() -> None:
+    free = benchmark_record(context=512, issue_share=0.4)
+    bound = benchmark_record(context=128, issue_share=0.95)
+    (text,) = [t for t in findings("benchmark", free) if "not the host" in t]
+    assert "at most 40" in text
+    text = said("benchmark", "The host limits", free, bound)
+    assert text.startswith("The host limits 1 of 2 steps")
+    assert "small at context 128 in float32" in text
+    assert "context 512" not in text
+
+
+def test_on_a_cpu_nothing_is_said_of_the_host() -> None:
+    record = benchmark_record(environment=ON_CPU, issue_share=0.95)
+    assert not [text for text in findings("benchmark", record) if "host" in text]
+
+
+def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
+    text = said(
+        "benchmark",
+        "The training step that comes nearest",
+        benchmark_record(step=100.0, flops=1e12, ceiling=50e12),
+        benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12),
+    )
+    assert "small at context 512 in float32: 100 ms" in text
+    assert re.search(r"10(\.0)? TFLOP/s. That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s", text)
+    assert re.search(r"farthest is small at context 128 in float32 with 2(\.0+)? ?%", text)
+
+
+def test_a_faster_format_is_held_against_float32() -> None:
+    text = said(
+        "benchmark",
+        "bfloat16 against float32",
+        benchmark_record(step=100.0),
+        benchmark_record(step=40.0, dtype="bfloat16"),
+    )
+    assert re.search(r"2\.50?× as fast on small at context 512", text)
+
+
+def test_phases_are_held_against_the_step() -> None:
+    text = said(
+        "benchmark",
+        "The phases add up",
+        benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0}),
+    )
+    assert re.search(r"4(\.0+)? ?% at most", text)
+
+
+def test_failures_are_told_with_the_first_reason() -> None:
+    lost = [
+        benchmark_record(size=size, status="oom", reason="CUDA out of memory")
+        for size in ("large", "xl")
+    ]
+    (text,) = [t for t in findings("benchmark", *lost) if "ran out of memory" in t]
+    assert text.startswith("2 cases ran out of memory: large at context 512")
+    assert "CUDA out of memory" in text
+
+
+def test_doubts_are_told() -> None:
+    flat = [
+        benchmark_record(
+            size=size, step=100.0, quantities={"flops": Quantity(value=f, unit="FLOP")}
+        )
+        for size, f in (("small", 1e12), ("medium", 4e12))
+    ]
+    assert any(text.startswith("Lint flat-in-size, 1×") for text in findings("benchmark", *flat))
+
+
+def test_the_headline_has_the_train_steps_alone() -> None:
+    study = find_study("benchmark")
+    records = [benchmark_record("forward", step=10.0), benchmark_record(step=100.0)]
+    table = study.headline(records)
+    assert table is not None
+    assert len(table.rows) == 1
+    assert study.headline(records[:1]) is None
+
+
+def test_phases_that_a_longer_step_has_fill_the_table() -> None:
+    whole = benchmark_record(series=step_series(100.0))
+    (table,) = [
+        block
+        for block in find_study("benchmark").view([whole])
+        if isinstance(block, Table) and block.name == "benchmark-times"
+    ]
+    titles = [column.title for column in table.columns]
+    (row,) = table.rows
+    assert row[titles.index("forward mean")] == pytest.approx(30.0, rel=0.02)
+    assert row[titles.index("backward mean")] == pytest.approx(60.0, rel=0.02)
+    assert row[titles.index("fwd+bwd mean")] is None
+
+
+def test_the_first_steps_cost_is_found() -> None:
+    texts = findings("warmup", warmup_record(COLD), warmup_record(COLD, 2))
+    per_case, verdict = texts
+    assert "the first step takes 300 ms" in per_case
+    assert re.search(r"3(\.0+)?× a steady one \(100 ms\)", per_case)
+    assert "cost 250 ms extra" in per_case
+    # (300 + 150 + 10 × 100) / 12 = 120.83
+    assert re.search(r"the mean of 12 steps is 20\.8 ?% off", per_case)
+    assert verdict.startswith("This machine needs 2 warm-up steps")
+    assert "2 fresh processes" in verdict
+
+
+def test_the_slowest_process_decides_how_many_steps_are_needed() -> None:
+    quick, slow = warmup_record([150.0, *[100.0] * 9]), warmup_record(COLD, 1)
+    assert "needs 2 warm-up steps" in findings("warmup", quick, slow)[-1]
+    assert "needs 1 warm-up step " in findings("warmup", quick)[-1]
+    assert "needs no warm-up step " in findings("warmup", warmup_record([100.0] * 8))[-1]

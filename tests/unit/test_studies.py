@@ -1,0 +1,129 @@
+"""Every study: its presets, and its view of whatever records there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from sample_records import environment
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Figure, Table
+from stepscope.report.html import html_page
+from stepscope.report.text import markdown_page
+from stepscope.studies.page import make_page
+from stepscope.studies.presets import PRESETS, preset_cases
+from stepscope.studies.registry import all_studies, find_study
+from study_records import benchmark_record, warmup_record
+
+ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
+ON_GPU = environment()
+FAILURES = {
+    "oom": "OutOfMemoryError: CUDA out of memory",
+    "error": "RuntimeError: <b>no</b>",
+    "timeout": "not done after 600 s (--timeout)",
+    "skipped": "TF32 exists on NVIDIA GPUs from Ampere on",
+}
+COLD = [300.0, 150.0, *[100.0] * 10]
+
+
+def mixed_records() -> dict[str, list[Record]]:
+    modes = ("forward", "forward-backward", "train-step")
+    sound = [
+        benchmark_record(mode, context=context, dtype=dtype, phases={"forward": 30.0})
+        for mode in modes
+        for context in (128, 512)
+        for dtype in ("float32", "bfloat16")
+    ]
+    lost = [
+        benchmark_record(mode, size=size, status=status, reason=FAILURES[status])
+        for size, status in zip(("medium", "large", "xl", "2.7b"), FAILURES, strict=True)
+        for mode in modes
+    ]
+    half = benchmark_record("forward", size="tiny")
+    half_lost = benchmark_record(size="tiny", status="oom", reason=FAILURES["oom"])
+    return {
+        "benchmark": [*sound, *lost, half, half_lost],
+        "warmup": [
+            *(warmup_record(COLD, warmup) for warmup in (0, 1, 2)),
+            *(
+                warmup_record((), warmup, status=status, reason=FAILURES[status])
+                for warmup, status in zip((3, 5, 6, 7), FAILURES, strict=True)
+            ),
+        ],
+    }
+
+
+def test_every_study_is_tried_here() -> None:
+    assert set(mixed_records()) == set(all_studies())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("where", [ON_CPU, ON_GPU], ids=["cpu", "cuda"])
+def test_every_preset_has_cases_of_every_study_with_keys_of_their_own(
+    preset: str, where: object
+) -> None:
+    cases = preset_cases(preset, where)  # type: ignore[arg-type]
+    assert {case.study for case in cases} == set(all_studies())
+    assert len({(case.study, case.key) for case in cases}) == len(cases) > 0
+
+
+def test_the_quick_preset_compiles_nothing_on_a_cpu_and_fits() -> None:
+    for case in preset_cases("quick", ON_CPU):
+        assert "compiler" not in case.needs
+        assert case.config["size"] in ("tiny", "mini", "midi")
+
+
+def test_a_preset_or_study_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"preset 'quik' does not exist.*perhaps you meant quick"):
+        preset_cases("quik", ON_CPU)
+    with pytest.raises(UsageError, match=r"study 'bench' does not exist.*benchmark"):
+        find_study("bench")
+
+
+def pages_hold(records: list[Record]) -> None:
+    """Every block is whole: rows as wide as their table, and both pages can be written."""
+    for study in dict.fromkeys(record.study for record in records):
+        for block in find_study(study).view([r for r in records if r.study == study]):
+            if isinstance(block, Table):
+                assert {len(row) for row in block.rows} <= {len(block.columns)}, block.name
+            if isinstance(block, Figure):
+                assert all(len(c.x) == len(c.y) for c in block.curves), block.name
+    page = make_page(records)
+    html, text = html_page(page), markdown_page(page).replace("\\", "")
+    assert "<b>no</b>" not in html
+    for record in records:
+        assert record.case in html
+        assert record.case in text
+
+
+@pytest.mark.parametrize("study", all_studies())
+class TestViews:
+    def test_of_records_with_every_outcome(self, study: str) -> None:
+        records = mixed_records()[study]
+        assert {record.status for record in records} == {"ok", *FAILURES}
+        pages_hold(records)
+
+    def test_of_a_single_record(self, study: str) -> None:
+        for record in mixed_records()[study]:
+            pages_hold([record])
+
+    def test_of_no_record_that_is_ok(self, study: str) -> None:
+        records = [record for record in mixed_records()[study] if record.status != "ok"]
+        pages_hold(records)
+        assert not [b for b in find_study(study).view(records) if isinstance(b, Figure)]
+
+    def test_on_a_cpu_without_ceilings(self, study: str) -> None:
+        make = {"benchmark": benchmark_record, "warmup": lambda **how: warmup_record(COLD, **how)}
+        pages_hold([make[study](environment=ON_CPU, ceilings=())])
+
+
+def test_a_page_of_nothing_is_refused() -> None:
+    with pytest.raises(StepscopeError, match="no records to show"):
+        make_page([])
+
+
+def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
+    records = [record for held in mixed_records().values() for record in held]
+    pages_hold(records)
+    names = [section.name for section in make_page(records[::-1]).sections]
+    assert names == ["benchmark", "warmup", "machine", "records"]

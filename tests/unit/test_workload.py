@@ -1,0 +1,181 @@
+"""The training step that studies share: its flags, its cases, its phases."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.model.config import PRECISIONS
+from stepscope.studies.base import Case, CaseSkipped
+from stepscope.studies.workload import (
+    COMPILE,
+    MODES,
+    OPTIMIZERS,
+    Mode,
+    TrainingStep,
+    Workload,
+    WorkloadFlags,
+    workloads,
+)
+
+SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
+EVERYTHING = WorkloadFlags(
+    size=("small", "xl", "tiny"),
+    context=(128, 512),
+    batch=(1, 4),
+    dtype=tuple(PRECISIONS),
+    attention=("reference", "sdpa"),
+    compile=COMPILE,
+    optimizer=OPTIMIZERS,
+)
+
+
+def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
+    flags = WorkloadFlags(size=("tiny",), context=(16,), batch=(2,), **fields)
+    (only,) = workloads(flags, (mode,))
+    return only
+
+
+def test_keys_are_safe_and_tell_every_train_step_apart() -> None:
+    keys = [each.key for each in workloads(EVERYTHING, ("train-step",))]
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * 3
+    assert all(SAFE.fullmatch(key) for key in keys)
+
+
+def test_the_table_the_mode_and_each_changed_field_are_part_of_the_key() -> None:
+    variants = [
+        WorkloadFlags(),
+        WorkloadFlags(table="2026"),
+        WorkloadFlags(layers=4),
+        WorkloadFlags(heads=4),
+        WorkloadFlags(d_model=384),
+        WorkloadFlags(d_ff=4),
+        WorkloadFlags(vocab=4),
+        WorkloadFlags(layers=4, heads=4),
+    ]
+    keys = [
+        each.key for flags, mode in product(variants, MODES) for each in workloads(flags, (mode,))
+    ]
+    assert len(set(keys)) == len(variants) * len(MODES)
+    assert all(SAFE.fullmatch(key) for key in keys)
+
+
+def test_the_optimizer_makes_no_other_case_of_a_step_without_one() -> None:
+    flags = WorkloadFlags(optimizer=OPTIMIZERS)
+    assert len({each.key for each in workloads(flags, ("forward",))}) == 1
+    assert len({each.key for each in workloads(flags, ("train-step",))}) == len(OPTIMIZERS)
+
+
+def test_a_key_with_other_characters_is_refused() -> None:
+    for key in ("", "a b", "a/b", "größe"):
+        with pytest.raises(ValueError, match="case key"):
+            Case(study="s", key=key, config={})
+
+
+def test_overrides_are_recorded_and_applied() -> None:
+    changed = workload(layers=3, heads=2, vocab=50)
+    assert changed.overrides == {"n_layers": 3, "n_heads": 2, "vocab": 50}
+    model = changed.model()
+    assert (model.n_layers, model.n_heads, model.vocab, model.context) == (3, 2, 50, 16)
+    assert model.d_model == workload().model().d_model
+    assert workload().overrides == {}
+    assert "n_heads=2" in changed.key
+
+
+def test_a_workload_survives_the_way_to_the_worker() -> None:
+    sent = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(workload(layers=1))))
+    assert msgspec.convert(sent, Workload) == workload(layers=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"size": ("smal",)}, r"size 'smal' does not exist.*perhaps you meant small"),
+        ({"size": ("10b",)}, r"size '10b' does not exist"),
+        ({"context": (0,)}, r"context is 0.*at least 1"),
+        ({"batch": (0,)}, r"batch is 0.*at least 1"),
+        ({"batch": (-1,)}, r"batch is -1"),
+        ({"heads": 7}, r"n_heads 7 does not divide d_model 768"),
+        ({"d_model": 100}, r"d_model 100"),
+        ({"layers": 0}, r"n_layers is 0"),
+        ({"dtype": ("bf17",)}, r"'bf17' does not exist.*one of"),
+        ({"attention": ("flush",)}, r"attention 'flush' does not exist"),
+        ({"compile": ("yes",)}, r"compile 'yes' does not exist.*no, block, model"),
+        ({"optimizer": ("sgd",)}, r"optimizer 'sgd' does not exist"),
+    ],
+)
+def test_what_cannot_be_meant_is_named_with_its_mend(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        list(workloads(WorkloadFlags(**fields), MODES))
+
+
+def test_needs_follow_from_format_and_compiling() -> None:
+    assert workload(dtype=("tf32",)).needs() == ("tf32",)
+    assert workload(dtype=("bfloat16-pure",)).needs() == ("bfloat16",)
+    assert workload(compile=("block",)).needs() == ("float32", "compiler")
+
+
+def test_quantities_count_the_work_of_the_mode() -> None:
+    forward, whole = (workload(mode).quantities() for mode in ("forward", "train-step"))
+    assert whole["flops"].value == 3 * forward["flops"].value
+    assert whole["tokens"].value == 32
+    assert whole["parameters"].value == forward["parameters"].value
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("forward", ["forward"]),
+        ("forward-backward", ["forward", "loss", "backward"]),
+        ("train-step", ["forward", "loss", "backward", "optimizer"]),
+    ],
+)
+def test_the_phases_of_a_mode_in_their_order(mode: Mode, names: list[str]) -> None:
+    step = TrainingStep(workload(mode), CpuDevice())
+    assert [phase.name for phase in step.phases()] == names
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", [name for name in PRECISIONS if name != "tf32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
+    step = TrainingStep(workload(dtype=(dtype,), optimizer=(optimizer,), vocab=64), CpuDevice())
+    before = [p.detach().clone() for p in step.model.parameters()]
+    for _ in range(2):
+        step.reset()
+        for phase in step.phases():
+            phase.run()
+    assert torch.isfinite(step.loss)  # type: ignore[arg-type]
+    pairs = zip(before, step.model.parameters(), strict=True)
+    # A gain of 1 in bfloat16 is too coarse for one step to move it.
+    assert all(not torch.equal(old, new) for old, new in pairs if new.ndim > 1)
+    assert step.gradients_missing() == 0
+
+
+def test_gradients_that_nothing_reaches_are_counted() -> None:
+    step = TrainingStep(workload(), CpuDevice())
+    parameters = list(step.model.parameters())
+    parameters[0].requires_grad_(False)
+    assert step.gradients_missing() == 1
+
+
+def test_forward_backward_starts_every_step_without_gradients() -> None:
+    step = TrainingStep(workload("forward-backward"), CpuDevice())
+    for phase in step.phases():
+        phase.run()
+    step.reset()
+    assert step.logits is None
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_a_host_refuses_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "memory_bytes", 1 << 20)
+    with pytest.raises(CaseSkipped, match=r"needs at least .* GiB, this machine has 0\.0"):
+        TrainingStep(workload(), CpuDevice())
