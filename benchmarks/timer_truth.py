@@ -32,11 +32,20 @@ def medians(timing: Timing, clock: str) -> dict[str, float]:
     return {s.name: statistics.median(s.values) for s in timing.series if s.clock == clock}
 
 
+def sum_of_phases(timing: Timing, clock: str) -> float:
+    """Phases of each marked step added up, then the median: spreads do not add like times."""
+    marked = [
+        s.values for s in timing.series if s.clock == clock and s.name not in ("step", "issue")
+    ]
+    return statistics.median(map(sum, zip(*marked, strict=True)))
+
+
 def known_waits(device: Device) -> None:
     phases = [Phase(name, lambda ms=ms: busy_wait(ms)) for name, ms in WAITS_MS.items()]
-    held = medians(time_step(phases, device, warmup=1, steps=20), "host")
+    timing = time_step(phases, device, warmup=1, steps=20)
+    held = medians(timing, "host")
     truth = sum(WAITS_MS.values())
-    parts = sum(held[name] for name in WAITS_MS)
+    parts = sum_of_phases(timing, "host")
     print(f"known waits of {truth:g} ms on the host:")
     print(f"  whole {held['step']:.3f} ms ({held['step'] / truth - 1:+.2%})")
     print(f"  phases {parts:.3f} ms ({parts / truth - 1:+.2%})")
@@ -45,8 +54,9 @@ def known_waits(device: Device) -> None:
     cycles = 20_000_000
     shares = {"first": 1, "second": 4, "third": 2}
     kernels = [Phase(n, lambda k=k: torch.cuda._sleep(k * cycles)) for n, k in shares.items()]
-    held = medians(time_step(kernels, device, warmup=2, steps=20), "device")
-    parts = sum(held[name] for name in shares)
+    timing = time_step(kernels, device, warmup=2, steps=20)
+    held = medians(timing, "device")
+    parts = sum_of_phases(timing, "device")
     apart = parts / held["step"] - 1
     print(f"waiting kernels: whole {held['step']:.3f} ms, phases {parts:.3f} ms ({apart:+.2%})")
 
@@ -64,11 +74,11 @@ def real_steps(device: Device) -> None:
         )  # fmt: skip
         device.release()
         step = TrainingStep(workload, device)
-        timing = time_step(step.phases(), device, warmup=5, steps=20, before=step.reset)
+        timing = time_step(step.phases(), device, warmup=5, steps=40, before=step.reset)
         # Phases by the host's clock are issue times on a GPU; they need not add up to the step.
         for clock in ("device",) if device.kind == "cuda" else ("host",):
             held = medians(timing, clock)
-            parts = sum(held[phase.name] for phase in step.phases())
+            parts = sum_of_phases(timing, clock)
             apart = parts / held["step"] - 1
             told = f"whole {held['step']:.2f} ms, phases {parts:.2f} ms ({apart:+.2%})"
             print(f"{workload.key}, {clock} clock: {told}")

@@ -44,14 +44,18 @@ def times(name: str, median: float, clock: Clock = "device", **how: Any) -> Seri
     return Series(name=name, unit="ms", values=samples(median, **how), clock=clock)
 
 
-def step_series(step: float = 100.0, **how: Any) -> tuple[Series, ...]:
-    """A train step whose phases add up and whose launches are hidden."""
+def step_series(step: float = 100.0, issued: float = 0.4, **how: Any) -> tuple[Series, ...]:
+    """A train step whose phases add up; the host takes the share `issued` of it to launch it."""
     phases = (times(name, step * share, **how) for name, share in PHASE_SHARES.items())
+    launches = (
+        times(name, step * share * issued, "host", **how) for name, share in PHASE_SHARES.items()
+    )
     return (
         times("step", step, **how),
         times("step", step * 1.01, "host", **how),
         *phases,
-        times("issue", step * 0.4, "host", **how),
+        *launches,
+        times("issue", step * issued, "host", **how),
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sample_records import environment, record, step_series, times
+from sample_records import record, step_series, times
 from stepscope.analysis.limits import (
     achieved_flops,
     host_bound,
@@ -53,10 +53,43 @@ def test_what_is_unknown_gives_no_number() -> None:
 
 
 def test_a_device_that_waits_for_the_host_is_host_bound() -> None:
-    hidden = host_bound(record())
+    hidden, exposed = host_bound(record()), host_bound(record(series=step_series(issued=1.0)))
     assert hidden is not None
-    assert (round(hidden.fraction, 2), hidden.bound) == (0.4, False)
-    exposed = host_bound(record(series=(*step_series()[:-1], times("issue", 95.0, "host"))))
+    assert (hidden.fraction, hidden.bound) == (0.0, False)
     assert exposed is not None
-    assert exposed.bound
-    assert host_bound(record(environment=environment(device_kind="cpu"))) is None
+    assert (exposed.fraction, exposed.bound) == (1.0, True)
+
+
+def test_a_host_that_a_full_queue_stops_does_not_bound_the_step() -> None:
+    """It issues during nearly all of the step, but the queue is never empty."""
+    behind = host_bound(record(series=step_series(issued=0.95)))
+    assert behind is not None
+    assert not behind.bound
+
+
+def test_only_the_phases_that_end_with_an_empty_queue_count() -> None:
+    def phase(name: str, on_device: float, on_host: float) -> tuple[Series, Series]:
+        return times(name, on_device), times(name, on_host, "host")
+
+    series = (
+        times("step", 100.0),
+        *phase("forward", 30.0, 30.0),
+        *phase("backward", 60.0, 60.0),
+        *phase("optimizer", 10.0, 2.0),
+    )
+    share = host_bound(record(series=series))
+    assert share is not None
+    assert share.phases == ("forward", "backward")
+    assert share.fraction == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_step_of_one_phase_is_judged_by_its_issue() -> None:
+    alone = (times("step", 50.0), times("issue", 50.0, "host"))
+    share = host_bound(record(series=alone))
+    assert share is not None
+    assert share.bound
+
+
+def test_a_cpu_has_no_queue() -> None:
+    alone = (times("step", 50.0, "host"), times("forward", 50.0, "host"))
+    assert host_bound(record(series=alone)) is None

@@ -58,8 +58,8 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
         base_flops, base_time, base = smaller[-1]
         share = host_bound(record)
         cause = (
-            f"the host needs {share.fraction:.0%} of the step to issue it, so launches are the"
-            " likely limit; use a larger batch, compile, or capture a graph"
+            f"{share.fraction:.0%} of the step ends with an empty launch queue, so launches are"
+            " the likely limit; use a larger batch, compile, or capture a graph"
             if share and share.bound
             else "check that all of the work is done and waited for"
         )

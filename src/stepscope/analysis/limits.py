@@ -5,20 +5,26 @@ Nothing here guesses: where a record lacks what a number needs, the answer is No
 
 from __future__ import annotations
 
+import numpy as np
+
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Clock, Part, Record
 from stepscope.records.stats import Summary, summarize
 
-HOST_BOUND_FROM = 0.9
-"""Share of the step that the host spends issuing it, from which the device waits for the host."""
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+EMPTY_QUEUE = 0.02
+"""Work still queued at the end of a phase, as a share of the time so far, that counts as none."""
+HOST_BOUND_FROM = 0.5
 
 
 class HostShare(Part, frozen=True):
-    """How much of a step passed before the host had issued all of it."""
+    """How much of a step the device spent in phases that were no faster than their launches."""
 
     fraction: float
     bound: bool
+    phases: tuple[str, ...]
 
 
 def median_ms(record: Record, name: str, clock: Clock | None = None) -> float | None:
@@ -67,13 +73,43 @@ def mfu(record: Record, measured: bool = True) -> float | None:
     return rate / ceiling.value
 
 
+def phase_sums(record: Record) -> tuple[float, ...]:
+    """The phases of each marked step added up, on the clock of the whole step."""
+    step = record.find("step")
+    if step is None:
+        return ()
+    held = [series for name in PHASES if (series := record.find(name, step.clock)) is not None]
+    return tuple(sum(parts) for parts in zip(*(series.values for series in held), strict=False))
+
+
 def host_bound(record: Record) -> HostShare | None:
-    """Whether the device waited for the host. On a CPU there is no queue, so no answer."""
-    issue, step = median_ms(record, "issue", "host"), median_ms(record, "step", "host")
-    if record.environment.device_kind == "cpu" or issue is None or not step:
-        return None
-    fraction = issue / step
-    return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM)
+    """Whether the device waited for the host. On a CPU there is no queue, so no answer.
+
+    A sample starts with both at rest. What the device's clock is behind the host's at the end of a
+    phase is therefore work still queued; a phase that ends with an empty queue was only as fast as
+    the host issued it. How long the host took says little: a full queue stops the host as well.
+    """
+    pairs = [
+        (name, on_device.values, on_host.values)
+        for name in PHASES
+        if (on_device := record.find(name, "device")) and (on_host := record.find(name, "host"))
+    ]
+    if not pairs:
+        step, issue = record.find("step", "device"), record.find("issue", "host")
+        if step is None or issue is None:
+            return None
+        pairs = [("step", step.values, issue.values)]
+    so_far = np.zeros(min(len(values) for _, values, _ in pairs))
+    lag = np.zeros_like(so_far)
+    total, starved = 0.0, {}
+    for name, on_device_ms, on_host_ms in pairs:
+        device, host = np.array(on_device_ms[: len(lag)]), np.array(on_host_ms[: len(lag)])
+        so_far, lag = so_far + device, lag + device - host
+        total += float(np.median(device))
+        if np.median(lag) <= EMPTY_QUEUE * np.median(so_far):
+            starved[name] = float(np.median(device))
+    fraction = sum(starved.values()) / total
+    return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM, phases=tuple(starved))
 
 
 def _per_second(record: Record, name: str) -> float | None:

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
-from stepscope.analysis.limits import achieved_flops, matrix_ceiling, median_ms, mfu
+from stepscope.analysis.limits import (
+    PHASES,
+    achieved_flops,
+    matrix_ceiling,
+    median_ms,
+    mfu,
+    phase_sums,
+)
 from stepscope.records.schema import Lint, Reading, Record, Series
 from stepscope.records.stats import FAR_EXTREME, MIN_SAMPLES, WIDE_STD, summarize
 
@@ -24,7 +31,6 @@ FIRST_ABOVE_REST = 1.5
 CLOCK_DROP = 0.10
 BACKWARD_OVER_FORWARD = 0.5
 PHASES_OFF = 0.05
-PHASES = ("forward", "loss", "backward", "optimizer")
 CHOSEN_CLOCKS = frozenset({"none", "idle", "application-clocks", "display-clocks"})
 """Throttle reasons that do not mean the device was held back while it worked."""
 
@@ -157,14 +163,13 @@ def _phases_do_not_add_up(record: Record) -> str | None:
     step = record.find("step")
     if step is None:
         return None
-    whole = median_ms(record, "step", step.clock)
-    phases = {name: median_ms(record, name, step.clock) for name in PHASES}
-    held = {name: value for name, value in phases.items() if value is not None}
-    if not whole or not held:
+    whole, sums = median_ms(record, "step", step.clock), phase_sums(record)
+    if not whole or not sums:
         return None
-    total = sum(held.values())
+    total = summarize(sums).median
     if abs(total / whole - 1.0) <= PHASES_OFF:
         return None
+    held = [name for name in PHASES if record.find(name, step.clock)]
     return (
         f"{' + '.join(held)} take {total:.4g} ms and the whole step {whole:.4g} ms: marking the"
         " phases changes the step, or a phase is missing; trust the whole step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -128,20 +128,21 @@ class Store:
         self, run_id: str | None = None, study: str | None = None, all_attempts: bool = False
     ) -> tuple[Record, ...]:
         """In the order they were added; of each case the newest attempt, unless all are wanted."""
-        conditions = ["(?1 IS NULL OR run = ?1)", "(?2 IS NULL OR study = ?2)"]
+        conditions = ["(:run IS NULL OR run = :run)", "(:study IS NULL OR study = :study)"]
         if not all_attempts:
             conditions.append(_NEWEST_ATTEMPT)
         rows = self._rows(
             f"SELECT id, body FROM records WHERE {' AND '.join(conditions)} ORDER BY rowid",
-            (run_id, study),
+            {"run": run_id, "study": study},
         )
         return tuple(self._decode(*row) for row in rows)
 
     def find_record(self, prefix: str) -> Record:
         """The record whose id is that, or begins so."""
         rows = self._rows(
-            "SELECT id, body FROM records WHERE substr(id, 1, length(?1)) = ?1 ORDER BY rowid",
-            (prefix,),
+            "SELECT id, body FROM records WHERE substr(id, 1, length(:prefix)) = :prefix"
+            " ORDER BY rowid",
+            {"prefix": prefix},
         )
         bodies = dict(rows)
         record_id = _meant("record", prefix, list(bodies))
@@ -164,9 +165,11 @@ class Store:
         rows = self._rows("SELECT * FROM runs WHERE id = ?", (run_id,))
         return _run_of(rows[0]) if rows else None
 
-    def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    def _rows(
+        self, query: str, values: tuple[object, ...] | dict[str, object] = ()
+    ) -> list[tuple[Any, ...]]:
         with plain_errors(self.path):
-            return self._connection.execute(query, tuple(values)).fetchall()
+            return self._connection.execute(query, values).fetchall()
 
     def _decode(self, record_id: str, body: str) -> Record:
         try:

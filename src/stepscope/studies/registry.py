@@ -30,8 +30,8 @@ def all_studies() -> dict[str, Study[Any]]:
         study = getattr(importlib.import_module(f"{studies.__name__}.{module.name}"), "STUDY", None)
         if study is not None:
             found[study.name] = study
-    for name in filter(None, os.environ.get("STEPSCOPE_STUDIES", "").split(",")):
-        study = _study_of_user(name.strip())
+    for name in os.environ.get("STEPSCOPE_STUDIES", "").replace(",", " ").split():
+        study = _study_of_user(name)
         if study.name in found:
             raise UsageError(f"study {study.name!r} of {name} exists already", "rename it")
         found[study.name] = study

@@ -114,6 +114,8 @@ class Runner:
             self._refuse_other_device(store, run)
             pending = [c for c in cases if _wanted(done.get((c.study, c.key)), retry=retry)]
             if pending:
+                if self._lost:
+                    self._replace_worker()
                 ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
                 self._used = True
             for case in pending:

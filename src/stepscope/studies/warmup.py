@@ -97,7 +97,7 @@ class Warmup(Study[WarmupFlags]):
             "quick": (quick,),
             "seeds": (seeds,),
             "cs336-2026": (course_2026,),
-            "h200": (seeds,),
+            "h200": (WarmupFlags(size=("small", "large", "2.7b"), context=(256,)),),
             "full": (seeds, course_2026),
         }
 

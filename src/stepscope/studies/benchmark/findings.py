@@ -12,15 +12,14 @@ from stepscope.analysis.limits import (
     matrix_ceiling,
     median_ms,
     mfu,
+    phase_sums,
     tokens_per_second,
 )
-from stepscope.records.schema import Record
-from stepscope.records.stats import stability
+from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.rows import Row
 
-PHASES = ("forward", "loss", "backward", "optimizer")
 _AS_EXPECTED = 0.15
 """A ratio this near to 2 needs no explanation."""
 _SEVERAL = 3
@@ -104,9 +103,8 @@ def _why_the_ratio_departs(row: Row) -> str:
     share = host_bound(row.by_mode.get("forward-backward", record))
     if share is not None and share.bound:
         return (
-            f"For {row.name} the host is the limit (it is still issuing during"
-            f" {percent(share.fraction)} of the step), so time follows the number of launches,"
-            " not the FLOPs."
+            f"For {row.name} the host is the limit ({percent(share.fraction)} of the step ends with"
+            " an empty launch queue), so time follows the number of launches, not the FLOPs."
         )
     forward = row.flops.forward / row.forward.median * 1e3
     backward = row.flops.backward / row.backward.median * 1e3
@@ -131,18 +129,17 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
         return
     bound = [(row, record) for share, row, record in shares if share.bound]
     if not bound:
-        most = max(share.fraction for share, _, _ in shares)
         yield Finding(
-            text=f"The GPU, not the host, limits every step: the host has issued all its work after"
-            f" at most {percent(most)} of the time.",
+            text="The GPU, not the host, limits every step: the launch queue never runs empty for"
+            " most of one.",
             tone="good",
         )
         return
     names = list(dict.fromkeys(row.name for row, _ in bound))
     yield Finding(
-        text=f"The host limits {len(bound)} of {len(shares)} steps: the GPU waits while the host is"
-        f" still launching ({_some(names)}). A faster number format cannot help there; more work"
-        " per launch can (a larger batch or context, torch.compile, CUDA graphs).",
+        text=f"The host limits {len(bound)} of {len(shares)} steps: their launch queue runs empty,"
+        f" so the GPU waits for the host ({_some(names)}). A faster number format cannot help"
+        " there; more work per launch can (a larger batch or context, torch.compile, CUDA graphs).",
         tone="warn",
     )
 
@@ -175,10 +172,10 @@ def _formats(rows: Sequence[Row]) -> Iterator[Finding]:
 def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
     """Steps with marks between the phases against steps without."""
     off = [
-        (abs(parts / whole - 1.0), row, record)
+        (abs(summarize(sums).median / whole - 1.0), row, record)
         for row in rows
         for record in row.records
-        if (whole := median_ms(record, "step")) and (parts := _sum_of_phases(record))
+        if (whole := median_ms(record, "step")) and (sums := phase_sums(record))
     ]
     if not off:
         return
@@ -190,11 +187,6 @@ def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
         f" ({row.name}, {record.config['mode']}).",
         tone="good" if worst <= 0.05 else "info",
     )
-
-
-def _sum_of_phases(record: Record) -> float | None:
-    found = [value for name in PHASES if (value := median_ms(record, name)) is not None]
-    return sum(found) if found else None
 
 
 def _failures(rows: Sequence[Row]) -> Iterator[Finding]:

@@ -162,8 +162,8 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             ),
             Column(title="MFU, data sheet", kind="percent", hint="of the maker's dense peak"),
             Column(
-                title="host", kind="percent",
-                hint="share of the step in which the host was still issuing work",
+                title="host-bound", kind="percent",
+                hint="share of the step in phases that end with an empty launch queue",
             ),
             Column(title="peak memory", kind="bytes"),
             Column(title="steady?", hint="spread of the samples, and how many there are"),

@@ -1,0 +1,101 @@
+"""How much does an eager step depend on how finely its operations are written out?
+
+    python benchmarks/written_out.py --size xl --context 512 --dtype bfloat16
+
+The model under study uses one operation where torch has one (softmax, silu). The write-ups' models
+spell them out: a softmax of five operations, silu as x·sigmoid(x), a mask made of index
+comparisons, rotary pairs taken by stride and stacked, products by einsum. Both compute the same.
+This times both, so that rows of the two kinds of model can be held side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from torch import Tensor
+
+from stepscope.measure.device import pick_device
+from stepscope.measure.timer import time_step
+from stepscope.model import layers
+from stepscope.studies.workload import MODES, TrainingStep, Workload
+
+
+def softmax(x: Tensor) -> Tensor:
+    raised = torch.exp(x - x.max(dim=-1, keepdim=True).values)
+    return raised / raised.sum(dim=-1, keepdim=True)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    scores = torch.einsum("...qd,...kd->...qk", q, k) * (scale or q.shape[-1] ** -0.5)
+    if is_causal:
+        position = torch.arange(q.shape[-2], device=q.device)
+        seen = position[:, None] >= position[None, :]
+        scores = torch.where(seen, scores, float("-inf"))
+    return torch.einsum("...qk,...kd->...qd", softmax(scores), v)
+
+
+def swiglu(self: layers.SwiGLU, x: Tensor) -> Tensor:
+    gate = self.w1(x)
+    return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
+
+
+def linear(self: layers.Linear, x: Tensor) -> Tensor:
+    return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+def rotary(self: layers.RotaryEmbedding, x: Tensor) -> Tensor:
+    position = torch.arange(x.shape[-2], device=x.device)
+    cos, sin = self.cos[position], self.sin[position]
+    first, second = x[..., 0::2], x[..., 1::2]
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def write_out(step: TrainingStep) -> None:
+    """Replace the operations of a built model."""
+    for module in step.model.modules():
+        if isinstance(module, layers.CausalSelfAttention):
+            module.attend = attention
+        for kind, forward in (
+            (layers.SwiGLU, swiglu), (layers.Linear, linear), (layers.RotaryEmbedding, rotary),
+        ):  # fmt: skip
+            if isinstance(module, kind):
+                module.forward = forward.__get__(module)  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    asked = parser.parse_args()
+    device = pick_device()
+    for mode in MODES:
+        told = []
+        for fine in (False, True):
+            device.release()
+            step = TrainingStep(
+                Workload(
+                    size=asked.size, table="2025", context=asked.context, batch=4,
+                    dtype=asked.dtype, attention="reference", compile="no", optimizer="torch",
+                    mode=mode,
+                ),
+                device,
+            )  # fmt: skip
+            if fine:
+                write_out(step)
+            timing = time_step(step.phases(), device, warmup=5, steps=10, before=step.reset)
+            told.append(statistics.median(timing.series[0].values))
+            del step
+        print(
+            f"{asked.size} c{asked.context} {asked.dtype} {mode}: {told[0]:.1f} ms,"
+            f" written out {told[1]:.1f} ms, ratio {told[1] / told[0]:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
