@@ -1,0 +1,128 @@
+"""A study whose cases do what they are told: succeed, fail, crash, hang. Made known to a process
+by STEPSCOPE_STUDIES=planted_study."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.records.schema import Quantity, Record, Series
+from stepscope.report.blocks import Block, Column, Table
+from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+
+
+class PlantedFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cases do."""
+
+    does: tuple[str, ...] = ("ok",)
+    """Names of what to do, one case each."""
+    times: int = 1
+    """How many cases of each."""
+    seconds: float = 0.0
+    """How long a case that succeeds takes."""
+
+
+def _raise() -> None:
+    raise RuntimeError("planted\nand more than one line")
+
+
+def _out_of_device_memory() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def _out_of_host_memory() -> None:
+    raise MemoryError
+
+
+def _allocator_fails() -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
+def _segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    time.sleep(3600)
+
+
+def _garbage() -> None:
+    sys.stdout.write("this is no reply\n")
+    sys.stdout.flush()
+    os.write(1, b'{"type": "Measured"}\n\xff\xfe')
+    os.system("echo neither is this")
+
+
+def _skip() -> None:
+    raise CaseSkipped("not meant here")
+
+
+DEEDS: dict[str, Callable[[], object]] = {
+    "ok": lambda: None,
+    "raise": _raise,
+    "device-memory": _out_of_device_memory,
+    "host-memory": _out_of_host_memory,
+    "allocator": _allocator_fails,
+    "segfault": _segfault,
+    "killed": _killed,
+    "hang": _hang,
+    "exit": lambda: sys.exit("planted farewell"),
+    "vanish": lambda: os._exit(0),
+    "garbage": _garbage,
+    "skip": _skip,
+    "nan": lambda: None,
+}
+
+
+class Planted(Study[PlantedFlags]):
+    name = "planted"
+    title = "Planted"
+    question = "What becomes of a case that does this?"
+    flags = PlantedFlags
+
+    def cases(self, flags: PlantedFlags) -> tuple[Case, ...]:
+        return tuple(
+            Case(
+                study=self.name,
+                key=f"{deed}-{number}",
+                config={"does": deed, "number": number, "seconds": flags.seconds},
+                needs=("tf32",) if deed == "needs-tf32" else (),
+            )
+            for number in range(flags.times)
+            for deed in flags.does
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        bench.progress(1, 2, "planted")
+        time.sleep(config["seconds"])
+        DEEDS[config["does"]]()
+        value = float("nan") if config["does"] == "nan" else 1.0
+        return Measurement(
+            series=(Series(name="step", unit="ms", values=(value,) * 3),),
+            quantities={"pid": Quantity(value=os.getpid(), unit="process")},
+        )
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        return (
+            Table(
+                name="planted",
+                title="Planted",
+                columns=(Column(title="case"), Column(title="status")),
+                rows=tuple((record.case, record.status) for record in records),
+            ),
+        )
+
+
+STUDY = Planted()

@@ -1,0 +1,218 @@
+"""The runner with real workers that are made to fail in every way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from command_line import STUDIES, CommandLine
+from sample_records import environment, record, run
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Record
+from stepscope.records.store import Store
+from stepscope.studies import registry
+from stepscope.studies.base import Case
+from stepscope.studies.protocol import Progress
+from stepscope.studies.runner import Runner, new_run, plan_digest
+
+EXPECTED = {
+    "raise": ("error", "RuntimeError: planted"),
+    "device-memory": ("oom", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "host-memory": ("oom", "MemoryError"),
+    "allocator": ("oom", "RuntimeError: DefaultCPUAllocator: can't allocate memory"),
+    "segfault": ("error", "the worker died of SIGSEGV"),
+    "killed": ("error", "the worker was killed by SIGKILL; the host may have run out of memory"),
+    "hang": ("timeout", "not done after 3 s (--timeout)"),
+    "exit": ("error", "the worker ended with exit code 1: SystemExit: planted farewell"),
+    "vanish": ("error", "the worker ended with exit code 0: it said nothing"),
+    "nan": ("error", "the measurement is not made of finite numbers"),
+    "skip": ("skipped", "not meant here"),
+    "garbage": ("ok", ""),
+    "ok": ("ok", ""),
+}
+
+
+class Watcher:
+    """An observer that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[Record] = []
+        self.progress: list[Progress] = []
+
+    def calibrating(self, progress: Progress) -> None: ...
+
+    def case_started(self, case: Case) -> None:
+        self.started.append(case.key)
+
+    def case_progress(self, progress: Progress) -> None:
+        self.progress.append(progress)
+
+    def case_finished(self, record: Record) -> None:
+        self.finished.append(record)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
+    """Workers of this process find the planted studies and the ceilings."""
+    made = CommandLine(tmp_path)
+    made.know_ceilings()
+    for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
+        monkeypatch.setenv(name, made.environment[name])
+    registry.all_studies.cache_clear()
+    yield made
+    registry.all_studies.cache_clear()
+
+
+def planted(*deeds: str, study: str = "planted", **flags: object) -> tuple[Case, ...]:
+    held = registry.find_study(study)
+    return held.cases(held.flags(does=deeds, **flags))
+
+
+def pid(record: Record) -> float | None:
+    return record.quantity("pid")
+
+
+def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
+    place: CommandLine,
+) -> None:
+    # Each failure stands between two cases that succeed.
+    cases = tuple(
+        Case(study=c.study, key=f"{c.key}-{n}", config=c.config)
+        for n, deed in enumerate(d for d in EXPECTED if d not in ("skip", "garbage", "ok"))
+        for c in planted(deed, "ok")
+    )
+    cases = (*planted("ok", "garbage", "skip"), *cases)
+    watcher = Watcher()
+    with Store(place.out / "records.db") as store, Runner("cpu", 3.0) as runner:
+        made = new_run(cases, "stepscope run planted")
+        store.add_run(made)
+        runner.run(cases, made, store, watcher)
+        records = store.records(made.id)
+
+    assert [r.case for r in records] == watcher.started == [case.key for case in cases]
+    assert list(records) == watcher.finished
+    for each in records:
+        status, reason = EXPECTED[each.config["does"]]
+        assert (each.case, each.status) == (each.case, status)
+        assert each.reason.startswith(reason), each.case
+        assert "\n" not in each.reason
+        assert each.ceilings
+        assert each.attempt == 1
+    # What does no harm shares a worker; after every failure there is a new one.
+    assert pid(records[0]) == pid(records[1])
+    after = [pid(r) for r in records if r.config["does"] == "ok"]
+    assert len(set(after)) == len(after)
+    assert Progress(1, 2, "planted") in watcher.progress
+    assert place.left_behind() == []
+
+
+def test_a_study_may_want_a_fresh_process_for_every_case(place: CommandLine) -> None:
+    cases = planted("ok", study="planted-fresh", times=3)
+    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        made = new_run(cases, "")
+        store.add_run(made)
+        runner.run(cases, made, store, Watcher())
+        pids = {pid(r) for r in store.records(made.id)}
+    assert len(pids) == 3
+
+
+def test_resume_repeats_nothing_and_retry_repeats_failures_alone(place: CommandLine) -> None:
+    cases = planted("ok", "raise", "device-memory", "needs-tf32")
+    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        made = new_run(cases, "")
+        store.add_run(made)
+        runner.run(cases, made, store, Watcher())
+        first = store.records(made.id)
+        assert [r.status for r in first] == ["ok", "error", "oom", "skipped"]
+        assert "use float32" in first[3].reason
+
+        again = Watcher()
+        runner.run(cases, made, store, again)
+        assert again.started == []
+        assert store.records(made.id, all_attempts=True) == first
+
+        runner.run(cases, made, store, again, retry=True)
+        assert again.started == ["raise-0"]
+        attempts = store.records(made.id, all_attempts=True)
+        assert attempts[:4] == first
+        assert [(r.case, r.attempt, r.status) for r in attempts[4:]] == [("raise-0", 2, "error")]
+        assert len(store.records(made.id)) == 4
+
+        with pytest.raises(UsageError, match="planted needs-tf32-0: TF32 exists on NVIDIA GPUs"):
+            runner.refuse_impossible(cases)
+
+
+def test_a_run_is_not_continued_on_another_device(tmp_path: Path) -> None:
+    here = SimpleNamespace(environment=environment(device_name="NVIDIA A10"))
+    with Store(tmp_path / "records.db") as store:
+        store.add_run(run())
+        store.add(record(environment=environment(device_name="NVIDIA H200")))
+        runner = object.__new__(Runner)
+        runner._worker = here  # type: ignore[assignment]
+        with pytest.raises(StepscopeError, match="was made on NVIDIA H200, this is NVIDIA A10"):
+            runner.run((), run(), store, Watcher())
+
+
+def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
+    a = Case(study="s", key="a", config={"x": 1, "y": 2})
+    same = Case(study="s", key="a", config={"y": 2, "x": 1})
+    assert plan_digest([a]) == plan_digest([same])
+    others = [
+        Case(study="t", key="a", config=a.config),
+        Case(study="s", key="b", config=a.config),
+        Case(study="s", key="a", config={"x": 1, "y": 3}),
+    ]
+    assert len({plan_digest([case]) for case in (a, *others)}) == 4
+    assert plan_digest([a, others[1]]) != plan_digest([a])
+
+
+PARENT = """
+import sys, time
+from stepscope.studies.process import WorkerProcess
+worker = WorkerProcess("cpu")
+print(worker._process.pid, flush=True)
+worker.measure("planted", {"does": "hang", "seconds": 0}, 600, lambda progress: None)
+"""
+
+
+def test_a_worker_ends_with_its_parent(place: CommandLine) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=place.environment, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    os.kill(worker, 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    assert place.left_behind() == []
+
+
+def test_studies_of_ones_own_are_found_by_their_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def studies(modules: str) -> list[str]:
+        monkeypatch.setenv("STEPSCOPE_STUDIES", modules)
+        registry.all_studies.cache_clear()
+        return list(registry.all_studies())
+
+    own = studies("")
+    try:
+        assert studies(STUDIES) == [*own, "planted", "planted-fresh"]
+        assert studies("planted_study, ") == [*own, "planted"]
+        with pytest.raises(UsageError, match=r"names no_such_module, which cannot be imported"):
+            studies("no_such_module")
+        with pytest.raises(UsageError, match="names sample_records, which holds no STUDY"):
+            studies("sample_records")
+        with pytest.raises(UsageError, match="study 'planted' of planted_study exists already"):
+            studies("planted_study,planted_study")
+    finally:
+        monkeypatch.undo()
+        registry.all_studies.cache_clear()
