@@ -18,6 +18,7 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
 from stepscope.studies import registry
+from stepscope.studies import runner as runner_module
 from stepscope.studies.base import Case
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import Runner, new_run, plan_digest
@@ -112,6 +113,22 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
     assert len(set(after)) == len(after)
     assert Progress(1, 2, "planted") in watcher.progress
     assert place.left_behind() == []
+
+
+def test_a_failure_is_kept_before_its_worker_is_replaced(
+    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(device: str) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    cases = planted("raise", "ok")
+    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        made = new_run(cases, "")
+        store.add_run(made)
+        monkeypatch.setattr(runner_module, "WorkerProcess", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(cases, made, store, Watcher())
+        assert [r.case for r in store.records(made.id)] == ["raise-0"]
 
 
 def test_a_study_may_want_a_fresh_process_for_every_case(place: CommandLine) -> None:

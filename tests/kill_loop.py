@@ -1,0 +1,139 @@
+"""Kill -9 of a run at random moments, again and again, until the run is done.
+
+After each kill: the store opens, every record that was announced is in it exactly once, and no
+worker is left. At the end every case is there exactly once. The delays come from a seed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from command_line import CommandLine
+from stepscope.records.store import Store
+
+ANNOUNCED = re.compile(r"^\[\d+/\d+\] planted (\S+):", re.MULTILINE)
+
+
+class Tally:
+    """What a series of rounds saw."""
+
+    def __init__(self) -> None:
+        self.rounds = self.kills = self.runs_to_the_end = 0
+        self.announced = self.kept_unannounced = 0
+        self.kills_before_a_store = self.kills_while_measuring = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kills} kills in {self.rounds} rounds"
+            f" ({self.kills_before_a_store} before there was a store,"
+            f" {self.kills_while_measuring} after the first record):"
+            f" {self.announced} announced records all kept, once each;"
+            f" {self.kept_unannounced} more were kept just before their announcement;"
+            " every store opened, no worker survived"
+        )
+
+
+class Round:
+    """One run in one folder, killed until it is done or has been killed often enough."""
+
+    def __init__(self, folder: Path, chance: random.Random, tally: Tally, *, cases: int) -> None:
+        self.cli = CommandLine(folder)
+        self.cli.know_ceilings()
+        self.chance = chance
+        self.tally = tally
+        self.words = ("run", "planted", "--times", str(cases), "--seconds", "0.02",
+                      "--device", "cpu", "--no-report", "--resume")  # fmt: skip
+        self.cases = [f"ok-{number}" for number in range(cases)]
+        self.announced: list[str] = []
+
+    def play(self, kills: int, longest_s: float) -> int:
+        """Kill that often, then let it finish. Returns the kills that hit a living run."""
+        struck = 0
+        for _ in range(kills):
+            if not self._kill_once(self.chance.uniform(0.0, longest_s)):
+                break
+            struck += 1
+            self._check_after_kill()
+        self._finish()
+        self.tally.rounds += 1
+        return struck
+
+    def _kill_once(self, delay_s: float) -> bool:
+        process = self.cli.start(*self.words)
+        said: list[str] = []
+        assert process.stderr is not None
+        # The pipe is emptied while the run goes on: what was announced before the kill counts.
+        reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+        reader.start()
+        try:
+            process.wait(timeout=delay_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        # The worker has a copy of neither pipe, so this ends with the runner.
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()
+        process.stderr.close()
+        new = ANNOUNCED.findall("".join(said))
+        self.announced += new
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, "".join(said)
+            return False
+        self.tally.kills += 1
+        self.tally.kills_while_measuring += bool(new)
+        return True
+
+    def _check_after_kill(self) -> None:
+        assert self.cli.left_behind() == [], "a worker outlived its runner"
+        if not (self.cli.out / "records.db").exists():
+            self.tally.kills_before_a_store += 1
+            assert self.announced == []
+            return
+        kept = self._kept()
+        assert set(self.announced) <= set(kept), "an announced record is gone"
+        self.tally.kept_unannounced += len(set(kept) - set(self.announced))
+        # From here on they count as announced: they may not be repeated either.
+        self.announced = kept
+
+    def _kept(self) -> list[str]:
+        # Opened as a run does: a store that a kill caught before its first table is made whole.
+        with Store(self.cli.out / "records.db") as store:
+            kept = [record.case for record in store.records(all_attempts=True)]
+        assert len(kept) == len(set(kept)), "a record is there twice"
+        return kept
+
+    def _finish(self) -> None:
+        done = self.cli(*self.words)
+        assert done.returncode == 0, done.stderr
+        assert not set(self.announced) & set(ANNOUNCED.findall(done.stderr)), "a case was repeated"
+        assert sorted(self._kept()) == sorted(self.cases)
+        assert self.cli.left_behind() == []
+        self.tally.announced += len(self.cases)
+        self.tally.runs_to_the_end += 1
+
+
+def kill_runs(folder: Path, kills: int, seed: int, *, cases: int = 60, per_round: int = 5) -> Tally:
+    """As many kills as asked for, in rounds of a few."""
+    tally, chance = Tally(), random.Random(seed)
+    longest_s = startup_seconds(folder / "startup") * 1.8
+    while tally.kills < kills:
+        wanted = min(per_round, kills - tally.kills)
+        Round(folder / f"round-{tally.rounds}", chance, tally, cases=cases).play(wanted, longest_s)
+    return tally
+
+
+def startup_seconds(folder: Path) -> float:
+    """How long a run of a single case takes here: the scale of the random delays."""
+    cli = CommandLine(folder)
+    cli.know_ceilings()
+    began = time.monotonic()
+    done = cli("run", "planted", "--device", "cpu", "--no-report")
+    assert done.returncode == 0, done.stderr
+    return time.monotonic() - began

@@ -1,0 +1,13 @@
+"""Kill -9 at a random moment: nothing finished is lost, nothing is repeated, nothing survives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kill_loop import kill_runs
+
+
+def test_killed_runs_go_on_where_they_were(tmp_path: Path) -> None:
+    tally = kill_runs(tmp_path, kills=5, seed=20260102)
+    assert tally.kills == 5
+    assert tally.kills_while_measuring >= 1
