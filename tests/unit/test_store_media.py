@@ -5,63 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from media import MountTmpfs, make_read_only, unprivileged
 from sample_records import record, run
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
-
-NOBODY = 65534
-MountTmpfs = Callable[[str], Path]
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Without the super-user's right to write what is read-only."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder that others may enter, unlike pytest's own."""
-    folder = Path(tempfile.mkdtemp(prefix="stepscope-test-"))
-    folder.chmod(0o755)
-    yield folder
-    subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=True)
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        folder = tmp_path / f"disk-{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def filled(path: Path, count: int = 3) -> list[Record]:
@@ -71,12 +24,6 @@ def filled(path: Path, count: int = 3) -> list[Record]:
         for each in added:
             store.add(each)
     return added
-
-
-def make_read_only(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.chmod(0o444)
-    folder.chmod(0o555)
 
 
 def add_until_full(store: Store) -> list[Record]:

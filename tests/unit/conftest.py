@@ -1,0 +1,42 @@
+"""Places that several tests need."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from media import MountTmpfs
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that others may enter, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="stepscope-test-"))
+    folder.chmod(0o755)
+    yield folder
+    subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=True)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"disk-{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
