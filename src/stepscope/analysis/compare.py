@@ -65,7 +65,7 @@ def compare_records(base: Record, new: Record, *, across: bool = False) -> Compa
     if unlike and not across:
         raise StepscopeError(
             f"{base.study} {base.case} was measured in unlike places: {'; '.join(unlike)}",
-            "compare across machines to use each one's share of its own ceiling",
+            "with --across, each is held against its own machine's ceiling",
         )
     before, after = _main_series(base), _main_series(new)
     if before is None or after is None:
