@@ -11,6 +11,10 @@ from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.registry import find_study
 
 
+def matrix_ceiling(form: str, value: float) -> Ceiling:
+    return Ceiling(name=f"matmul.{form}", value=value, unit="FLOP/s", source="measured")
+
+
 def benchmark_record(
     mode: str = "train-step",
     *,
@@ -32,9 +36,6 @@ def benchmark_record(
     series += [times(name, value) for name, value in (phases or {}).items()]
     series.append(times("issue", step * issue_share, "host"))
     failed = changes.get("status", "ok") != "ok"
-    limit = Ceiling(
-        name=f"matmul.{precision(dtype).compute}", value=ceiling, unit="FLOP/s", source="measured"
-    )
     return record(
         study="benchmark",
         case=case.key,
@@ -42,7 +43,7 @@ def benchmark_record(
         **{
             "series": () if failed else tuple(series),
             "quantities": {"flops": Quantity(value=flops, unit="FLOP")},
-            "ceilings": (limit,),
+            "ceilings": (matrix_ceiling(precision(dtype).compute, ceiling),),
         }
         | changes,
     )
@@ -62,5 +63,6 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         study="warmup",
         case=case.key,
         config=case.config,
-        **{"series": () if failed else series} | changes,
+        **{"series": () if failed else series, "ceilings": (matrix_ceiling("float32", 50e12),)}
+        | changes,
     )

@@ -1,0 +1,226 @@
+"""The commands that read, on a store made by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepared_store import Desk, Said, fill, one_line, run_of
+from stepscope.cli import COMMANDS, doctor_command, main
+from stepscope.errors import StepscopeError
+from stepscope.records.jsonl import read_records, write_records
+from stepscope.records.store import Store
+
+
+@pytest.fixture
+def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
+    made = Desk(tmp_path / "out", capsys)
+    fill(made.store, {"base": run_of("base"), "new": run_of("new", step=110.0), "empty": []})
+    return made
+
+
+def parsed(said: Said) -> Any:
+    assert said.code == 0, said.err
+    assert said.out.count("\n") == 1
+    return json.loads(said.out)
+
+
+def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        told = capsys.readouterr().out
+        assert all(f"\n  {name} " in told for name in COMMANDS)
+        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 130))
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("stepscope ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"stepscope {command}" in capsys.readouterr().out
+
+
+def test_show_prints_findings_and_tables(desk: Desk) -> None:
+    said = desk("show", "new")
+    assert said.code == 0
+    for part in ("Backward over forward", "nearest to the limit", "first step takes 300 ms"):
+        assert part in " ".join(said.out.split())
+    only = desk("show", "new", "--study", "warmup")
+    assert "first step" in " ".join(only.out.split())
+    assert "nearest to the limit" not in " ".join(only.out.split())
+
+
+def test_show_prints_one_record_whole(desk: Desk) -> None:
+    with Store(desk.store) as store:
+        record = store.records("new")[1]
+    assert json.loads(desk("show", record.id).out)["id"] == record.id
+    (held,) = parsed(desk("show", record.id, "--json"))
+    assert held["case"] == record.case
+    assert len(parsed(desk("show", "new", "--json"))) == 4
+
+
+def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
+    said = desk("report", "new")
+    assert said.code == 0
+    for name in ("report.html", "report.md"):
+        assert str(desk.out / name) in said.out
+    html = (desk.out / "report.html").read_text()
+    assert html.startswith("<!doctype html>")
+    with Store(desk.store) as store:
+        assert all(record.id in html for record in store.records("new"))
+        assert not any(record.id in html for record in store.records("base"))
+    facts = parsed(desk("report", "base", "--json"))
+    assert facts == {name: str(desk.out / f"report.{end}")
+                     for name, end in (("report", "html"), ("markdown", "md"))}  # fmt: skip
+    assert sorted(p.name for p in desk.out.iterdir() if "report" in p.name) == [
+        "report.html", "report.md",
+    ]  # fmt: skip
+
+
+def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "carried.jsonl"
+    assert parsed(desk("export", "new", "--to", str(file), "--json")) == {"files": [str(file)]}
+    with Store(desk.store) as store:
+        assert read_records(file) == store.records("new")
+    elsewhere = tmp_path / "elsewhere"
+    other = Desk(elsewhere, desk._capture)
+    facts = parsed(other("import", str(file), "--json"))
+    assert (facts["added"], facts["skipped"]) == (4, 0)
+    facts = parsed(other("import", str(file), "--json"))
+    assert (facts["added"], facts["skipped"]) == (0, 4)
+    with Store(desk.store) as one, Store(other.store) as two:
+        assert one.records("new") == two.records()
+    assert desk("report", str(file)).code == 0
+
+
+def test_export_without_a_name_goes_beside_the_store(desk: Desk) -> None:
+    assert "wrote" in desk("export", "base").err
+    assert len(read_records(desk.out / "base.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    ("form", "mark"), [("markdown", "| --"), ("latex", r"\begin{tab"), ("csv", "size,d_model")]
+)
+def test_export_prints_one_table_in_every_format(desk: Desk, form: str, mark: str) -> None:
+    said = desk("export", "new", "--format", form, "--table", "benchmark-times")
+    assert said.code == 0
+    assert mark in said.out
+    assert "small" in said.out
+
+
+def test_export_writes_all_tables(desk: Desk, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    files = parsed(desk("export", "new", "--format", "csv", "--to", str(folder), "--json"))["files"]
+    names = {"benchmark-times.csv", "benchmark-throughput.csv", "warmup-steps.csv"}
+    assert {Path(name).name for name in files} >= names
+    rows = list(csv.reader((folder / "benchmark-times.csv").open()))
+    assert [row[0] for row in rows] == ["size", "small", "xl"]
+    assert "OOM" in rows[2]
+    one = tmp_path / "all.md"
+    desk("export", "new", "--format", "markdown", "--to", str(one))
+    assert one.read_text().count("| --") >= 3
+
+
+def test_export_of_several_tables_does_not_fit_one_csv(desk: Desk) -> None:
+    said = desk("export", "new", "--format", "csv")
+    one_line(said, 2, "do not fit into one CSV", "--to", "benchmark-times")
+
+
+def test_compare_gives_a_verdict_for_every_case(desk: Desk) -> None:
+    said = desk("compare", "base", "new")
+    assert said.code == 0
+    assert "2 slower" in said.out
+    found = parsed(desk("compare", "base", "new", "--json"))
+    by_case = {c["case"]: c for c in found["comparisons"]}
+    slower = by_case["small_c512_b4_float32_reference_train-step"]
+    assert slower["verdict"] == "slower"
+    assert slower["ratio"]["value"] == pytest.approx(1.1, rel=1e-3)
+    lost = by_case["xl_c512_b4_float32_reference_train-step"]
+    assert (lost["verdict"], "out of memory" in lost["note"]) == ("not compared", True)
+    assert found["beyond_limit"] == []
+
+
+@pytest.mark.parametrize(("limit", "code"), [("3%", 3), ("0.03", 3), ("15%", 0), ("0.15", 0)])
+def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int) -> None:
+    said = desk("compare", "base", "new", "--fail-above", limit)
+    assert said.code == code
+    assert (f"beyond {limit}: benchmark small_c512" in said.out) == (code == 3)
+    said = desk("compare", "base", "new", "--fail-above", limit, "--json")
+    assert (said.code, len(json.loads(said.out)["beyond_limit"])) == (code, 2 if code else 0)
+    assert desk("compare", "new", "base", "--fail-above", limit).code == 0
+
+
+def test_a_gate_that_is_not_a_share_is_refused(desk: Desk) -> None:
+    for text in ("three", "-3%", "3 %", "%"):
+        one_line(desk("compare", "base", "new", f"--fail-above={text}"), 2, "--fail-above", "3%")
+
+
+def test_unlike_machines_are_compared_when_told_to(desk: Desk) -> None:
+    fill(desk.store, {"a10": run_of("a10", step=400.0, device="NVIDIA A10")})
+    one_line(desk("compare", "base", "a10"), 1, "NVIDIA H200 / NVIDIA A10", "--across")
+    found = parsed(desk("compare", "base", "a10", "--across", "--json"))["comparisons"]
+    assert "own ceiling" in found[0]["note"]
+
+
+def test_two_records_are_compared_and_a_run_is_not_a_record(desk: Desk) -> None:
+    with Store(desk.store) as store:
+        base, new = (store.records(name)[1].id for name in ("base", "new"))
+    assert len(parsed(desk("compare", base, new, "--json"))["comparisons"]) == 1
+    one_line(desk("compare", "base", new), 2, "a run and a single record")
+
+
+def test_runs_without_a_case_in_common_are_refused(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "warm.jsonl"
+    write_records(run_of("other")[3:], file)
+    other = tmp_path / "bench.jsonl"
+    write_records(run_of("other")[:2], other)
+    one_line(desk("compare", str(file), str(other)), 2, "no measured case in common")
+
+
+def test_list_tells_of_everything(desk: Desk) -> None:
+    facts = parsed(desk("list", "--json"))
+    assert set(facts) >= {"studies", "presets", "sizes", "dtypes", "runs"}
+    assert [run["run"] for run in facts["runs"]] == ["empty", "new", "base"]
+    assert facts["runs"][1]["done"] == facts["runs"][1]["cases"] == 4
+    assert {size["name"] for size in facts["sizes"]} >= {"small", "xl", "2.7b", "10b", "tiny"}
+    assert set(parsed(desk("list", "presets", "--json"))) == {"presets"}
+    said = desk("list")
+    assert all(word in said.out for word in ("benchmark", "quick", "bfloat16", "--preset new"))
+
+
+class NoWorker:
+    def __init__(self, device: str) -> None:
+        raise StepscopeError(f"no worker for {device}")
+
+
+def test_doctor_tells_broken_from_missing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = parsed(desk("doctor", "--json"))
+    checks = {check["what"]: check for check in facts["checks"]}
+    assert checks["torch"]["verdict"] == checks["output folder"]["verdict"] == "ok"
+    assert checks["CPU"]["verdict"] == "ok"
+    assert all(c["mend"] for c in checks.values() if c["verdict"] != "ok")
+
+    monkeypatch.setattr(doctor_command, "WorkerProcess", NoWorker)
+    said = desk("doctor")
+    assert said.code == 1
+    assert "no worker for auto" in " ".join(said.out.split())
+
+
+def test_doctor_sees_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(doctor_command, "_device", lambda: iter(()))
+    said = Desk(tmp_path / "file", capsys)("doctor", "--json")
+    (check,) = [c for c in json.loads(said.out)["checks"] if c["what"] == "output folder"]
+    assert (said.code, check["verdict"]) == (1, "broken")
+    assert "--out" in check["mend"]
