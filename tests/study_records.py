@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sample_records import record, times
+from sample_records import environment, record, times
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.registry import find_study
@@ -28,13 +28,17 @@ def benchmark_record(
     flops: float = 1e12,
     **changes: Any,
 ) -> Record:
-    """One mode of one training step; times in milliseconds."""
+    """One mode of one training step; the host issues it in that share of its milliseconds."""
     study = find_study("benchmark")
     flags = study.flags(size=(size,), context=(context,), dtype=(dtype,), mode=(mode,))
     (case,) = study.cases(flags)
-    series = [times("step", step), times("step", step, "host")]
-    series += [times(name, value) for name, value in (phases or {}).items()]
-    series.append(times("issue", step * issue_share, "host"))
+    named = {"step": step} | (phases or {})
+    series = [times(name, value, "host") for name, value in named.items()]
+    if changes.get("environment", environment()).device_kind == "cuda":
+        on_host = {name: value * issue_share for name, value in (phases or {}).items()}
+        series = [times(name, value) for name, value in named.items()]
+        series += [times(name, value, "host") for name, value in on_host.items()]
+        series += [times("step", step, "host"), times("issue", step * issue_share, "host")]
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="benchmark",
