@@ -1,0 +1,274 @@
+"""Requests that cannot be meant and places that do not work: one line, no traceback, no loss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from command_line import CommandLine
+from media import MountTmpfs, make_read_only, unprivileged
+from prepared_store import Desk, Said, fill, one_line, run_of
+from stepscope.records.jsonl import write_records
+from stepscope.records.store import Store
+
+READERS = (("show",), ("report",), ("export",), ("compare", "latest", "latest"), ("list", "runs"))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
+    made = Desk(tmp_path / "out", capsys)
+    fill(made.store, {"base": run_of("base")})
+    return made
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> CommandLine:
+    made = CommandLine(tmp_path)
+    made.know_ceilings()
+    return made
+
+
+def ended(done: subprocess.CompletedProcess[str]) -> Said:
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--size", "smal"], ["size 'smal'", "small"]),
+        (["--heads", "7"], ["heads 7", "d_model 768", "divides"]),
+        (["--context", "0"], ["context is 0", "at least 1"]),
+        (["--context", "128", "-4"], ["context is -4"]),
+        (["--batch", "0"], ["batch is 0"]),
+        (["--dtype", "bfloat17"], ["'bfloat17'", "bfloat16"]),
+        (["--attention", "flush"], ["attention 'flush'", "reference"]),
+        (["--steps", "0"], ["steps is 0"]),
+        (["--warmup", "-1"], ["warmup is -1"]),
+        (["--timeout", "0"], ["timeout is 0"]),
+        (["--retry"], ["--resume"]),
+        (["--size"], ["no case to measure"]),
+    ],
+    ids=lambda words: " ".join(words) if words and words[0].startswith("--") else "",
+)
+def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[str]) -> None:
+    one_line(desk("run", "benchmark", *words), 2, *parts)
+    with Store(desk.store) as store:
+        assert [run.id for run in store.runs()] == ["base"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["rum"], ["command 'rum'", "perhaps you meant run"]),
+        (["run", "benchmrk"], ["study 'benchmrk'", "perhaps you meant benchmark"]),
+        (["run", "--preset", "quik"], ["preset 'quik'", "perhaps you meant quick"]),
+        (["show", "nothing"], ["no run", "'nothing'", "base"]),
+        (["show", "latest~5"], ["latest~5"]),
+        (["show", "--study", "profil"], ["'profil'"]),
+        (["export", "--format", "csv", "--table", "bench"], ["table 'bench'", "benchmark-times"]),
+        (["compare", "base", "nothing"], ["'nothing'"]),
+    ],
+    ids=lambda words: " ".join(words) if len(words) > 1 and "'" not in words[0] else "",
+)
+def test_names_that_do_not_exist(desk: Desk, words: list[str], parts: list[str]) -> None:
+    one_line(desk(*words), 2, *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["run", "benchmark", "--contxt", "128"], "--context"),
+        (["run", "--preet", "quick"], "--preset"),
+        (["show", "--stdy", "warmup"], "--study"),
+        (["compare", "a", "b", "--fail-abov", "3%"], "--fail-above"),
+    ],
+)
+def test_an_unknown_flag_is_told_the_near_one(desk: Desk, words: list[str], near: str) -> None:
+    said = desk(*words)
+    assert (said.code, said.out) == (2, "")
+    assert "Perhaps you meant" in said.err
+    assert near in said.err
+
+
+def test_a_value_of_the_wrong_kind_names_its_field(desk: Desk) -> None:
+    said = desk("run", "benchmark", "--context", "long")
+    assert (said.code, said.out) == (2, "")
+    assert "--context" in said.err
+    assert "long" in said.err
+
+
+def test_a_format_that_the_device_lacks(cli: CommandLine) -> None:
+    said = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
+    one_line(said, 2, "TF32", "use float32")
+    assert cli.left_behind() == []
+    assert cli.records() == ()
+
+
+@pytest.mark.parametrize("command", READERS, ids=lambda words: words[0])
+def test_no_store_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    one_line(Desk(tmp_path / "none", capsys)(*command), 2, "no record store", "stepscope run")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_without_records_says_how_to_go_on(desk: Desk) -> None:
+    fill(desk.store, {"empty": []})
+    for command in READERS[:4]:
+        one_line(desk(*command), 1, "run empty has no records yet", "stepscope run --preset empty")
+
+
+def test_a_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
+    for name, content in (("empty.jsonl", ""), ("text.jsonl", "not a record\n")):
+        (tmp_path / name).write_text(content)
+        one_line(desk("export", str(tmp_path / name)), 1, name)
+    one_line(desk("show", str(tmp_path / "absent.jsonl")), 1, "absent.jsonl")
+
+
+def not_a_database(path: Path) -> None:
+    path.write_text("These are my notes, not a database.\n")
+
+
+def cut_within_a_page(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1000)
+
+
+def cut_after_a_page(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def another_programs(path: Path) -> None:
+    import sqlite3
+
+    path.unlink()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE notes (text)")
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "spoil", [not_a_database, cut_within_a_page, cut_after_a_page, another_programs]
+)
+def test_a_store_that_is_none(desk: Desk, spoil: Callable[[Path], None]) -> None:
+    spoil(desk.store)
+    before = desk.store.read_bytes()
+    file = desk.out / "more.jsonl"
+    write_records(run_of("more"), file)
+    for command in (*READERS, ("import", str(file)), ("run", "benchmark", "--size", "tiny")):
+        one_line(desk(*command), 1, "records.db")
+        assert desk.store.read_bytes() == before, command
+
+
+def test_a_file_where_the_folder_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    records = tmp_path / "more.jsonl"
+    write_records(run_of("more"), records)
+    desk = Desk(tmp_path / "file", capsys)
+    for command in (("run", "benchmark", "--size", "tiny"), ("import", str(records))):
+        one_line(desk(*command), 1, str(tmp_path / "file"))
+    for command in (("report", str(records)), ("export", str(records))):
+        one_line(desk(*command), 1, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_read_only_folder_can_be_shown_but_not_added_to(
+    public: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk = Desk(public, capsys)
+    fill(desk.store, {"base": run_of("base")})
+    records = public / "more.jsonl"
+    write_records(run_of("more"), records)
+    assert desk("report").code == 0
+    before = {path.name: path.read_bytes() for path in public.iterdir()}
+    make_read_only(public)
+    with unprivileged():
+        assert desk("show").code == 0
+        assert desk("compare", "base", "base").code == 0
+        one_line(desk("import", str(records)), 1, str(public))
+        one_line(desk("report"), 1, "cannot write", "report.html")
+        one_line(desk("run", "benchmark", "--size", "tiny"), 1, "records.db")
+    assert {path.name: path.read_bytes() for path in public.iterdir()} == before
+
+
+def test_a_folder_that_may_not_be_entered(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    desk = Desk(public / "locked", capsys)
+    fill(desk.store, {"base": run_of("base")})
+    assert desk("show").code == 0
+    desk.out.chmod(0o000)
+    with unprivileged():
+        for command in READERS:
+            one_line(desk(*command), 1, "locked")
+    desk.out.chmod(0o700)
+
+
+def test_a_disk_that_fills_up_keeps_what_was_measured(
+    cli: CommandLine, mount_tmpfs: MountTmpfs
+) -> None:
+    cli.out = mount_tmpfs("size=512k")
+    cli.environment["STEPSCOPE_OUT"] = str(cli.out)
+    (cli.out / "ballast").write_bytes(bytes(400 << 10))
+    words = ("run", "planted", "--times", "60", "--device", "cpu", "--no-report", "--resume")
+    said = ended(cli(*words))
+    assert (said.code, said.out) == (1, "")
+    assert said.err.splitlines()[-1].startswith("stepscope: the disk of ")
+    assert "what was stored before is safe" in said.err
+    assert "Traceback" not in said.err
+    announced = said.err.count("] planted ok-")
+    first = cli.records()
+    assert len(first) == announced > 3
+    assert cli.left_behind() == []
+
+    (cli.out / "ballast").unlink()
+    subprocess.run(["mount", "-o", "remount,size=64m", str(cli.out)], check=True)
+    said = ended(cli(*words))
+    assert said.code == 0, said.err
+    assert cli.records()[: len(first)] == first
+    assert len(cli.records()) == 60
+
+
+def test_a_full_disk_keeps_the_report_that_is_there(
+    desk: Desk, mount_tmpfs: MountTmpfs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = mount_tmpfs("size=128k")
+    records = desk.out / "base.jsonl"
+    write_records(run_of("base"), records)
+    (disk / "report.html").write_text("the old page")
+    with pytest.raises(OSError, match="No space"):
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+    full = Desk(disk, capsys)
+    one_line(full("report", str(records)), 1, "cannot write", "No space left")
+    one_line(full("export", str(records), "--format", "markdown", "--to", str(disk / "t.md")), 1,
+             "cannot write")  # fmt: skip
+    one_line(full("export", str(records)), 1, "is full")
+    assert (disk / "report.html").read_text() == "the old page"
+    assert sorted(os.listdir(disk)) == ["ballast", "report.html"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written(cli: CommandLine) -> None:
+    for words in (("--help",), ("list", "presets")):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                cli.command(words), env=cli.environment, stdout=full,
+                stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        one_line(Said(done.returncode, "", done.stderr), 1, "No space left")
+
+
+@pytest.mark.skipif(shutil.which("sh") is None, reason="needs a shell")
+def test_a_reader_that_leaves_early_is_no_failure(cli: CommandLine) -> None:
+    for words in ("--help", "list sizes", "list sizes --json"):
+        python = " ".join(cli.command(()))
+        done = subprocess.run(
+            ["sh", "-c", f"({python} {words}; echo $? >&2) | true"],
+            env=cli.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        # rich leaves with 1 when it notices; what counts is that nobody complains.
+        assert done.stderr in ("0\n", "1\n"), words
