@@ -213,7 +213,7 @@ def test_a_disk_that_fills_up_keeps_what_was_measured(
 ) -> None:
     cli.out = mount_tmpfs("size=512k")
     cli.environment["STEPSCOPE_OUT"] = str(cli.out)
-    (cli.out / "ballast").write_bytes(bytes(400 << 10))
+    (cli.out / "ballast").write_bytes(bytes(340 << 10))
     words = ("run", "planted", "--times", "60", "--device", "cpu", "--no-report", "--resume")
     said = ended(cli(*words))
     assert (said.code, said.out) == (1, "")

@@ -1,0 +1,149 @@
+"""`stepscope run` for real: its lines, its exit codes, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from command_line import CommandLine
+from stepscope.records.jsonl import read_records
+
+ANNOUNCED = re.compile(r"\[\d+/\d+\] planted (\S+):")
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> CommandLine:
+    made = CommandLine(tmp_path)
+    made.know_ceilings()
+    return made
+
+
+def interrupt(
+    cli: CommandLine, words: list[str], how: signal.Signals, after: int
+) -> tuple[int, str]:
+    """Start a run and send the signal once so many cases are announced; exit code and lines."""
+    process = cli.start(*words)
+    assert process.stderr is not None
+    lines: list[str] = []
+    done = 0
+    for line in process.stderr:
+        lines.append(line)
+        done += bool(ANNOUNCED.match(line))
+        if done == after:
+            process.send_signal(how)
+            done = -(10**6)
+    code = process.wait(timeout=60)
+    process.communicate()
+    return code, "".join(lines)
+
+
+def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> None:
+    done = cli("run", "planted", "--does", "ok", "raise", "skip", "--device", "cpu", "--json")
+    assert done.returncode == 1
+    assert done.stdout.count("\n") == 1
+    facts = json.loads(done.stdout)
+    assert facts["status"] == {"ok": 1, "error": 1, "skipped": 1}
+    assert facts["cases"] == 3
+    records = cli.records()
+    assert read_records(facts["records"]) == records
+    for page in (facts["report"], facts["markdown"]):
+        assert all(record.case in Path(page).read_text() for record in records)
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"run {facts['run']}: 3 cases, 0 done before"
+    assert lines[2] == "[2/3] planted raise-0: error: RuntimeError: planted"
+
+    again = cli("run", "planted", "--does", "ok", "raise", "skip", "--device", "cpu",
+                "--json", "--resume", "--retry", "--no-report")  # fmt: skip
+    assert json.loads(again.stdout)["run"] == facts["run"]
+    assert ANNOUNCED.findall(again.stderr) == ["raise-0"]
+    assert "report" not in json.loads(again.stdout)
+    attempts = cli.records(all_attempts=True)
+    assert attempts[:3] == records
+    assert [(r.case, r.attempt) for r in attempts[3:]] == [("raise-0", 2)]
+
+
+def test_a_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine) -> None:
+    done = cli("run", "benchmark", "--size", "tiny", "--context", "8", "--batch", "1",
+               "--steps", "3", "--min-seconds", "0", "--vocab", "9", "--device", "cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "One training step" in done.stdout
+    assert str(cli.out / "report.html") in done.stdout
+    assert {r.config["mode"] for r in cli.records()} == {
+        "forward", "forward-backward", "train-step",
+    }  # fmt: skip
+    assert all(r.config["overrides"] == {"vocab": 9} for r in cli.records())
+
+
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(cli: CommandLine) -> None:
+    words = ["run", "planted", "--times", "8", "--seconds", "0.1", "--device", "cpu", "--no-report"]
+    for how, before in ((signal.SIGINT, 0), (signal.SIGTERM, 2)):
+        code, said = interrupt(cli, words, how, after=2)
+        assert code == 130
+        assert "Traceback" not in said
+        announced = set(ANNOUNCED.findall(said))
+        kept = [record.case for record in cli.records()]
+        assert len(kept) == len(set(kept)) >= before + 2
+        assert announced <= set(kept)
+        assert re.search(rf"interrupted: {len(kept)} of 8 cases are kept in run", said)
+        assert cli.left_behind() == []
+        (command,) = re.findall(r"go on with: stepscope (.*)", said)
+        words = shlex.split(command)
+        assert words[-1] == "--resume"
+
+    first = cli.records(all_attempts=True)
+    done = cli(*words)
+    assert done.returncode == 0, done.stderr
+    assert not set(ANNOUNCED.findall(done.stderr)) & {record.case for record in first}
+    assert cli.records(all_attempts=True)[: len(first)] == first
+    assert sorted(r.case for r in cli.records()) == [f"ok-{n}" for n in range(8)]
+
+    nothing_left = cli(*words)
+    assert nothing_left.returncode == 0
+    assert ANNOUNCED.findall(nothing_left.stderr) == []
+    assert len(cli.records(all_attempts=True)) == 8
+
+
+def test_an_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> None:
+    words = ["run", "planted", "--does", "ok", "hang", "--device", "cpu", "--no-report"]
+    code, said = interrupt(cli, words, signal.SIGINT, after=1)
+    assert code == 130
+    assert "interrupted: 1 of 2 cases are kept" in said
+    assert cli.left_behind() == []
+
+
+def test_an_interrupt_before_the_first_case_leaves_nothing(cli: CommandLine) -> None:
+    process = cli.start("run", "planted", "--device", "cpu")
+    deadline = time.monotonic() + 60
+    while len(cli.processes()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert cli.left_behind() == []
+
+
+def test_two_runs_at_once_do_not_work_on_the_same_one(cli: CommandLine) -> None:
+    words = ("run", "planted", "--times", "2", "--does", "ok", "hang", "--device", "cpu",
+             "--no-report", "--resume")  # fmt: skip
+    first = cli.start(*words)
+    assert first.stderr is not None
+    try:
+        for line in first.stderr:
+            if ANNOUNCED.match(line):
+                break
+        second = cli(*words)
+        assert second.returncode == 1
+        assert f"process {first.pid} is working on run" in second.stderr
+        assert "Traceback" not in second.stderr
+    finally:
+        first.kill()
+        first.communicate()
+    assert cli.left_behind() == []
