@@ -67,6 +67,16 @@ def test_every_preset_has_cases_of_every_study_with_keys_of_their_own(
     assert len({(case.study, case.key) for case in cases}) == len(cases) > 0
 
 
+def test_a_case_that_two_parts_of_a_preset_share_is_there_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    once = preset_cases("quick", ON_CPU)
+    for study in all_studies().values():
+        share = study.presets(ON_CPU)["quick"]
+        monkeypatch.setattr(study, "presets", lambda _, share=share: {"quick": (*share, *share)})
+    assert preset_cases("quick", ON_CPU) == once
+
+
 def test_the_quick_preset_compiles_nothing_on_a_cpu_and_fits() -> None:
     for case in preset_cases("quick", ON_CPU):
         assert "compiler" not in case.needs
