@@ -21,11 +21,23 @@ from stepscope.studies.workload import TrainingStep, Workload
 WAITS_MS = {"first": 5.0, "second": 20.0, "third": 10.0}
 
 
-def busy_wait(ms: float) -> None:
-    """A wait that ends on time; `sleep` ends when the system likes."""
-    end = time.perf_counter() + ms / 1e3
-    while time.perf_counter() < end:
-        pass
+class Waits:
+    """Waits that know how long they really took: a busy machine may end them late."""
+
+    def __init__(self) -> None:
+        self.taken_ms: list[float] = []
+
+    def wait(self, ms: float) -> None:
+        start = time.perf_counter()
+        while time.perf_counter() < start + ms / 1e3:
+            pass
+        self.taken_ms.append((time.perf_counter() - start) * 1e3)
+
+    def step_ms(self) -> float:
+        """Median of whole steps."""
+        each = len(WAITS_MS)
+        steps = [self.taken_ms[i : i + each] for i in range(0, len(self.taken_ms), each)]
+        return statistics.median(map(sum, steps))
 
 
 def medians(timing: Timing, clock: str) -> dict[str, float]:
@@ -41,12 +53,13 @@ def sum_of_phases(timing: Timing, clock: str) -> float:
 
 
 def known_waits(device: Device) -> None:
-    phases = [Phase(name, lambda ms=ms: busy_wait(ms)) for name, ms in WAITS_MS.items()]
+    waits = Waits()
+    phases = [Phase(name, lambda ms=ms: waits.wait(ms)) for name, ms in WAITS_MS.items()]
     timing = time_step(phases, device, warmup=1, steps=20)
     held = medians(timing, "host")
-    truth = sum(WAITS_MS.values())
+    truth = waits.step_ms()
     parts = sum_of_phases(timing, "host")
-    print(f"known waits of {truth:g} ms on the host:")
+    print(f"known waits of {truth:.3f} ms on the host:")
     print(f"  whole {held['step']:.3f} ms ({held['step'] / truth - 1:+.2%})")
     print(f"  phases {parts:.3f} ms ({parts / truth - 1:+.2%})")
     if device.kind != "cuda":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from stepscope.analysis.lints import lint_record
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
@@ -160,7 +161,7 @@ def _ceilings_table(record: Record, name: str) -> Table:
 
 def _records_section(records: Sequence[Record]) -> Section:
     def row(record: Record) -> tuple[Cell, ...]:
-        lints = ", ".join(lint.code for lint in record.lints)
+        lints = ", ".join(lint.code for lint in lint_record(record))
         samples = len(record.series[0].values) if record.series else 0
         return (
             record.id, record.study, record.case, record.status, samples,

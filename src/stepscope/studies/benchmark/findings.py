@@ -15,6 +15,7 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
+from stepscope.analysis.lints import lint_record
 from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
@@ -210,7 +211,10 @@ def _doubts(rows: Sequence[Row]) -> Iterator[Finding]:
     """Lints, by code: a number that breaks a law of physics is not to be believed."""
     records = [record for row in rows for record in row.records]
     grouped = lint_group(records)
-    lints = [lint for record in records for lint in (*record.lints, *grouped.get(record.id, ()))]
+    # Judged anew: a record may be older than a lint.
+    lints = [
+        lint for record in records for lint in (*lint_record(record), *grouped.get(record.id, ()))
+    ]
     counted = Counter(lint.code for lint in lints)
     for code, times in counted.items():
         first = next(lint.message for lint in lints if lint.code == code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -111,6 +112,12 @@ def rows_of(records: Sequence[Record]) -> tuple[Row, ...]:
         others = [record for record in group if record.config["mode"] != _WHOLE]
         rows += [Row([*others, step]) for step in steps] or [Row(others)]
     return tuple(rows)
+
+
+def common_context(rows: Sequence[Row]) -> int:
+    """The context that most rows have, the longest of several."""
+    counted = Counter(row.workload.context for row in rows)
+    return max(counted, key=lambda context: (counted[context], context))
 
 
 def _summary(record: Record | None, name: str) -> Summary | None:

@@ -1,4 +1,4 @@
-"""Tables and figures of the benchmark study, from its records alone."""
+"""Tables of the benchmark study, from its records alone."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from collections.abc import Sequence
 from stepscope.analysis.limits import (
     achieved_flops,
     host_bound,
-    matrix_ceiling,
     mfu,
     step_ms,
     tokens_per_second,
 )
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Interval, Mark, Table
+from stepscope.report.blocks import Block, Cell, Column, Interval, Table
 from stepscope.report.format import percent
+from stepscope.studies.benchmark.figures import benchmark_figures
 from stepscope.studies.benchmark.findings import benchmark_findings
-from stepscope.studies.benchmark.rows import Row, identity, identity_cells, rows_of
+from stepscope.studies.benchmark.rows import (
+    Row,
+    common_context,
+    identity,
+    identity_cells,
+    rows_of,
+)
+
+_HEADLINE_ROWS = 12
+"""More than these are a table, not a headline: then one context stands for all."""
 
 
 def benchmark_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     rows = rows_of(records)
-    figures = (_time_figure(rows), _ceiling_figure(rows))
     return (
         *benchmark_findings(rows),
-        *(figure for figure in figures if figure is not None),
+        *benchmark_figures(rows),
         _times_table(rows),
         _throughput_table(rows),
     )
@@ -36,6 +44,9 @@ def headline_table(records: Sequence[Record]) -> Table | None:
     rows = [row for row in rows_of(records) if row.step_record]
     if not rows:
         return None
+    if len(rows) > _HEADLINE_ROWS:
+        context = common_context(rows)
+        rows = [row for row in rows if row.workload.context == context]
     columns, shared = identity(rows)
     cells = []
     for row in rows:
@@ -185,94 +196,3 @@ def _verdict(record: Record) -> str:
         return "steady"
     held = summarize(series.values)
     return f"no: ± {percent(held.std / held.mean)} over {held.count}"
-
-
-def _time_figure(rows: Sequence[Row]) -> Figure | None:
-    """Step time against context, a curve for each size and format."""
-    timed = [row for row in rows if row.step is not None]
-    contexts = {row.workload.context for row in timed}
-    if not timed:
-        return None
-    over_context = len(contexts) > 1
-    varying = (("size",) if over_context else ()) + _varying(timed)
-    groups: dict[str, list[Row]] = {}
-    for row in timed:
-        groups.setdefault(_label(row, varying), []).append(row)
-    curves = []
-    for label, members in groups.items():
-        members.sort(key=lambda r: r.workload.context if over_context else r.flops.step)
-        summaries = [row.step for row in members if row.step is not None]
-        curves.append(
-            Curve(
-                label=label,
-                x=tuple(
-                    float(row.workload.context) if over_context else row.flops.step / 1e9
-                    for row in members
-                ),
-                y=tuple(s.median for s in summaries),
-                low=tuple(s.q1 for s in summaries),
-                high=tuple(s.q3 for s in summaries),
-            )
-        )
-    return Figure(
-        name="benchmark-time",
-        title="A training step against the context" if over_context else "A training step",
-        kind="lines",
-        curves=tuple(curves),
-        x_label="context, tokens" if over_context else "model FLOPs per step, GFLOP",
-        y_label="step, ms",
-        x_log=True,
-        y_log=True,
-        caption="Median of the samples; bars span the middle half of them.",
-    )
-
-
-def _varying(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What tells the curves of a figure apart, besides size and context."""
-    names = ("dtype", "attention", "compile", "optimizer", "batch")
-    return tuple(n for n in names if len({getattr(row.workload, n) for row in rows}) > 1)
-
-
-def _label(row: Row, names: Sequence[str]) -> str:
-    return " ".join(str(getattr(row.workload, name)) for name in names) or "step"
-
-
-def _ceiling_figure(rows: Sequence[Row]) -> Figure | None:
-    """How much of the measured matrix rate each train step reaches, at the longest context."""
-    reached: dict[str, dict[str, float]] = {}
-    longest: dict[tuple[str, str], Row] = {}
-    varying = _varying(rows)
-    for row in rows:
-        key = (_label(row, varying), row.workload.size)
-        if row.step_record and (
-            key not in longest or row.workload.context > longest[key].workload.context
-        ):
-            longest[key] = row
-    for (label, _), row in longest.items():
-        record = row.step_record
-        assert record is not None
-        share = mfu(record)
-        if share is not None:
-            name = f"{row.workload.size}\nc{row.workload.context}"
-            reached.setdefault(label, {})[name] = 100 * share
-    if not reached:
-        return None
-    first = next(iter(longest.values())).step_record
-    assert first is not None
-    ceiling = matrix_ceiling(first)
-    label = "measured matrix rate" if len(reached) > 1 or ceiling is None else (
-        f"measured matrix rate in {ceiling.name.removeprefix('matmul.')}"
-    )  # fmt: skip
-    return Figure(
-        name="benchmark-ceiling",
-        title="How much of the machine's limit a training step reaches",
-        kind="bars",
-        curves=tuple(
-            Curve(label=label, x=tuple(bars), y=tuple(bars.values()))
-            for label, bars in reached.items()
-        ),
-        x_label="size and context",
-        y_label="MFU, % of the measured ceiling",
-        marks=(Mark(label=label, value=100.0),),
-        caption="Model FLOPs per second over the matrix rate that this machine was measured at.",
-    )
