@@ -29,7 +29,7 @@ class CommandLine:
             "STEPSCOPE_OUT": str(self.out),
             "STEPSCOPE_STUDIES": STUDIES,
             "XDG_CACHE_HOME": str(folder / "cache"),
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
             "PYTHONUNBUFFERED": "",
         }
 

@@ -192,11 +192,10 @@ def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
 
 
 PARENT = """
-import sys, time
 from stepscope.studies.process import WorkerProcess
 worker = WorkerProcess("cpu")
-print(worker._process.pid, flush=True)
-worker.measure("planted", {"does": "hang", "seconds": 0}, 600, lambda progress: None)
+hang = {"does": "hang", "seconds": 0}
+worker.measure("planted", hang, 600, lambda _: print(worker._process.pid, flush=True))
 """
 
 
