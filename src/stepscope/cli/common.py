@@ -68,6 +68,20 @@ def load_records(source: str, place: Place) -> tuple[Record, ...]:
     return records
 
 
+def load_meant(text: str, place: Place) -> tuple[Record, ...] | Record:
+    """The records of a run or a file; failing that, the one record whose id begins so."""
+    try:
+        return load_records(text, place)
+    except UsageError as no_run:
+        if not place.store.exists():
+            raise
+        with existing_store(place) as store:
+            try:
+                return store.find_record(text)
+            except UsageError:
+                raise no_run from None
+
+
 def existing_store(place: Place) -> Store:
     if not place.store.exists():
         raise UsageError(

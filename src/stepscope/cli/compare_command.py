@@ -11,7 +11,7 @@ import msgspec
 import tyro
 
 from stepscope.analysis.compare import Comparison, compare_records, compare_runs, exceeds
-from stepscope.cli.common import Place, existing_store, json_line, load_records, parse
+from stepscope.cli.common import Place, json_line, load_meant, parse
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Column, Interval, Table
@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
 
 
 def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
-    base, new = _side(options.base, options), _side(options.new, options)
+    base, new = load_meant(options.base, options), load_meant(options.new, options)
     if isinstance(base, Record) and isinstance(new, Record):
         return (compare_records(base, new, across=options.across),)
     if isinstance(base, Record) or isinstance(new, Record):
@@ -83,19 +83,6 @@ def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
             "see what they hold with `stepscope show`",
         )
     return found
-
-
-def _side(text: str, options: CompareOptions) -> Record | Sequence[Record]:
-    try:
-        return load_records(text, options)
-    except UsageError as no_run:
-        if not options.store.exists():
-            raise
-        with existing_store(options) as store:
-            try:
-                return store.find_record(text)
-            except UsageError:
-                raise no_run from None
 
 
 def _fraction(text: str) -> float:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from stepscope.cli.common import Place, existing_store, json_line, load_records, parse
+from stepscope.cli.common import Place, json_line, load_meant, parse
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 
@@ -29,32 +29,19 @@ def main(words: list[str]) -> int:
         "Print the findings and tables of a run, or one record whole.",
         ("stepscope show", "stepscope show latest~1 --study warmup", "stepscope show 3f2a9c"),
     )
-    records, single = _meant(options)
+    meant = load_meant(options.source, options)
+    records = (meant,) if isinstance(meant, Record) else meant
     if options.study is not None:
         records = tuple(record for record in records if record.study == options.study)
         if not records:
             raise UsageError(f"study {options.study!r} has no records in {options.source}")
     if options.json:
         print(json_line(msgspec.to_builtins(records)))
-    elif single:
-        print(msgspec.json.format(msgspec.json.encode(records[0]), indent=2).decode())
+    elif isinstance(meant, Record):
+        print(msgspec.json.format(msgspec.json.encode(meant), indent=2).decode())
     else:
         from stepscope.report.terminal import print_sections
         from stepscope.studies.page import study_sections
 
         print_sections(study_sections(records))
     return 0
-
-
-def _meant(options: ShowOptions) -> tuple[tuple[Record, ...], bool]:
-    """The records of a run or a file; failing that, one record by its id."""
-    try:
-        return load_records(options.source, options), False
-    except UsageError as no_run:
-        if not options.store.exists():
-            raise
-        with existing_store(options) as store:
-            try:
-                return (store.find_record(options.source),), True
-            except UsageError:
-                raise no_run from None

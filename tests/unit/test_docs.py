@@ -1,0 +1,59 @@
+"""What the documents say is so: generated pages, links, examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.cli import COMMANDS
+from stepscope.studies.registry import all_studies
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_generated_page_is_what_the_records_give() -> None:
+    check = subprocess.run(
+        [sys.executable, "scripts/make_docs.py", "--check"], cwd=ROOT, capture_output=True
+    )
+    assert check.returncode == 0, check.stdout.decode() + check.stderr.decode()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_names_real_commands_and_studies() -> None:
+    for block in code_blocks("sh"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["stepscope"]:
+                assert words[1] in COMMANDS, line
+                if words[1] == "run" and not words[2].startswith("-"):
+                    assert words[2] in all_studies(), line
+            elif words[:1] == ["make"]:
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
+
+
+def test_the_library_examples_run() -> None:
+    script = "\n".join(code_blocks("python")[:2])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "product host ms" in done.stdout
+
+
+def test_every_benchmark_and_script_is_described() -> None:
+    for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        assert path.read_text().startswith('"""'), path.name
