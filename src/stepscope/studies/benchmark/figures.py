@@ -26,7 +26,13 @@ def benchmark_figures(rows: Sequence[Row]) -> Iterator[Figure]:
         if len({row.workload.context for row in members}) > 1:
             yield _time_against_context(place, label, members)
     if timed:
-        yield from _share_of_the_limit(variants)
+        context = common_context(timed)
+        at_context = {
+            label: [row for row in members if row.workload.context == context]
+            for label, members in variants.items()
+        }
+        yield _time_against_size(at_context, context)
+        yield from _share_of_the_limit(at_context, context)
 
 
 def _label(row: Row, names: Sequence[str]) -> str:
@@ -48,7 +54,10 @@ def _time_against_context(place: int, label: str, rows: Sequence[Row]) -> Figure
         name=f"benchmark-time{suffix}",
         title="A training step against the context" + ("" if label == "eager" else f", {label}"),
         kind="lines",
-        curves=tuple(_curve(size, members) for size, members in curves.items()),
+        curves=tuple(
+            _curve(size, members, tuple(float(row.workload.context) for row in members))
+            for size, members in curves.items()
+        ),
         x_label="context, tokens",
         y_label="step, ms",
         x_log=True,
@@ -57,25 +66,41 @@ def _time_against_context(place: int, label: str, rows: Sequence[Row]) -> Figure
     )
 
 
-def _curve(label: str, rows: Sequence[Row]) -> Curve:
+def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
+    """At one context, so that the bars compare: the one that most rows have."""
+    return Figure(
+        name="benchmark-size",
+        title="A training step against the size",
+        kind="bars",
+        curves=tuple(
+            _curve(label, rows, tuple(row.workload.size for row in rows))
+            for label, rows in variants.items()
+            if rows
+        ),
+        x_label=f"size, at context {context}",
+        y_label="step, ms",
+        y_log=True,
+        caption="Median of the samples; thin bars span the middle half of them.",
+    )
+
+
+def _curve(label: str, rows: Sequence[Row], x: tuple[str, ...] | tuple[float, ...]) -> Curve:
     summaries = [row.step for row in rows if row.step is not None]
     return Curve(
         label=label,
-        x=tuple(float(row.workload.context) for row in rows),
+        x=x,
         y=tuple(summary.median for summary in summaries),
         low=tuple(summary.q1 for summary in summaries),
         high=tuple(summary.q3 for summary in summaries),
     )
 
 
-def _share_of_the_limit(variants: dict[str, list[Row]]) -> Iterator[Figure]:
-    """At one context, so that the bars compare: the one that most rows have."""
-    context = common_context([row for rows in variants.values() for row in rows])
+def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterator[Figure]:
     bars: dict[str, dict[str, float]] = {}
     for label, rows in variants.items():
         for row in rows:
             share = mfu(row.step_record) if row.step_record else None
-            if row.workload.context == context and share is not None:
+            if share is not None:
                 bars.setdefault(label, {})[row.workload.size] = 100 * share
     if not bars:
         return
