@@ -122,7 +122,7 @@ class Round:
 def kill_runs(folder: Path, kills: int, seed: int, *, cases: int = 60, per_round: int = 5) -> Tally:
     """As many kills as asked for, in rounds of a few."""
     tally, chance = Tally(), random.Random(seed)
-    longest_s = startup_seconds(folder / "startup") * 1.8
+    longest_s = startup_seconds(folder / "startup") * 2.2
     while tally.kills < kills:
         wanted = min(per_round, kills - tally.kills)
         Round(folder / f"round-{tally.rounds}", chance, tally, cases=cases).play(wanted, longest_s)
