@@ -198,10 +198,11 @@ def _failures(rows: Sequence[Row]) -> Iterator[Finding]:
             for row, record in failed
             if record.status == status
         ]
-        what = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
+        what = {"oom": "ran out of memory", "skipped": "skipped", "timeout": "timed out"}
+        noun = "case" if len(names) == 1 else "cases"
         first = next(record.reason for _, record in failed if record.status == status)
         yield Finding(
-            text=f"{len(names)} cases {what.get(status, 'failed')}: {_some(names)}."
+            text=f"{len(names)} {noun} {what.get(status, 'failed')}: {_some(names)}."
             f" The first said: {first}",
             tone="warn",
         )
