@@ -1,0 +1,128 @@
+"""Compile the attention kernels for a GPU that is not here, and say what each tile would take.
+
+    python scripts/screen_tiles.py --head 64 128 --dtype bf16
+    python scripts/screen_tiles.py --head 128 --m 64 128 --n 64 128 --warps 4 8 --stages 2 3
+
+Registers, spills and shared memory come from the compiled program itself, so tiles that spill or do
+not fit are dropped before they cost time on a GPU. wgmma counts the matrix instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stepscope.attention.tiles import Tile, block_d, tiles
+from stepscope.attention.triton_backward import key_value_kernel, query_kernel
+from stepscope.attention.triton_forward import forward_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT = 227 << 10
+KERNELS = {"forward": forward_kernel, "key_value": key_value_kernel, "query": query_kernel}
+TENSORS = {"q": "m", "k": "n", "v": "n", "grad": "m"}
+
+
+class Card(NamedTuple):
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+
+
+def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool) -> Card:
+    kernel = KERNELS[kind]
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": block_d(head), "CAUSAL": causal,
+        "GROUP": tile.group, "TMA": tma, "PRECISION": "tf32" if dtype != "fp32" else "ieee",
+    }  # fmt: skip
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in TENSORS and tma:
+            rows = getattr(tile, TENSORS[name])
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {block_d(head)}]>"
+        elif name in (*TENSORS, "o", "dq", "dk", "dv"):
+            signature[name] = f"*{dtype}"
+        elif name in ("lse", "delta"):
+            signature[name] = "*fp32"
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+    # Tensors and strides of a training step are multiples of 16.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or "stride" in name or (name == "D" and head % 16 == 0)
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    made = triton.compile(source, target=HOPPER, options=options)
+    return Card(
+        *_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"].count("wgmma.mma")
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    held = dict(re.findall(r"(\w+):(\d+)", said))
+    return int(held.get("REG", 0)), int(held.get("LOCAL", 0)) + int(held.get("STACK", 0))
+
+
+def choices(asked: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
+    width = 4 if asked.dtype == "fp32" else 2
+    best = tiles(kind, head, width, (9, 0))[0]
+    fields = ("m", "n", "warps", "stages")
+    given = [getattr(asked, field) or [getattr(best, field)] for field in fields]
+    for m, n, warps, stages in itertools.product(*given):
+        yield Tile(m, n, warps, stages, best.group)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--no-tma", action="store_true", help="plain pointers")
+    parser.add_argument("--full", action="store_true", help="without a causal mask")
+    for field in ("m", "n", "warps", "stages"):
+        parser.add_argument(f"--{field}", type=int, nargs="+", default=[])
+    asked = parser.parse_args()
+    print("kernel     head  tile      warps stages  registers spills shared KiB  wgmma")
+    for head in asked.head:
+        for kind in asked.kernel:
+            for tile in choices(asked, kind, head):
+                shape = f"{tile.m:>3}×{tile.n:<5}"
+                how = f"{kind:<10} {head:>4}  {shape} {tile.warps:>4} {tile.stages:>6}"
+                try:
+                    card = compile_tile(
+                        kind, tile, head, asked.dtype, causal=not asked.full, tma=not asked.no_tma
+                    )
+                except Exception as error:
+                    print(f"{how}  does not compile: {str(error).splitlines()[0][:90]}")
+                    continue
+                fits = "" if card.shared <= SHARED_LIMIT else "  too large"
+                print(
+                    f"{how} {card.registers:>10} {card.spills:>6} {card.shared / 1024:>10.1f}"
+                    f" {card.wgmma:>6}{fits}"
+                )
+
+
+if __name__ == "__main__":
+    main()
