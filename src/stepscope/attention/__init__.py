@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stepscope.attention.api import attention
+from stepscope.attention.api import Explanation, attention, explain
 from stepscope.attention.registry import (
     IMPLEMENTATION_NAMES,
     IMPLEMENTATIONS,
@@ -15,21 +16,29 @@ from stepscope.attention.registry import (
 
 if TYPE_CHECKING:
     from stepscope.attention.reference import reference_attention
+    from stepscope.attention.tiled import FlashAttentionTorch
 
 __all__ = [
     "IMPLEMENTATIONS",
     "IMPLEMENTATION_NAMES",
     "AttentionFunction",
+    "Explanation",
+    "FlashAttentionTorch",
     "Implementation",
     "attention",
+    "explain",
     "implementation",
     "reference_attention",
 ]
 
+# These need torch, so they are imported when someone asks for them.
+_MODULES = {
+    "FlashAttentionTorch": "tiled",
+    "reference_attention": "reference",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "reference_attention":
-        from stepscope.attention.reference import reference_attention
-
-        return reference_attention
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

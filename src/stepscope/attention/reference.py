@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from stepscope.attention.inputs import default_scale, heads_per_key_head
+from stepscope.attention.masking import Sight
 
 
 def reference_attention(
-    q: Tensor,  # (..., seq_q, d)
-    k: Tensor,  # (..., seq_k, d)
-    v: Tensor,  # (..., seq_k, d_v)
+    q: Tensor,  # (..., heads, seq_q, d)
+    k: Tensor,  # (..., key heads, seq_k, d)
+    v: Tensor,  # (..., key heads, seq_k, d_v)
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    causal_align: str | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale) v, with every intermediate in memory. The scale is 1/√d by default."""
-    scores = q @ k.transpose(-2, -1) * (_default_scale(q) if scale is None else scale)
-    if is_causal:
-        require_equal_lengths(q, k)
-        scores = scores.masked_fill(_later_keys(scores), float("-inf"))
-    return torch.softmax(scores, dim=-1) @ v
+    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    # A softmax over nothing would be NaN, and so would be its gradient.
+    seeing = q[..., sight.blind_rows :, :]
+    group = heads_per_key_head(q, k)
+    if group > 1:
+        seeing = torch.unflatten(seeing, -3, (-1, group)).flatten(-3, -2)
+    scores = seeing @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
+    if group > 1:
+        scores = torch.unflatten(scores, -2, (group, -1))
+    if sight.offset is not None:
+        scores = scores.masked_fill(_later_keys(scores, max(0, sight.offset)), float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    if group > 1:
+        out = torch.unflatten(weights.flatten(-3, -2) @ v, -2, (group, -1)).flatten(-4, -3)
+    else:
+        out = weights @ v
+    return functional.pad(out, (0, 0, sight.blind_rows, 0)) if sight.blind_rows else out
 
 
-def require_equal_lengths(q: Tensor, k: Tensor) -> None:
-    """A causal mask has one meaning only where queries and keys are as many."""
-    if q.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"causal attention of {q.shape[-2]} queries over {k.shape[-2]} keys is ambiguous: "
-            "the mask could align the first or the last ones; give equal lengths"
-        )
-
-
-def _default_scale(q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1])
-
-
-def _later_keys(scores: Tensor) -> Tensor:
+def _later_keys(scores: Tensor, offset: int) -> Tensor:
     """True where the key comes after the query: above the diagonal."""
-    square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    return square.triu(diagonal=1)
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return everything.triu(diagonal=1 + offset)

@@ -1,0 +1,76 @@
+"""FlexAttention, torch's compiler-made attention, with a causal block mask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from stepscope.attention.compiled import compile_by_shape, missing_compiler
+from stepscope.attention.inputs import as_four_dims, heads_per_key_head
+from stepscope.attention.masking import Sight
+
+_SMALLEST_HEAD = 16
+
+
+def flex_attention_by_mask(
+    q: Tensor,  # (..., heads, seq_q, d)
+    k: Tensor,  # (..., key heads, seq_k, d)
+    v: Tensor,  # (..., key heads, seq_k, d_v)
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_align: str | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale) v by `flex_attention`, compiled anew for each shape that it meets."""
+    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    seeing = as_four_dims(q[..., sight.blind_rows :, :])
+    out = _compiled_flex()(
+        seeing,
+        as_four_dims(k),
+        as_four_dims(v),
+        block_mask=_block_mask(seeing.shape[-2], k.shape[-2], sight.offset, str(q.device)),
+        scale=scale,
+        enable_gqa=heads_per_key_head(q, k) > 1,
+    )
+    out = functional.pad(out, (0, 0, sight.blind_rows, 0)) if sight.blind_rows else out
+    return out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def refuses(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
+) -> str | None:
+    del is_causal, scale, causal_align
+    learning = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
+    if q.device.type == "cpu" and learning:
+        return f"FlexAttention has no backward on the CPU, and {learning[0]} requires a gradient"
+    if q.dtype == torch.float64:
+        return "FlexAttention has no kernel for float64"
+    smallest = min(q.shape[-1], v.shape[-1])
+    if smallest < _SMALLEST_HEAD:
+        return f"FlexAttention needs a head dimension of {_SMALLEST_HEAD}, not {smallest}"
+    if 0 in (q.numel(), k.numel()):
+        return f"FlexAttention takes no empty input: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+    return missing_compiler(q.device.type)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return compile_by_shape(flex_attention)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_mask(seq_q: int, seq_k: int, offset: int | None, device: str) -> BlockMask | None:
+    if offset is None:
+        return None
+    ahead = max(0, offset)
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        del batch, head
+        return key <= row + ahead
+
+    return create_block_mask(sees, None, None, seq_q, seq_k, device=device)

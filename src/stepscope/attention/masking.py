@@ -1,0 +1,66 @@
+"""Which keys a query sees. Loads without torch; numbers only.
+
+Query `i` sees key `j` where `j <= i + offset`: the offset is 0 where the first query goes with the
+first key (top-left), and `seq_k - seq_q` where the last goes with the last (bottom-right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TOP_LEFT = "top-left"
+BOTTOM_RIGHT = "bottom-right"
+ALIGNMENTS = (TOP_LEFT, BOTTOM_RIGHT)
+
+
+def causal_offset(seq_q: int, seq_k: int, causal_align: str | None) -> int:
+    """The offset of the last key that a query sees from the query's own position."""
+    if causal_align is not None and causal_align not in ALIGNMENTS:
+        raise ValueError(f"causal_align={causal_align!r} is neither {' nor '.join(ALIGNMENTS)}")
+    if seq_q == seq_k or causal_align == TOP_LEFT:
+        return 0
+    if causal_align == BOTTOM_RIGHT:
+        return seq_k - seq_q
+    raise ValueError(
+        f"causal attention of {seq_q} queries over {seq_k} keys is ambiguous: "
+        f"give causal_align={TOP_LEFT!r} (the first query sees the first key) "
+        f"or {BOTTOM_RIGHT!r} (the last query sees the last key)"
+    )
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the queries of one attention see."""
+
+    seq_q: int
+    seq_k: int
+    offset: int | None
+    """None: every query sees every key."""
+
+    @classmethod
+    def of(cls, seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None) -> Sight:
+        return cls(seq_q, seq_k, causal_offset(seq_q, seq_k, causal_align) if is_causal else None)
+
+    @property
+    def blind_rows(self) -> int:
+        """Leading queries that see no key; every later one sees the first key at least."""
+        if self.seq_k == 0:
+            return self.seq_q
+        return 0 if self.offset is None else max(0, -self.offset)
+
+    def row_tiles(self, size: int) -> Iterator[slice]:
+        """The queries that see something."""
+        return _tiles(self.blind_rows, self.seq_q, size)
+
+    def key_tiles(self, rows: slice, size: int) -> Iterator[tuple[slice, bool]]:
+        """The keys that some of these rows see, and whether some of the rows do not see some."""
+        if self.offset is None:
+            yield from ((keys, False) for keys in _tiles(0, self.seq_k, size))
+            return
+        for keys in _tiles(0, min(self.seq_k, rows.stop + self.offset), size):
+            yield keys, keys.stop - 1 > rows.start + self.offset
+
+
+def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
