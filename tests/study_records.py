@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sample_records import environment, record, times
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.studies.attention_workload import AttentionWorkload
 from stepscope.studies.registry import find_study
 
 
@@ -68,5 +71,38 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         case=case.key,
         config=case.config,
         **{"series": () if failed else series, "ceilings": (matrix_ceiling("float32", 50e12),)}
+        | changes,
+    )
+
+
+def attention_record(
+    mode: str = "forward",
+    *,
+    seq: int = 1024,
+    head: int = 64,
+    step: float = 10.0,
+    attention: str = "reference",
+    saved: float | None = None,
+    **changes: Any,
+) -> Record:
+    """One pass of one attention that took that long and left `saved` bytes in use."""
+    study = find_study("attention")
+    flags = study.flags(seq=(seq,), head=(head,), attention=(attention,))
+    (case,) = (c for c in study.cases(flags) if c.config["mode"] == mode)
+    workload = msgspec.convert(case.config, AttentionWorkload)
+    quantities = workload.quantities()
+    if saved is not None:
+        quantities["saved_bytes"] = Quantity(value=saved, unit="B")
+    failed = changes.get("status", "ok") != "ok"
+    series = (times("step", step), times("step", step, "host"), times("issue", step / 4, "host"))
+    return record(
+        study="attention",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else series,
+            "quantities": {} if failed else quantities,
+            "ceilings": (matrix_ceiling("float32", 50e12),),
+        }
         | changes,
     )

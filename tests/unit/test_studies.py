@@ -13,7 +13,7 @@ from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page
 from stepscope.studies.presets import PRESETS, preset_cases
 from stepscope.studies.registry import all_studies, find_study
-from study_records import benchmark_record, warmup_record
+from study_records import attention_record, benchmark_record, warmup_record
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 ON_GPU = environment()
@@ -43,6 +43,18 @@ def mixed_records() -> dict[str, list[Record]]:
     half_lost = benchmark_record(size="tiny", status="oom", reason=FAILURES["oom"])
     return {
         "benchmark": [*sound, *lost, half, half_lost],
+        "attention": [
+            *(
+                attention_record(mode, seq=seq, head=head, step=seq / 10)
+                for mode in ("forward", "backward")
+                for seq in (256, 1024, 4096)
+                for head in (16, 64)
+            ),
+            *(
+                attention_record(seq=16384, head=head, status=status, reason=FAILURES[status])
+                for head, status in zip((16, 32, 64, 128), FAILURES, strict=True)
+            ),
+        ],
         "warmup": [
             *(warmup_record(COLD, warmup) for warmup in (0, 1, 2)),
             *(
@@ -80,7 +92,8 @@ def test_a_case_that_two_parts_of_a_preset_share_is_there_once(
 def test_the_quick_preset_compiles_nothing_on_a_cpu_and_fits() -> None:
     for case in preset_cases("quick", ON_CPU):
         assert "compiler" not in case.needs
-        assert case.config["size"] in ("tiny", "mini", "midi")
+        assert case.config.get("size", "tiny") in ("tiny", "mini", "midi")
+        assert case.config.get("seq", 0) <= 512
 
 
 def test_a_preset_or_study_that_does_not_exist_is_refused() -> None:
@@ -123,7 +136,11 @@ class TestViews:
         assert not [b for b in find_study(study).view(records) if isinstance(b, Figure)]
 
     def test_on_a_cpu_without_ceilings(self, study: str) -> None:
-        make = {"benchmark": benchmark_record, "warmup": lambda **how: warmup_record(COLD, **how)}
+        make = {
+            "benchmark": benchmark_record,
+            "warmup": lambda **how: warmup_record(COLD, **how),
+            "attention": attention_record,
+        }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
 
@@ -136,4 +153,4 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
-    assert names == ["benchmark", "warmup", "machine", "records"]
+    assert names == ["benchmark", "warmup", "attention", "machine", "records"]

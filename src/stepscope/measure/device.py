@@ -60,6 +60,10 @@ class Device(ABC):
     def peak_bytes(self) -> int | None:
         """Most memory held since `reset_peak`; None where the system does not tell."""
 
+    def held_bytes(self) -> int | None:
+        """Memory in use now; None where the system does not count tensors."""
+        return None
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything that was issued is done."""
@@ -167,6 +171,9 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def held_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self.torch_device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -68,7 +68,12 @@ class Ratio(Part, frozen=True):
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    return _summarize(tuple(values))
+    try:
+        return _summarize(tuple(values))
+    except TypeError:
+        # What cannot be a key of the cache is no list of numbers; the check says so.
+        _ordered(values)
+        raise
 
 
 @lru_cache(maxsize=65_536)

@@ -1,0 +1,146 @@
+"""Attention alone, as several studies measure it: its cases and how to build one.
+
+Loads without torch; `AttentionStep` imports it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from stepscope.attention import cost
+from stepscope.attention.cost import AttentionShape
+from stepscope.attention.registry import implementation
+from stepscope.errors import UsageError
+from stepscope.model.config import PRECISIONS, precision
+from stepscope.records.schema import Quantity
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+
+AttentionMode = Literal["forward", "backward", "both"]
+MODES: tuple[AttentionMode, ...] = ("forward", "backward", "both")
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention, fully named: (batch, heads, seq, head) in one number format."""
+
+    attention: str
+    batch: int
+    heads: int
+    seq: int
+    head: int
+    dtype: str
+    causal: bool
+    mode: AttentionMode
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "seq", "head"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        implementation(self.attention)
+        if precision(self.dtype).name not in _ELEMENT_BYTES:
+            known = ", ".join(name for name in PRECISIONS if name in _ELEMENT_BYTES)
+            raise UsageError(f"dtype {self.dtype!r} is not one of tensors", f"one of: {known}")
+
+    @property
+    def key(self) -> str:
+        shape = f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}"
+        mask = "causal" if self.causal else "full"
+        return f"{self.attention}_{shape}_{self.dtype}_{mask}_{self.mode}"
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            batch=self.batch, heads=self.heads, seq_q=self.seq, seq_k=self.seq, d_head=self.head
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return _ELEMENT_BYTES[self.dtype]
+
+    def flops(self) -> int:
+        """As the field counts a kernel: a causal mask halves, the backward is 2.5 forwards."""
+        forward = cost.forward_flops(self.shape, causal=self.causal)
+        backward = cost.kernel_backward_flops(self.shape, causal=self.causal)
+        return {"forward": forward, "backward": backward, "both": forward + backward}[self.mode]
+
+    def predicted_saved_bytes(self) -> int:
+        """What a forward leaves in memory for its backward, the output included.
+
+        The inputs are there before; a flash form keeps its output and a number for each row.
+        """
+        saved = cost.output_bytes(self.shape, self.element_bytes)
+        if implementation(self.attention).saves_scores:
+            saved += cost.probability_bytes(self.shape, self.element_bytes)
+            return saved + cost.mask_bytes(self.shape, causal=self.causal)
+        return saved + cost.log_sum_exp_bytes(self.shape)
+
+    def quantities(self) -> dict[str, Quantity]:
+        return {
+            "flops": Quantity(value=self.flops(), unit="FLOP"),
+            "tokens": Quantity(value=self.batch * self.seq, unit="tokens"),
+            "predicted_saved_bytes": Quantity(value=self.predicted_saved_bytes(), unit="B"),
+        }
+
+
+class AttentionStep:
+    """Inputs on the device and the call as phases, ready for a timer."""
+
+    def __init__(self, workload: AttentionWorkload, device: Device) -> None:
+        import torch
+
+        self.workload = workload
+        self._device = device
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest")
+        shape = (workload.batch, workload.heads, workload.seq, workload.head)
+        dtype = getattr(torch, workload.dtype)
+
+        def draw() -> torch.Tensor:
+            return torch.randn(shape, device=device.torch_device, dtype=dtype)
+
+        self.q, self.k, self.v = (draw().requires_grad_() for _ in range(3))
+        # A gradient of its own: that of a sum would be an expanded scalar, which no training has.
+        self.grad = draw()
+        self._function = implementation(workload.attention).function
+        self._out: torch.Tensor | None = None
+        self._gradients: tuple[torch.Tensor, ...] = ()
+
+    def phases(self) -> tuple[Phase, ...]:
+        from stepscope.measure.timer import Phase
+
+        forward, backward = Phase("forward", self._forward), Phase("backward", self._backward)
+        return {"forward": (forward,), "backward": (backward,), "both": (forward, backward)}[
+            self.workload.mode
+        ]
+
+    def reset(self) -> None:
+        """Outside of any sample: drop the last step's results; a lone backward needs a forward."""
+        self._out, self._gradients = None, ()
+        if self.workload.mode == "backward":
+            self._forward()
+
+    def saved_bytes(self) -> int | None:
+        """What one forward leaves in use, where the device counts it."""
+        self._out, self._gradients = None, ()
+        before = self._device.held_bytes()
+        self._forward()
+        self._device.synchronize()
+        after = self._device.held_bytes()
+        self._out = None
+        return None if before is None or after is None else after - before
+
+    def _forward(self) -> None:
+        self._out = self._function(self.q, self.k, self.v, is_causal=self.workload.causal)
+
+    def _backward(self) -> None:
+        import torch
+
+        assert self._out is not None
+        self._gradients = torch.autograd.grad(self._out, (self.q, self.k, self.v), self.grad)

@@ -1,0 +1,124 @@
+"""The study of attention alone: its cases, its accounting, its findings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepscope.analysis.scaling import fitted_exponent
+from stepscope.errors import UsageError
+from stepscope.measure.device import pick_device
+from stepscope.report.blocks import Finding
+from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
+from stepscope.studies.registry import find_study
+from study_records import attention_record
+
+
+def workload(**changes: object) -> AttentionWorkload:
+    fields: dict[str, object] = {
+        "attention": "reference", "batch": 2, "heads": 3, "seq": 20, "head": 8,
+        "dtype": "float32", "causal": False, "mode": "both",
+    }  # fmt: skip
+    return AttentionWorkload(**fields | changes)  # type: ignore[arg-type]
+
+
+def sentences(records: list) -> list[str]:
+    blocks = find_study("attention").view(records)
+    return [block.text for block in blocks if isinstance(block, Finding)]
+
+
+def test_kernel_flops_count_the_backward_two_and_a_half_times() -> None:
+    forward = 4 * 2 * 3 * 20 * 20 * 8
+    assert workload(mode="forward").flops() == forward
+    assert workload(mode="backward").flops() == 2.5 * forward
+    assert workload(mode="both", causal=True).flops() == 3.5 * forward / 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_predicted_bytes_are_those_that_autograd_keeps(causal: bool) -> None:
+    work = workload(causal=causal, mode="forward")
+    step = AttentionStep(work, pick_device("cpu"))
+    inputs = {t.untyped_storage().data_ptr() for t in (step.q, step.k, step.v)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in inputs:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step._forward()
+    out = step._out
+    assert out is not None
+    assert sum(kept.values()) + out.nbytes == work.predicted_saved_bytes()
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "both"])
+def test_each_mode_times_what_it_says(mode: str) -> None:
+    step = AttentionStep(workload(mode=mode), pick_device("cpu"))
+    assert [p.name for p in step.phases()] == {
+        "forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"],
+    }[mode]  # fmt: skip
+    step.reset()
+    # A lone backward finds its forward done; the others start from nothing.
+    assert (step._out is not None) == (mode == "backward")
+    for phase in step.phases():
+        phase.run()
+    if mode != "forward":
+        truth = torch.nn.functional.scaled_dot_product_attention(step.q, step.k, step.v)
+        for got, wanted in zip(
+            step._gradients, torch.autograd.grad(truth, (step.q, step.k, step.v), step.grad),
+            strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("field", ["batch", "heads", "seq", "head"])
+def test_an_empty_dimension_is_refused_by_name(field: str) -> None:
+    with pytest.raises(UsageError, match=f"{field} is 0"):
+        workload(**{field: 0})
+
+
+def test_a_format_that_no_tensor_has_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'tf32'.*float32, bfloat16, float16"):
+        workload(dtype="tf32")
+
+
+def test_exponents_are_those_of_the_times() -> None:
+    records = [
+        attention_record(mode, seq=seq, step=step)
+        for mode, power in (("forward", 2.0), ("backward", 1.5))
+        for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
+    ]
+    told = sentences(records)
+    assert any("forward grows as length to the power 2.00" in text for text in told)
+    assert any("backward grows as length to the power 1.50" in text for text in told)
+
+
+def test_the_prediction_is_held_against_what_was_measured() -> None:
+    near = attention_record(seq=256)
+    predicted = near.quantity("predicted_saved_bytes")
+    assert predicted is not None
+    records = [attention_record(seq=256, saved=predicted * 1.03), attention_record(seq=1024)]
+    assert any("to within 3.0 % in all 1 cases" in text for text in sentences(records))
+
+
+def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
+    records = [
+        attention_record(seq=4096),
+        attention_record(seq=16384, status="oom", reason="out"),
+        attention_record(seq=8192, head=128, status="oom", reason="out"),
+    ]
+    (told,) = [text for text in sentences(records) if "does not fit" in text]
+    assert "d 128, length 8192 forward" in told
+    # 8 × 1 × 16384² × 4 bytes
+    assert "8.00 GiB" in told
+
+
+def test_a_power_law_is_found_and_nonsense_refused() -> None:
+    x = [1.0, 2.0, 4.0, 8.0]
+    assert fitted_exponent(x, [3 * value**1.7 for value in x]) == pytest.approx(1.7)
+    for bad in (([1.0], [1.0]), ([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])):
+        with pytest.raises(ValueError, match="exponent"):
+            fitted_exponent(*bad)
