@@ -22,21 +22,18 @@ def checked_inputs(
     causal_align: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors as an implementation gets them: valid together, cast where autocast is on."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_alone(name, x)
-    q, k, v = (_as_autocast_would(x) for x in (q, k, v))
-    for name, x in (("k", k), ("v", v)):
-        _check_against_query(name, x, q)
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"the head dimension of k is {k.shape[-1]}, that of q is {q.shape[-1]}")
-    if v.shape[:-1] != k.shape[:-1]:
-        what = "lengths" if v.shape[:-2] == k.shape[:-2] else "heads"
-        raise ValueError(f"k and v have different {what}: {_shape(k)} and {_shape(v)}")
+    _check_alone("q", q)
+    if not _alike(q, k, v):
+        _check_alone("k", k)
+        _check_alone("v", v)
+        _check_together(*(_as_autocast_would(x) for x in (q, k, v)))
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:
         causal_offset(q.shape[-2], k.shape[-2], causal_align)
-    return q, k, v
+    if not _autocast_is_on(q):
+        return q, k, v
+    return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)
 
 
 def default_scale(q: Tensor) -> float:
@@ -69,6 +66,27 @@ def _check_alone(name: str, x: Tensor) -> None:
         raise ValueError(f"the head dimension of {name} is 0 (shape {_shape(x)})")
 
 
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The common case in a microsecond or two: nothing can be wrong between them."""
+    return (
+        isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and q.shape == k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+    )
+
+
+def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        _check_against_query(name, x, q)
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"the head dimension of k is {k.shape[-1]}, that of q is {q.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        what = "lengths" if v.shape[:-2] == k.shape[:-2] else "heads"
+        raise ValueError(f"k and v have different {what}: {_shape(k)} and {_shape(v)}")
+
+
 def _check_against_query(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != q.dtype:
         raise ValueError(f"{name} is {_name(x.dtype)} and q is {_name(q.dtype)}")
@@ -88,12 +106,17 @@ def _check_against_query(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{shapes}: {heads} heads do not divide the {of_query} of q")
 
 
+def _autocast_is_on(x: Tensor) -> bool:
+    kind = x.device.type
+    # The meta device, for one, has no autocast, and torch raises when asked.
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def _as_autocast_would(x: Tensor) -> Tensor:
     """Autocast casts what torch's own products read; an implementation of ours is none of them."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or not _autocast_is_on(x):
         return x
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack
 
 from stepscope.errors import unknown_name
 
@@ -31,24 +30,12 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
-class Refusal(Protocol):
-    """Why an implementation cannot take a valid input; None where it can."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        scale: float | None,
-        causal_align: str | None,
-    ) -> str | None: ...
+Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, bool, float | None, str | None]"
+"""q, k, v, is_causal, scale, causal_align: what a refusal is asked about."""
 
 
-def takes_everything(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
-) -> None:
-    del q, k, v, is_causal, scale, causal_align
+def takes_everything(*inputs: *Inputs) -> None:
+    del inputs
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,8 @@ class Implementation:
     saves_scores: bool
     """Keeps a seq_q × seq_k tensor for backward; otherwise the log-sum-exp of each row."""
     description: str
-    refuses: Refusal = takes_everything
+    refuses: Callable[[Unpack[Inputs]], str | None] = takes_everything
+    """(q, k, v, is_causal, scale, causal_align): why it cannot take a valid input, or None."""
 
     @property
     def function(self) -> AttentionFunction:
@@ -71,13 +59,55 @@ class Implementation:
         return functools.partial(attention, impl=self.name)
 
 
-def _module(name: str) -> Any:
-    return import_module(f"stepscope.attention.{name}")
+# Import statements and not importlib: torch.compile traces through the former only.
 
 
-def _asking(module: str) -> Refusal:
-    """The `refuses` of that module."""
-    return lambda *inputs: _module(module).refuses(*inputs)
+def _load_reference() -> AttentionFunction:
+    from stepscope.attention.reference import reference_attention
+
+    return reference_attention
+
+
+def _load_compiled() -> AttentionFunction:
+    from stepscope.attention.compiled import compiled_attention
+
+    return compiled_attention
+
+
+def _compiled_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.compiled import refuses
+
+    return refuses(*inputs)
+
+
+def _load_tiled() -> AttentionFunction:
+    from stepscope.attention.tiled import tiled_attention
+
+    return tiled_attention
+
+
+def _load_sdpa() -> AttentionFunction:
+    from stepscope.attention.sdpa import sdpa_attention
+
+    return sdpa_attention
+
+
+def _load_flex() -> AttentionFunction:
+    from stepscope.attention.flex import flex_attention_by_mask
+
+    return flex_attention_by_mask
+
+
+def _flex_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.flex import refuses
+
+    return refuses(*inputs)
+
+
+def _load_auto() -> AttentionFunction:
+    from stepscope.attention.api import attention
+
+    return attention
 
 
 def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool) -> Implementation:
@@ -86,22 +116,14 @@ def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool)
 
         return backend_attention(backend)
 
-    def refuses(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        scale: float | None,
-        causal_align: str | None,
-    ) -> str | None:
+    def refuses(*inputs: *Inputs) -> str | None:
         from stepscope.attention.sdpa import refusal
 
-        del scale
-        return refusal(backend, q, k, v, is_causal, causal_align)
+        return refusal(backend, *inputs)
 
     return Implementation(
         name=name,
-        load=functools.cache(load),
+        load=load,
         refuses=refuses,
         saves_scores=saves_scores,
         description=description,
@@ -113,26 +135,26 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     for entry in (
         Implementation(
             name="reference",
-            load=lambda: _module("reference").reference_attention,
+            load=_load_reference,
             saves_scores=True,
             description="the formula written out, all scores in memory",
         ),
         Implementation(
             name="compiled",
-            load=lambda: _module("compiled").compiled_attention,
-            refuses=_asking("compiled"),
+            load=_load_compiled,
+            refuses=_compiled_refuses,
             saves_scores=True,
             description="the reference under torch.compile",
         ),
         Implementation(
             name="tiled",
-            load=lambda: _module("tiled").tiled_attention,
+            load=_load_tiled,
             saves_scores=False,
             description="FlashAttention-2 in plain PyTorch",
         ),
         Implementation(
             name="sdpa",
-            load=lambda: _module("sdpa").sdpa_attention,
+            load=_load_sdpa,
             saves_scores=False,
             description="torch's scaled_dot_product_attention, backend by its own choice",
         ),
@@ -144,8 +166,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         _sdpa_backend("sdpa_math", "MATH", "torch's unfused attention", True),
         Implementation(
             name="flex",
-            load=lambda: _module("flex").flex_attention_by_mask,
-            refuses=_asking("flex"),
+            load=_load_flex,
+            refuses=_flex_refuses,
             saves_scores=False,
             description="torch's FlexAttention with a causal block mask, compiled",
         ),
@@ -157,7 +179,7 @@ PREFERENCE: tuple[str, ...] = ("sdpa", "reference")
 
 _AUTO_ENTRY = Implementation(
     name=AUTO,
-    load=lambda: _module("api").attention,
+    load=_load_auto,
     saves_scores=False,
     description=f"the first that takes the input of: {', '.join(PREFERENCE)}",
 )

@@ -7,7 +7,7 @@ beforehand and passes torch's reason on.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ def sdpa_attention(
     causal_align: str | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale) v by `scaled_dot_product_attention`, backend by torch's choice."""
-    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    return _Call.of(q, k, v, sight, None).run(scale, (*q.shape[:-1], v.shape[-1]))
+    return _attend(q, k, v, is_causal, scale, causal_align, None)
 
 
 def backend_attention(name: str) -> AttentionFunction:
@@ -62,9 +61,8 @@ def backend_attention(name: str) -> AttentionFunction:
         scale: float | None = None,
         causal_align: str | None = None,
     ) -> Tensor:
-        sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
         with sdpa_kernel(backend):
-            return _Call.of(q, k, v, sight, backend).run(scale, (*q.shape[:-1], v.shape[-1]))
+            return _attend(q, k, v, is_causal, scale, causal_align, backend)
 
     return attend
 
@@ -75,17 +73,18 @@ def refusal(
     k: Tensor,
     v: Tensor,
     is_causal: bool,
+    scale: float | None,
     causal_align: str | None,
 ) -> str | None:
     """Why that backend cannot take this input, in torch's words where it has some."""
+    del scale
     backend = getattr(SDPBackend, name)
     # Under the compiler nothing can be asked; torch raises when the graph runs.
     if backend == SDPBackend.MATH or torch.compiler.is_compiling():
         return None
     if backend in _CUDA_ONLY and q.device.type != "cuda":
         return f"torch has this backend for CUDA only, and q is on {q.device}"
-    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    call = _Call.of(q, k, v, sight, backend)
+    call = _Call.of(q, k, v, is_causal, causal_align, backend)
     if q.device.type == "cuda" and _CAN_USE[backend](call.params()):
         return None
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
@@ -97,8 +96,26 @@ def refusal(
     return None if choice == int(backend) else f"torch would take {SDPBackend(choice).name} instead"
 
 
-@dataclass(frozen=True)
-class _Call:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+    backend: SDPBackend | None,
+) -> Tensor:
+    call = _Call.of(q, k, v, is_causal, causal_align, backend)
+    out = functional.scaled_dot_product_attention(
+        call.q, call.k, call.v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale,
+        enable_gqa=call.is_grouped,
+    )  # fmt: skip
+    if call.blind_rows:
+        out = functional.pad(out, (0, 0, call.blind_rows, 0))
+    return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+class _Call(NamedTuple):
     """Arguments that say to torch what was meant: 4-D, and no row without a key."""
 
     q: Tensor
@@ -109,35 +126,33 @@ class _Call:
     blind_rows: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, sight: Sight, backend: SDPBackend | None) -> _Call:
-        q = q[..., sight.blind_rows :, :]
-        seq_q, seq_k = q.shape[-2], k.shape[-2]
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool,
+        causal_align: str | None,
+        backend: SDPBackend | None,
+    ) -> _Call:
         mask: Tensor | None = None
-        if sight.offset == 0 and seq_q < seq_k:
-            # No query sees the keys past the last one; fused kernels want a square.
-            k, v = (x[..., :seq_q, :] for x in (k, v))
-        elif sight.offset and sight.offset > 0:
-            if q.device.type == "cuda" and backend in _ALIGNS_LAST:
-                mask = causal_lower_right(seq_q, seq_k)
-            else:
-                everything = torch.ones(seq_q, seq_k, dtype=torch.bool, device=q.device)
-                mask = everything.tril(diagonal=sight.offset)
-        causal = sight.offset is not None and mask is None
-        q, k, v = (as_four_dims(x) for x in (q, k, v))
-        return cls(q, k, v, mask, causal, sight.blind_rows)
+        blind_rows = 0
+        if is_causal and q.shape[-2] != k.shape[-2]:
+            sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+            blind_rows = sight.blind_rows
+            q = q[..., blind_rows:, :]
+            if sight.offset == 0:
+                # No query sees the keys past the last one; fused kernels want a square.
+                k, v = (x[..., : q.shape[-2], :] for x in (k, v))
+            elif sight.offset is not None and sight.offset > 0:
+                mask = _aligned_to_last(q, k, sight.offset, backend)
+        if q.dim() != 4:
+            q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
+        return cls(q, k, v, mask, is_causal and mask is None, blind_rows)
 
     @property
     def is_grouped(self) -> bool:
         return heads_per_key_head(self.q, self.k) > 1
-
-    def run(self, scale: float | None, shape: tuple[int, ...]) -> Tensor:
-        out = functional.scaled_dot_product_attention(
-            self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.is_causal, scale=scale,
-            enable_gqa=self.is_grouped,
-        )  # fmt: skip
-        if self.blind_rows:
-            out = functional.pad(out, (0, 0, self.blind_rows, 0))
-        return out.reshape(shape)
 
     def _read_mask(self) -> Tensor | None:
         """A mask by rule is none to the kernels that know the rule."""
@@ -153,6 +168,13 @@ class _Call:
             self.q, self.k, self.v, self._read_mask(), 0.0, self.is_causal,
             enable_gqa=self.is_grouped,
         )  # fmt: skip
+
+
+def _aligned_to_last(q: Tensor, k: Tensor, offset: int, backend: SDPBackend | None) -> Tensor:
+    if q.device.type == "cuda" and backend in _ALIGNS_LAST:
+        return causal_lower_right(q.shape[-2], k.shape[-2])
+    everything = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    return everything.tril(diagonal=offset)
 
 
 def _reasons(messages: list[str], backend: SDPBackend) -> str:
