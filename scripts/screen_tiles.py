@@ -44,6 +44,7 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
     constants: dict[str, Any] = {
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": block_d(head), "CAUSAL": causal,
         "GROUP": tile.group, "TMA": tma, "PRECISION": "tf32" if dtype != "fp32" else "ieee",
+        "EXACT": dtype == "fp32",
     }  # fmt: skip
     signature = {}
     for name in kernel.arg_names:

@@ -15,6 +15,7 @@ from stepscope.attention.registry import (
 )
 
 if TYPE_CHECKING:
+    from stepscope.attention.ops import FlashAttentionTriton
     from stepscope.attention.reference import reference_attention
     from stepscope.attention.tiled import FlashAttentionTorch
 
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionFunction",
     "Explanation",
     "FlashAttentionTorch",
+    "FlashAttentionTriton",
     "Implementation",
     "attention",
     "explain",
@@ -34,6 +36,7 @@ __all__ = [
 # These need torch, so they are imported when someone asks for them.
 _MODULES = {
     "FlashAttentionTorch": "tiled",
+    "FlashAttentionTriton": "ops",
     "reference_attention": "reference",
 }
 

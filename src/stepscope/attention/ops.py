@@ -6,11 +6,16 @@ forms tell it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D).
 
 from __future__ import annotations
 
-import math
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stepscope.attention.inputs import as_four_dims, checked_inputs, default_scale
+from stepscope.attention.masking import causal_offset
+from stepscope.attention.tiles import MAX_HEAD
 
 TINY_SCALE = 1e-30
 """Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
@@ -78,49 +83,84 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return (*made, None, None, None)
 
 
+def _refuse_to_differentiate(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
+    raise RuntimeError("attention by our kernels is differentiable once, not twice")
+
+
 flash_forward.register_autograd(_differentiate, setup_context=_save)
+flash_backward.register_autograd(_refuse_to_differentiate)
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None, shift: int
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_align: str | None = None,
 ) -> Tensor:
-    """Our kernels on (B, H, M, D) tensors; inputs have been checked."""
-    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    """Attention by our kernels. Inputs have been checked and not refused."""
+    factor = default_scale(q) if scale is None else scale
     if factor < 0:
         q, factor = -q, -factor
-    out: Tensor = flash_forward(q, k, v, is_causal, factor or TINY_SCALE, shift)[0]
-    return out
+    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
+    heads = [as_four_dims(x) for x in (q, k, v)]
+    out: Tensor = flash_forward(*heads, is_causal, factor or TINY_SCALE, shift)[0]
+    return out.view(q.shape)
+
+
+def refuses(
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,
+    is_causal: bool,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
+    causal_align: str | None,  # noqa: ARG001
+) -> str | None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if q.device.type != "cuda" and not interpreted:
+        return f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
+    if q.dtype == torch.float64:
+        return "q is float64: the kernels compute in float32"
+    if q.dtype == torch.bfloat16 and interpreted:
+        return "q is bfloat16: Triton's interpreter computes it wrongly; use float32 or float16"
+    if q.shape[-1] > MAX_HEAD:
+        return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"the head dimension of v is {v.shape[-1]}, that of q {q.shape[-1]}: must be equal"
+    return None
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`.apply(q, k, v, is_causal=False)` on (B, M, D) or (B, H, M, D).
-
-    Saves q, k, v, the output and one tensor of shape q.shape[:-1]: the log-sum-exp of the scores.
+    """`apply(q, k, v, is_causal=False)`: saves q, k, v, the output and the log-sum-exp (natural
+    logarithm, of the scaled scores, shaped like q without its last dimension). Differentiable once.
     """
+
+    @classmethod
+    def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        q, k, v = checked_inputs(q, k, v, is_causal, None, None)
+        refusal = refuses(q, k, v, is_causal, None, None)
+        if refusal:
+            raise ValueError(refusal)
+        out: Tensor = super().apply(q, k, v, is_causal)  # type: ignore[no-untyped-call]
+        return out
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = [_with_heads(x) for x in (q, k, v)]
-        scale = 1.0 / math.sqrt(q.shape[-1])
-        made: tuple[Tensor, Tensor] = flash_forward(*heads, is_causal, scale, 0)
+        heads = [as_four_dims(x) for x in (q, k, v)]
+        made: tuple[Tensor, Tensor] = flash_forward(*heads, is_causal, default_scale(q), 0)
         out, lse = made[0].view(q.shape), made[1].view(q.shape[:-1])
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.is_causal = is_causal
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        heads = [_with_heads(x) for x in (grad, q, k, v, out)]
-        lse = lse.view(heads[1].shape[:-1])
-        grads = flash_backward(*heads, lse, ctx.is_causal, ctx.scale, 0)
-        return (*(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), None)
-
-
-def _with_heads(x: Tensor) -> Tensor:
-    if x.dim() == 4:
-        return x
-    if x.dim() == 3:
-        return x.unsqueeze(1)
-    raise ValueError(f"q, k and v have 3 or 4 dimensions here, not {x.dim()}")
+        heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
+        made = flash_backward(
+            *heads, lse.view(heads[1].shape[:-1]), ctx.is_causal, default_scale(q), 0
+        )
+        return (*(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True)), None)

@@ -92,6 +92,18 @@ def _load_sdpa() -> AttentionFunction:
     return sdpa_attention
 
 
+def _load_triton() -> AttentionFunction:
+    from stepscope.attention.ops import triton_attention
+
+    return triton_attention
+
+
+def _triton_refuses(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.ops import refuses
+
+    return refuses(*inputs)
+
+
 def _load_flex() -> AttentionFunction:
     from stepscope.attention.flex import flex_attention_by_mask
 
@@ -151,6 +163,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             load=_load_tiled,
             saves_scores=False,
             description="FlashAttention-2 in plain PyTorch",
+        ),
+        Implementation(
+            name="triton",
+            load=_load_triton,
+            refuses=_triton_refuses,
+            saves_scores=False,
+            description="FlashAttention-2 in Triton, forward and backward",
         ),
         Implementation(
             name="sdpa",

@@ -92,17 +92,17 @@ def forward_by_tiles(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each row; -inf for a row that sees nothing."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.float64 if q.dtype==torch.float32 else torch.promote_types(q.dtype, torch.float32)
     group = heads_per_key_head(q, k)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    log_sum_exp = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=wide)
+    log_sum_exp = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
     for rows in sight.row_tiles(QUERY_TILE):
-        q_tile = _take_rows(q, rows, group).to(wide) * scale
+        q_tile = _take_rows(q, rows, group).to(wide)
         peak = q_tile.new_full((*q_tile.shape[:-1], 1), float("-inf"))
         total = torch.zeros_like(peak)
         weighted = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
         for keys, cut in sight.key_tiles(rows, KEY_TILE):
-            scores = q_tile @ k[..., keys, :].to(wide).mT
+            scores = q_tile @ k[..., keys, :].to(wide).mT * scale
             if cut:
                 scores.masked_fill_(_later_keys(rows, keys, sight, group, scores), float("-inf"))
             higher = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
@@ -127,13 +127,13 @@ def backward_by_tiles(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    wide = log_sum_exp.dtype
+    wide = torch.float64 if q.dtype==torch.float32 else torch.promote_types(q.dtype, torch.float32)
     group = heads_per_key_head(q, k)
     grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
     log_sum_exp = log_sum_exp.unsqueeze(-1)
     for rows in sight.row_tiles(QUERY_TILE):
-        q_tile = _take_rows(q, rows, group).to(wide) * scale
+        q_tile = _take_rows(q, rows, group).to(wide)
         grad_out_tile = _take_rows(grad_out, rows, group).to(wide)
         out_tile = _take_rows(out, rows, group).to(wide)
         dot = (grad_out_tile * out_tile).sum(dim=-1, keepdim=True)
@@ -141,14 +141,17 @@ def backward_by_tiles(
         grad_q_tile = torch.zeros_like(q_tile)
         for keys, cut in sight.key_tiles(rows, KEY_TILE):
             k_tile, v_tile = (x[..., keys, :].to(wide) for x in (k, v))
-            weights = torch.exp(q_tile @ k_tile.mT - log_sum_exp_tile)
+            weights = torch.exp(q_tile @ k_tile.mT * scale - log_sum_exp_tile)
             if cut:
                 weights.masked_fill_(_later_keys(rows, keys, sight, group, weights), 0.0)
-            grad_scores = weights * (grad_out_tile @ v_tile.mT - dot)
             grad_v[..., keys, :] += weights.mT @ grad_out_tile
+            if keys.stop == 1:
+                # An only key weighs 1 whatever its score; rounding would leave a remainder.
+                break
+            grad_scores = weights * (grad_out_tile @ v_tile.mT - dot) * scale
             grad_k[..., keys, :] += grad_scores.mT @ q_tile
             grad_q_tile += grad_scores @ k_tile
-        _put_rows(grad_q, rows, group, grad_q_tile * scale)
+        _put_rows(grad_q, rows, group, grad_q_tile)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 

@@ -30,16 +30,16 @@ def delta_kernel(
         BLOCK_M, BLOCK_D, True, False,
     )  # fmt: skip
     i = row + tl.arange(0, BLOCK_M)
-    summed = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
+    summed = tl.sum(out.to(tl.float64) * g.to(tl.float64), 1)
     tl.store(delta + bh.to(tl.int64) * M + i, summed, mask=i < M)
 
 
 @triton.jit
 def _gather_queries(
-    grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, start, stop, base2,
+    grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, start, stop, scale,
     q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a key tile what the query rows from start to stop give.
 
@@ -52,9 +52,12 @@ def _gather_queries(
             q, batch, head, m, q_stride_b, q_stride_h, q_stride_m, M, D,
             BLOCK_M, BLOCK_D, True, TMA,
         )  # fmt: skip
-        level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0) * LOG2_E
+        level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
         scores = tl.dot(key, query.T, input_precision=PRECISION)
-        p = tl.math.exp2(scores * base2 - level[None, :])
+        if EXACT:
+            p = tl.math.exp2((scores * scale - level[None, :]) * LOG2_E)
+        else:
+            p = tl.math.exp2(scores * (scale * LOG2_E) - (level * LOG2_E)[None, :])
         if MASKED:
             j = col + tl.arange(0, BLOCK_N)
             p = tl.where(j[:, None] <= i[None, :] + shift, p, 0.0)
@@ -78,7 +81,7 @@ def key_value_kernel(
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
     H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile: all query heads that share the key head, in a fixed order."""
     tile, bk = place(n_tiles, GROUP, False)
@@ -102,21 +105,20 @@ def key_value_kernel(
         start = tl.minimum(M, tl.maximum(0, col - shift)) // BLOCK_M * BLOCK_M
         whole = tl.maximum(0, col + BLOCK_N - 1 - shift)
         full = tl.maximum(start, (whole + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    base2 = scale * LOG2_E
     for within in range(G):
         head = key_head * G + within
         bh = batch * H + head
         grad_k, grad_v = _gather_queries(
-            grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, full, M, base2,
+            grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, full, M, scale,
             q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
-            BLOCK_M, BLOCK_N, BLOCK_D, False, TMA, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_D, False, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, start,
-                tl.minimum(full, M), base2,
+                tl.minimum(full, M), scale,
                 q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
-                BLOCK_M, BLOCK_N, BLOCK_D, True, TMA, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_D, True, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(
         dk, grad_k * scale, batch, key_head, col, dk_stride_b, dk_stride_h, dk_stride_n, N, D,
@@ -130,10 +132,10 @@ def key_value_kernel(
 
 @triton.jit
 def _gather_keys(
-    grad_q, query, g, level, drop, k, v, batch, key_head, row, start, stop, base2,
+    grad_q, query, g, level, drop, k, v, batch, key_head, row, start, stop, scale,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a query tile what the keys from start to stop give."""
     for n in tl.range(start, stop, BLOCK_N):
@@ -146,7 +148,10 @@ def _gather_keys(
             BLOCK_N, BLOCK_D, MASKED, TMA,
         )  # fmt: skip
         scores = tl.dot(query, key.T, input_precision=PRECISION)
-        p = tl.math.exp2(scores * base2 - level[:, None])
+        if EXACT:
+            p = tl.math.exp2((scores * scale - level[:, None]) * LOG2_E)
+        else:
+            p = tl.math.exp2(scores * (scale * LOG2_E) - (level * LOG2_E)[:, None])
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
             seen = (j < N)[None, :]
@@ -168,7 +173,7 @@ def query_kernel(
     dq_stride_b, dq_stride_h, dq_stride_m,
     H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile."""
     tile, bh = place(n_tiles, GROUP, CAUSAL)
@@ -184,24 +189,23 @@ def query_kernel(
         grad, batch, head, row, g_stride_b, g_stride_h, g_stride_m, M, D,
         BLOCK_M, BLOCK_D, True, TMA,
     )  # fmt: skip
-    level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0) * LOG2_E
+    level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
     drop = tl.load(delta + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
     full = N // BLOCK_N * BLOCK_N
     stop = N
     if CAUSAL:
         full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
         stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
-    base2 = scale * LOG2_E
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     grad_q = _gather_keys(
-        grad_q, query, g, level, drop, k, v, batch, key_head, row, 0, full, base2,
+        grad_q, query, g, level, drop, k, v, batch, key_head, row, 0, full, scale,
         k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, False, TMA, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, False, TMA, PRECISION, EXACT,
     )  # fmt: skip
     grad_q = _gather_keys(
-        grad_q, query, g, level, drop, k, v, batch, key_head, row, full, stop, base2,
+        grad_q, query, g, level, drop, k, v, batch, key_head, row, full, stop, scale,
         k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, True, TMA, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, True, TMA, PRECISION, EXACT,
     )  # fmt: skip
     store_tile(
         dq, grad_q * scale, batch, head, row, dq_stride_b, dq_stride_h, dq_stride_m, M, D,

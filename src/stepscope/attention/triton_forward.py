@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -66,12 +65,16 @@ def place(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
 
 @triton.jit
 def _advance(
-    acc, top, total, q, k, v, batch, key_head, row, start, stop, scale,
+    acc, top, total, q, k, v, batch, key_head, row, start, stop, base2,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from start to stop into the running softmax of a query tile."""
+    """Take the keys from start to stop into the running softmax of a query tile.
+
+    `top` is the highest raw score of each row so far. EXACT takes the difference to it before the
+    scale: one more operation for each score, no rounding at the size of the scores.
+    """
     for n in tl.range(start, stop, BLOCK_N):
         key = load_tile(
             k, batch, key_head, n, k_stride_b, k_stride_h, k_stride_n, N, D,
@@ -85,13 +88,16 @@ def _advance(
                 i = row + tl.arange(0, BLOCK_M)
                 seen = seen & (j[None, :] <= i[:, None] + shift)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        higher = tl.maximum(top, tl.max(scores, 1))
         base = higher
         if MASKED:
             # A row that has seen no key yet: any finite base keeps -inf - base from being NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.math.exp2(scores * scale - base[:, None])
-        shrink = tl.math.exp2(top - base)
+        if EXACT:
+            p = tl.math.exp2((scores - base[:, None]) * base2)
+        else:
+            p = tl.math.exp2(scores * base2 - (base * base2)[:, None])
+        shrink = tl.math.exp2((top - base) * base2)
         total = total * shrink + tl.sum(p, 1)
         value = load_tile(
             v, batch, key_head, n, v_stride_b, v_stride_h, v_stride_n, N, D,
@@ -110,7 +116,7 @@ def forward_kernel(
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_m,
     H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tile, bh = place(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
@@ -135,16 +141,16 @@ def forward_kernel(
     acc, top, total = _advance(
         acc, top, total, query, k, v, batch, key_head, row, 0, full, base2,
         k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, False, TMA, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, False, TMA, PRECISION, EXACT,
     )  # fmt: skip
     acc, top, total = _advance(
         acc, top, total, query, k, v, batch, key_head, row, full, stop, base2,
         k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, True, TMA, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, True, TMA, PRECISION, EXACT,
     )  # fmt: skip
 
     # A row that sees no key has total 0: its output is zero, its log-sum-exp minus infinity.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_tile(o, out, batch, head, row, o_stride_b, o_stride_h, o_stride_m, M, D, BLOCK_M, BLOCK_D)
     i = row + tl.arange(0, BLOCK_M)
-    tl.store(lse + bh.to(tl.int64) * M + i, (top + tl.math.log2(total)) * LN_2, mask=i < M)
+    tl.store(lse + bh.to(tl.int64) * M + i, top * scale + tl.math.log(total), mask=i < M)

@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
             scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             heads, heads // k.shape[1], rows, k.shape[2], head, shift, n_tiles,
             tile.m, tile.n, block_d(head), causal, _group(tile, batch * heads), tma,
-            _precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            _precision(q), q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     _run("forward", q, launch)
@@ -76,7 +76,7 @@ def backward(
             _source(grad, tile.m, tma), lse, delta, dk, dv, scale, *strides,
             *dk.stride()[:3], *dv.stride()[:3], *sizes, n_tiles,
             tile.m, tile.n, block_d(head), causal, _group(tile, programs), tma,
-            _precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            _precision(q), q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def launch_query(tile: Tile) -> None:
@@ -86,7 +86,7 @@ def backward(
             _source(grad, tile.m, tma), lse, delta, dq, scale, *strides,
             *dq.stride()[:3], *sizes, n_tiles,
             tile.m, tile.n, block_d(head), causal, _group(tile, batch * heads), tma,
-            _precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            _precision(q), q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     _run("key_value", q, launch_key_value)

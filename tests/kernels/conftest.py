@@ -1,0 +1,10 @@
+"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before they load."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
