@@ -75,7 +75,7 @@ def saved_by_model(chosen: Precision, attention: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "bfloat16-pure"])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("attention", ["auto", "reference", "tiled", "sdpa", "sdpa_math"])
 def test_activation_bytes_are_those_autograd_keeps(name: str, attention: str) -> None:
     chosen = precision(name)
     counted = cost.activation_bytes(SHAPE, BATCH, SEQ, chosen, attention, DEVICE)

@@ -8,8 +8,9 @@ Backward: P = exp(S - L) tile by tile, and with D = rowsum(dO ∘ O)
 
     dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
-All arithmetic is in float32 at least, whatever the format of the inputs. Query heads that share a
-key head are rows of one tile, so that their gradients add up within a product.
+Arithmetic is one format wider than the inputs: float32 for the half formats, float64 for float32.
+In float32 alone a short row can miss twice the error of the reference form. Query heads that share
+a key head are rows of one tile, so that their gradients add up within a product.
 """
 
 from __future__ import annotations
@@ -92,10 +93,12 @@ def forward_by_tiles(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each row; -inf for a row that sees nothing."""
-    wide = torch.float64 if q.dtype==torch.float32 else torch.promote_types(q.dtype, torch.float32)
+    wide = _wider(q.dtype)
     group = heads_per_key_head(q, k)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    log_sum_exp = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    log_sum_exp = q.new_full(
+        (*q.shape[:-1], 1), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     for rows in sight.row_tiles(QUERY_TILE):
         q_tile = _take_rows(q, rows, group).to(wide)
         peak = q_tile.new_full((*q_tile.shape[:-1], 1), float("-inf"))
@@ -127,7 +130,7 @@ def backward_by_tiles(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    wide = torch.float64 if q.dtype==torch.float32 else torch.promote_types(q.dtype, torch.float32)
+    wide = _wider(q.dtype)
     group = heads_per_key_head(q, k)
     grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
@@ -153,6 +156,10 @@ def backward_by_tiles(
             grad_q_tile += grad_scores @ k_tile
         _put_rows(grad_q, rows, group, grad_q_tile)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
 
 
 def _by_key_head(x: Tensor, group: int) -> Tensor:

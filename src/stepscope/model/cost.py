@@ -230,11 +230,15 @@ def _attention_items(
     chosen = implementation(attention)
     if not chosen.saves_scores:
         items["log-sum-exp"] = attention_cost.log_sum_exp_bytes(shape)
-        # Torch's float32 kernel for CUDA writes the layout that the output projection reads; from
-        # all others the projection reads a copy, and the output itself is kept as well.
-        if not (chosen.name == "sdpa" and device_type == "cuda" and product == _FLOAT32):
+        if not _output_is_projection_input(chosen.name, product, device_type):
             items[_ATTENTION_OUTPUT] = attention_cost.output_bytes(shape, product)
         return items
+    if chosen.name == "sdpa_math":
+        # It keeps scaled copies, the half formats in float32, and cuts by adding -inf.
+        return {
+            "q, k, v": attention_cost.input_bytes(shape, _FLOAT32),
+            "probabilities": attention_cost.probability_bytes(shape, _FLOAT32),
+        }
     float32_softmax = precision.autocast and device_type == "cuda"
     return items | {
         "probabilities": attention_cost.probability_bytes(
@@ -242,3 +246,11 @@ def _attention_items(
         ),
         "mask": attention_cost.mask_bytes(shape, causal=True),
     }
+
+
+def _output_is_projection_input(attention: str, product: int, device_type: str) -> bool:
+    """Torch's memory-efficient kernel, its choice for float32 on CUDA, writes the layout that the
+    output projection reads; from all others the projection reads a copy, and both are kept."""
+    if device_type != "cuda":
+        return False
+    return attention == "sdpa_efficient" or (attention in ("sdpa", "auto") and product == _FLOAT32)

@@ -1,0 +1,114 @@
+"""How exact an attention must be: the one place that says it, for every implementation.
+
+The truth is the reference form in float64 on the very inputs. The yardstick is the reference form
+in the inputs' own format: an implementation may err by so many times as much as it does, plus one
+unit in the last place of the largest value, since a reference's own error can be exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.attention import reference_attention
+
+OUTPUT_FACTOR = {torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 2.0}
+GRADIENT_FACTOR = {torch.float16: 1.5, torch.bfloat16: 1.5, torch.float32: 2.0}
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The largest error of one tensor, beside that of the reference in the same format."""
+
+    error: float
+    reference_error: float
+    factor: float
+    last_place: float
+    """One unit in the last place of the largest value."""
+
+    @property
+    def ratio(self) -> float:
+        """In units of the reference's error, of which the last place is left out."""
+        if self.error <= self.last_place:
+            return 0.0
+        beyond = self.error - self.last_place
+        return beyond / self.reference_error if self.reference_error else math.inf
+
+    @property
+    def holds(self) -> bool:
+        # A NaN compares false, and so does not hold.
+        return self.error <= self.factor * self.reference_error + self.last_place
+
+    def __str__(self) -> str:
+        return (
+            f"error {self.error:.3g}, reference {self.reference_error:.3g}, one unit in the last"
+            f" place {self.last_place:.3g}: {self.ratio:.2f}× of at most {self.factor}×"
+        )
+
+
+def check_against_float64(
+    function: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor | None,
+    **how: Any,
+) -> dict[str, Accuracy]:
+    """Holds output and gradients of `function(q, k, v, **how)` to the policy.
+
+    `grad` is the gradient of the output; without it only the output is held. `how` is what
+    `attention` takes: is_causal, scale, causal_align.
+    """
+    truth = _results(reference_attention, q, k, v, grad, how, torch.float64)
+    reference = _results(reference_attention, q, k, v, grad, how, q.dtype)
+    candidate = _results(function, q, k, v, grad, how, q.dtype)
+    found = {}
+    for name, exact in truth.items():
+        actual = candidate[name]
+        assert actual.dtype == q.dtype, f"{name} is {actual.dtype}, q is {q.dtype}"
+        assert actual.shape == exact.shape, f"{name}: {actual.shape}, not {exact.shape}"
+        factors = OUTPUT_FACTOR if name == "output" else GRADIENT_FACTOR
+        found[name] = Accuracy(
+            error=_largest(actual.double() - exact),
+            reference_error=_largest(reference[name].double() - exact),
+            factor=factors[q.dtype],
+            last_place=_last_place(_largest(exact), q.dtype),
+        )
+    missed = [f"{name}: {accuracy}" for name, accuracy in found.items() if not accuracy.holds]
+    assert not missed, "; ".join(missed)
+    return found
+
+
+def _results(
+    function: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor | None,
+    how: dict[str, Any],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    # No copy where the format is the same: strides are part of what is tested.
+    inputs = [x.detach().to(dtype).requires_grad_(grad is not None) for x in (q, k, v)]
+    output = function(*inputs, **how)
+    if grad is None:
+        return {"output": output}
+    gradients = torch.autograd.grad(output, inputs, grad.to(dtype))
+    return {"output": output.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def _largest(x: Tensor) -> float:
+    # max() of a tensor with a NaN is NaN.
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _last_place(value: float, dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    if not math.isfinite(value):
+        return 0.0
+    return info.eps * 2.0 ** math.floor(math.log2(max(value, info.tiny)))
