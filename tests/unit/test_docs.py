@@ -48,7 +48,7 @@ def test_the_readme_names_real_commands_and_studies() -> None:
 
 
 def test_the_library_examples_run() -> None:
-    script = "\n".join(code_blocks("python")[:2])
+    script = "\n".join(code_blocks("python")[:3])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "product host ms" in done.stdout

@@ -40,19 +40,25 @@ _HOPPER: dict[Pass, dict[int, Tile]] = {
     "key_value": {
         64: Tile(64, 64, 4, 3),
         128: Tile(64, 64, 4, 2),
-        256: Tile(32, 32, 4, 1),
+        256: Tile(32, 64, 8, 2),
     },
     "query": {
         64: Tile(64, 64, 4, 3),
         128: Tile(64, 64, 4, 3),
-        256: Tile(32, 32, 4, 1),
+        256: Tile(64, 32, 8, 2),
     },
 }
-# Any other GPU and float32: small enough for the shared memory of an older one.
-_SAFE: dict[int, Tile] = {
+# 16-bit formats on any other GPU: small enough for the shared memory of an older one.
+_ELSEWHERE: dict[int, Tile] = {
     64: Tile(64, 32, 4, 2),
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
+}
+# float32 products without tensor cores hold their operands in registers: larger tiles spill.
+_FLOAT32: dict[Pass, Tile] = {
+    "forward": Tile(32, 32, 8, 1),
+    "key_value": Tile(16, 16, 8, 1),
+    "query": Tile(16, 16, 8, 1),
 }
 _LAST = Tile(16, 16, 4, 1)
 
@@ -60,6 +66,8 @@ _LAST = Tile(16, 16, 4, 1)
 def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
     """Tiles to try, best first."""
     columns = max(64, block_d(head))
-    tuned = element_bytes == 2 and capability[0] == 9
-    first = _HOPPER[kind][columns] if tuned else _SAFE[columns]
-    return list(dict.fromkeys((first, _SAFE[columns], _LAST)))
+    if element_bytes > 2:
+        return [_FLOAT32[kind], _LAST]
+    smaller = _ELSEWHERE[columns]
+    best = _HOPPER[kind][columns] if capability[0] == 9 else smaller
+    return list(dict.fromkeys((best, smaller, _LAST)))

@@ -1,0 +1,41 @@
+"""Tiles: every head dimension has a list of them that ends with one that fits anywhere."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from stepscope.attention.tiles import MAX_HEAD, Tile, block_d, tiles
+
+SMALLEST_SHARED = 48 << 10
+"""What a kernel may use on any GPU without asking for more."""
+
+
+def one_buffer(tile: Tile, head: int, element_bytes: int) -> int:
+    """Bytes of a query tile and of one key and one value tile."""
+    return (tile.m + 2 * tile.n) * block_d(head) * element_bytes
+
+
+@pytest.mark.parametrize("kind", ["forward", "key_value", "query"])
+@pytest.mark.parametrize(
+    ("width", "capability"), [(2, (9, 0)), (2, (8, 0)), (2, (7, 5)), (4, (9, 0))]
+)
+def test_every_head_dimension_has_tiles_that_shrink(kind, width, capability) -> None:
+    for head in range(1, MAX_HEAD + 1):
+        found = tiles(kind, head, width, capability)
+        sizes = [tile.m * tile.n for tile in found]
+        assert sizes == sorted(sizes, reverse=True)
+        assert one_buffer(found[-1], head, width) <= SMALLEST_SHARED
+
+
+def test_columns_are_a_power_of_two_that_a_matrix_unit_takes() -> None:
+    assert [block_d(head) for head in (1, 16, 17, 64, 80, 128, 129, 256)] == [
+        16, 16, 32, 64, 128, 128, 256, 256,
+    ]  # fmt: skip
+
+
+def test_only_hopper_gets_the_large_tiles() -> None:
+    for kind, head in itertools.product(("forward", "key_value", "query"), (64, 128)):
+        hopper, older = (tiles(kind, head, 2, (major, 0))[0] for major in (9, 8))  # type: ignore[arg-type]
+        assert hopper.m * hopper.n > older.m * older.n
