@@ -25,7 +25,7 @@ LEAVES = {
 }
 # A room stands for all of its modules; a module stands for itself.
 ARROWS: dict[str, set[str]] = {
-    "cli": {"studies", "report", "records", "analysis"} | LEAVES,
+    "cli": {"studies", "report", "records", "analysis", "stepscope.attention.registry"} | LEAVES,
     "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
     | {"stepscope.report.blocks", "stepscope.report.format"},
     "measure": {"records"},

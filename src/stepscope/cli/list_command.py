@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import tyro
 
+from stepscope.attention.registry import IMPLEMENTATIONS
 from stepscope.cli.common import Place, existing_store, json_line, parse
 from stepscope.model import cost
 from stepscope.model.config import PRECISIONS
@@ -16,7 +17,7 @@ from stepscope.report.blocks import Column, Table
 from stepscope.studies.presets import PRESETS
 from stepscope.studies.registry import all_studies
 
-What = Literal["all", "studies", "presets", "sizes", "dtypes", "runs"]
+What = Literal["all", "studies", "presets", "sizes", "dtypes", "attentions", "runs"]
 
 
 class ListOptions(Place, frozen=True, kw_only=True):
@@ -31,7 +32,7 @@ def main(words: list[str]) -> int:
         ListOptions,
         words,
         "list",
-        "Studies, presets, sizes, number formats, and the runs in the store.",
+        "Studies, presets, sizes, number formats, attentions, and the runs in the store.",
         ("stepscope list", "stepscope list runs", "stepscope list sizes --json"),
     )
     tables = [t for t in _tables(options) if options.what in ("all", t.name)]
@@ -87,6 +88,12 @@ def _tables(options: ListOptions) -> Iterator[Table]:
         title="Number formats: --dtype NAME",
         columns=(Column(title="name"), Column(title="what")),
         rows=tuple((form.name, form.help) for form in PRECISIONS.values()),
+    )
+    yield Table(
+        name="attentions",
+        title="Attention implementations: --attention NAME",
+        columns=(Column(title="name"), Column(title="what")),
+        rows=tuple((entry.name, entry.description) for entry in IMPLEMENTATIONS.values()),
     )
     if options.what == "runs" or options.store.exists():
         with existing_store(options) as store:

@@ -40,7 +40,7 @@ class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
     dtype: tuple[str, ...] = ("float32",)
     """float32, float16, bfloat16."""
     attention: tuple[str, ...] = ("reference",)
-    """Implementations: reference, or any other of the registry."""
+    """Implementations: reference, or any other (`stepscope list attentions`)."""
     causal: bool = False
     """With a causal mask."""
     warmup: int = 5

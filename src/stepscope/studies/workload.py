@@ -49,7 +49,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     dtype: tuple[str, ...] = ("float32",)
     """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
     attention: tuple[str, ...] = ("reference",)
-    """Attention implementations: reference (naive), sdpa (torch's own)."""
+    """Attention implementations: reference (naive), sdpa (torch's own), … (`list attentions`)."""
     compile: tuple[str, ...] = ("no",)
     """torch.compile: no (eager), block (each block alone), model (whole)."""
     optimizer: tuple[str, ...] = ("torch",)
