@@ -36,7 +36,10 @@ def attention_by_rows(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale
     return out
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+ON_CPU = ("reference", "tiled", "sdpa", "sdpa_flash", "sdpa_math")
+
+
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_every_implementation_is_the_formula(
@@ -84,6 +87,37 @@ def test_causal_over_unequal_lengths_is_refused(name: str) -> None:
         attention(q[:3], k, v, is_causal=True, impl=name)
 
 
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "align", "seen"),
+    [
+        (2, 4, "top-left", [1, 2]),
+        (2, 4, "bottom-right", [3, 4]),
+        (4, 2, "top-left", [1, 2, 2, 2]),
+        (4, 2, "bottom-right", [0, 0, 1, 2]),
+        (3, 3, "bottom-right", [1, 2, 3]),
+    ],
+)
+def test_alignment_says_how_many_keys_a_query_sees(
+    seq_q: int, seq_k: int, align: str, seen: list[int]
+) -> None:
+    # With equal scores the output counts the keys: each adds its own column, all weigh the same.
+    q, k, v = torch.zeros(seq_q, 3), torch.zeros(seq_k, 3), torch.eye(seq_k)
+    out = reference_attention(q, k, v, is_causal=True, causal_align=align)
+    for row, count in zip(out, seen, strict=True):
+        expected = torch.zeros(seq_k)
+        expected[:count] = 1 / max(count, 1)
+        torch.testing.assert_close(row, expected)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_neighbouring_heads_share_a_key_head(group: int) -> None:
+    q, k, v = random_qkv(2, 4, 7, 6)
+    k, v = k[:, : 4 // group], v[:, : 4 // group]
+    alone = [x.repeat_interleave(group, dim=1) for x in (k, v)]
+    expected = reference_attention(q, *alone, is_causal=True)
+    torch.testing.assert_close(reference_attention(q, k, v, is_causal=True), expected)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_reference_gradients(is_causal: bool) -> None:
     inputs = tuple(x.requires_grad_() for x in random_qkv(2, 5, 4))
@@ -92,7 +126,7 @@ def test_reference_gradients(is_causal: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_large_scores_neither_overflow_nor_see_past_the_mask(name: str) -> None:
     q, k, v = (x[None] for x in random_qkv(8, 4, dtype=torch.float32))
     out = attention(q * 1e4, k * 1e4, v, is_causal=True, impl=name)
@@ -101,8 +135,8 @@ def test_large_scores_neither_overflow_nor_see_past_the_mask(name: str) -> None:
 
 
 def test_names() -> None:
-    assert list(IMPLEMENTATION_NAMES) == ["auto", "reference", "sdpa"]
-    assert implementation("auto") is IMPLEMENTATIONS["sdpa"]
+    assert list(IMPLEMENTATION_NAMES) == ["auto", *IMPLEMENTATIONS]
+    assert implementation("auto").name == "auto"
     for name, entry in IMPLEMENTATIONS.items():
         assert entry.name == name
         assert entry.description

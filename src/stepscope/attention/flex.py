@@ -45,9 +45,6 @@ def refuses(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
 ) -> str | None:
     del is_causal, scale, causal_align
-    learning = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
-    if q.device.type == "cpu" and learning:
-        return f"FlexAttention has no backward on the CPU, and {learning[0]} requires a gradient"
     if q.dtype == torch.float64:
         return "FlexAttention has no kernel for float64"
     smallest = min(q.shape[-1], v.shape[-1])
@@ -55,6 +52,8 @@ def refuses(
         return f"FlexAttention needs a head dimension of {_SMALLEST_HEAD}, not {smallest}"
     if 0 in (q.numel(), k.numel()):
         return f"FlexAttention takes no empty input: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+    if q.device.type != "cuda":
+        return f"FlexAttention has a backward for CUDA only, and q is on {q.device}"
     return missing_compiler(q.device.type)
 
 
