@@ -294,5 +294,5 @@ def test_refusals_on_the_gpu_are_torch_s_own() -> None:
         with pytest.raises(ValueError, match=f"'{impl}' cannot take this input: .*[Dd]type"):
             attention(*tensors, impl=impl)
     assert attention(*tensors, impl="sdpa_efficient").shape == tensors[0].shape
-    with pytest.raises(ValueError, match="'flex' cannot take this input: .* not 8"):
+    with pytest.raises(ValueError, match=r"'flex' cannot take this input: .* not 8"):
         attention(*(x[..., :8] for x in tensors), impl="flex")
