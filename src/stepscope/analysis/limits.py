@@ -5,7 +5,7 @@ Nothing here guesses: where a record lacks what a number needs, the answer is No
 
 from __future__ import annotations
 
-import numpy as np
+from statistics import median
 
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
@@ -99,15 +99,19 @@ def host_bound(record: Record) -> HostShare | None:
         if step is None or issue is None:
             return None
         pairs = [("step", step.values, issue.values)]
-    so_far = np.zeros(min(len(values) for _, values, _ in pairs))
-    lag = np.zeros_like(so_far)
+    so_far = [0.0] * min(len(values) for _, values, _ in pairs)
+    lag = so_far
     total, starved = 0.0, {}
     for name, on_device_ms, on_host_ms in pairs:
-        device, host = np.array(on_device_ms[: len(lag)]), np.array(on_host_ms[: len(lag)])
-        so_far, lag = so_far + device, lag + device - host
-        total += float(np.median(device))
-        if np.median(lag) <= EMPTY_QUEUE * np.median(so_far):
-            starved[name] = float(np.median(device))
+        so_far = [before + spent for before, spent in zip(so_far, on_device_ms, strict=False)]
+        lag = [
+            before + spent - issued
+            for before, spent, issued in zip(lag, on_device_ms, on_host_ms, strict=False)
+        ]
+        spent = median(on_device_ms)
+        total += spent
+        if median(lag) <= EMPTY_QUEUE * median(so_far):
+            starved[name] = spent
     fraction = sum(starved.values()) / total
     return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM, phases=tuple(starved))
 

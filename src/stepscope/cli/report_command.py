@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,8 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     from stepscope.report.text import markdown_page
     from stepscope.studies.page import make_page
 
+    # A page is tens of thousands of small objects that live until the process ends, soon.
+    gc.disable()
     page = make_page(records)
     html, text = out / "report.html", out / "report.md"
     write_text(html, html_page(page))

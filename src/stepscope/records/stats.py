@@ -82,11 +82,13 @@ def _summarize(values: tuple[float, ...]) -> Summary:
     ordered = _ordered(values)
     medians = _bootstrap_medians(ordered, stream=0)
     medians.sort()
-    mean = float(ordered.mean())
+    count = len(values)
+    mean = math.fsum(values) / count
+    squares = math.fsum((value - mean) ** 2 for value in values)
     return Summary(
-        count=len(ordered),
+        count=count,
         mean=mean,
-        std=float(ordered.std(ddof=1)) if len(ordered) > 1 else 0.0,
+        std=math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
         median=_quantile(ordered, 0.5),
         q1=_quantile(ordered, 0.25),
         q3=_quantile(ordered, 0.75),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from stepscope.report.blocks import Cell, Column, Interval, Spread
 
@@ -88,6 +89,7 @@ def header(column: Column) -> str:
     return f"{column.title} ({unit})" if unit else column.title
 
 
+@lru_cache(maxsize=1 << 17, typed=True)
 def cell_text(cell: Cell, column: Column) -> str:
     if cell is None:
         return DASH

@@ -193,8 +193,16 @@ def _records_section(records: Sequence[Record]) -> Section:
 
 
 def _details(record: Record) -> str:
-    """Everything but what the machine section says already."""
-    held = msgspec.to_builtins(record)
-    for repeated in ("environment", "ceilings"):
-        del held[repeated]
-    return msgspec.json.format(msgspec.json.encode(held), indent=1).decode()
+    """Everything but what the machine section says already, a line for each part."""
+    lines = []
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if name == "series":
+            lines += [f"series {s.name}, {s.clock} clock: {_json(s)}" for s in record.series]
+        elif name not in ("environment", "ceilings"):
+            lines.append(f"{name}: {_json(value)}")
+    return "\n".join(lines)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

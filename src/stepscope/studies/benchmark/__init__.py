@@ -122,6 +122,7 @@ class Benchmark(Study[BenchmarkFlags]):
             quick = BenchmarkFlags(
                 size=("tiny", "mini", "midi"),
                 context=(32, 128),
+                batch=(2,),
                 steps=5,
                 min_seconds=0.3,
                 warmup=1,
