@@ -116,9 +116,11 @@ class Attention(Study[AttentionFlags]):
             progress=lambda done, total: bench.progress(done, total, "steps"),
         )
         quantities = workload.quantities()
-        for name, value in (("saved_bytes", saved), ("peak_bytes", bench.device.peak_bytes())):
-            if value is not None:
-                quantities[name] = Quantity(value=value, unit="B")
+        peak = bench.device.peak_bytes()
+        # Where tensors are not counted, the resident set is too coarse for one operation.
+        if saved is not None and peak is not None:
+            quantities["saved_bytes"] = Quantity(value=saved, unit="B")
+            quantities["peak_bytes"] = Quantity(value=peak, unit="B")
         return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
