@@ -40,13 +40,6 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
 
 
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    workload: Workload
-    warmup: int
-    steps: int
-    min_seconds: float
-
-
 class Benchmark(Study[BenchmarkFlags]):
     name = "benchmark"
     title = "Benchmark"
