@@ -2,8 +2,7 @@
 
 A sample starts on an idle device and ends on an idle device. Within it the host never waits, so
 the device's queue shows what the device took (events) and the host's clock shows two things: how
-long the host took to issue the work, and the wall time until the device was done. Where issuing
-takes nearly the whole wall time, the host is what limits the step.
+long the host took to issue the work, and the wall time until the device was done.
 """
 
 from __future__ import annotations
