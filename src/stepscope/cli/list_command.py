@@ -95,7 +95,7 @@ def _tables(options: ListOptions) -> Iterator[Table]:
         columns=(Column(title="name"), Column(title="what")),
         rows=tuple((entry.name, entry.description) for entry in IMPLEMENTATIONS.values()),
     )
-    if options.what == "runs" or options.store.exists():
+    if options.what == "runs" or (options.what == "all" and options.store.exists()):
         with existing_store(options) as store:
             rows = tuple(
                 (run.id, run.created[:19], len(store.finished(run.id)), run.cases, run.command)
