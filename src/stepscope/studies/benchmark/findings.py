@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from stepscope.analysis.group_lints import lint_group
 from stepscope.analysis.limits import (
     achieved_flops,
@@ -147,16 +149,12 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def _formats(rows: Sequence[Row]) -> Iterator[Finding]:
     """What a lower precision gains against float32, step by step."""
-    base = {
-        (row.workload.size, row.workload.context, row.workload.attention, row.workload.compile): row
-        for row in rows
-        if row.workload.dtype == "float32" and row.step
-    }
+    base = {row.workload.key: row for row in rows if row.workload.dtype == "float32" and row.step}
     gains: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
         work = row.workload
-        other = base.get((work.size, work.context, work.attention, work.compile))
-        if other and other is not row and row.step and other.step and work.dtype != "float32":
+        other = base.get(msgspec.structs.replace(work, dtype="float32").key)
+        if other and row.step and other.step and work.dtype != "float32":
             gains.setdefault(work.dtype, []).append((other.step.median / row.step.median, row))
     for dtype, found in gains.items():
         low, high = min(found, key=lambda g: g[0]), max(found, key=lambda g: g[0])
