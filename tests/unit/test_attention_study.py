@@ -7,9 +7,10 @@ import torch
 
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
-from stepscope.measure.device import pick_device
+from stepscope.measure.device import CpuDevice, pick_device
 from stepscope.report.blocks import Finding
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
+from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
 from study_records import attention_record
 
@@ -122,3 +123,25 @@ def test_a_power_law_is_found_and_nonsense_refused() -> None:
     for bad in (([1.0], [1.0]), ([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])):
         with pytest.raises(ValueError, match="exponent"):
             fitted_exponent(*bad)
+
+
+def test_what_a_host_cannot_hold_is_skipped_before_it_swaps() -> None:
+    class SmallHost(CpuDevice):
+        @property
+        def memory_bytes(self) -> int:
+            return 1 << 20
+
+    AttentionStep(workload(seq=64), SmallHost())
+    with pytest.raises(CaseSkipped, match="needs at least"):
+        AttentionStep(workload(seq=512), SmallHost())
+
+
+def test_formats_and_implementations_grow_apart() -> None:
+    records = [
+        attention_record(seq=seq, step=step, attention=attention)
+        for attention, power in (("reference", 2.0), ("tiled", 1.0))
+        for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
+    ]
+    told = sentences(records)
+    assert any("The forward grows as length to the power 2.00" in text for text in told)
+    assert any("The forward (tiled) grows as length to the power 1.00" in text for text in told)

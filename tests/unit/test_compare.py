@@ -165,6 +165,13 @@ def test_the_gate_needs_a_sure_slowdown_beyond_the_limit() -> None:
         step(200.0, case="e", count=3),
     ]
     made = compare_runs(base, new)
-    assert [c.case for c in exceeds(made, 0.05)] == ["a"]
-    assert [c.case for c in exceeds(made, 0.0)] == ["a", "b"]
+    assert [c.case for c in exceeds(made, 0.05)] == ["a", "d"]
+    assert [c.case for c in exceeds(made, 0.0)] == ["a", "b", "d"]
     assert exceeds(made, 0.10) == ()
+
+
+def test_a_case_that_is_gone_does_not_pass_the_gate() -> None:
+    base = [step(100.0, case="a"), step(100.0, case="b"), record(case="c", status="oom", series=())]
+    made = compare_runs(base, [step(100.0, case="a", seed=1)])
+    assert [(c.case, c.lost) for c in made] == [("a", False), ("b", True), ("c", False)]
+    assert [c.case for c in exceeds(made, 0.05)] == ["b"]

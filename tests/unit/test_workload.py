@@ -179,3 +179,18 @@ def test_a_host_refuses_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(CpuDevice, "memory_bytes", 1 << 20)
     with pytest.raises(CaseSkipped, match=r"needs at least .* GiB, this machine has 0\.0"):
         TrainingStep(workload(), CpuDevice())
+
+
+def test_names_in_words_stay_apart() -> None:
+    from stepscope.studies.workload import WorkloadFlags, workloads
+
+    flags = [
+        WorkloadFlags(size=("xl",), attention=("reference", "sdpa"), compile=("no", "block")),
+        WorkloadFlags(size=("xl",), table="2026"),
+        WorkloadFlags(size=("xl",), batch=(2,)),
+        WorkloadFlags(size=("xl",), layers=2),
+    ]
+    names = [work.name for each in flags for work in workloads(each, ("train-step",))]
+    assert len(set(names)) == len(names) == 7
+    assert names[0] == "xl at context 512 in float32"
+    assert "2026 xl at context 512 in float32" in names

@@ -45,6 +45,8 @@ class Comparison(Part, frozen=True):
     ratio: Ratio | None = None
     p: float | None = None
     note: str = ""
+    lost: bool = False
+    """The base has samples of this case and the new run has none."""
 
 
 def differences(base: Environment, new: Environment) -> tuple[str, ...]:
@@ -69,7 +71,8 @@ def compare_records(base: Record, new: Record, *, across: bool = False) -> Compa
         )
     before, after = _main_series(base), _main_series(new)
     if before is None or after is None:
-        return _not_compared(new, _why_without_samples(base, new))
+        lost = before is not None
+        return _not_compared(new, _why_without_samples(base, new), lost=lost)
     if (before.name, before.unit, before.clock) != (after.name, after.unit, after.clock):
         return _not_compared(new, f"{_kind(before)} in the base, {_kind(after)} in the new run")
     if before.unit not in _TIME_UNITS:
@@ -113,7 +116,7 @@ def compare_runs(
         for key, record in new.items()
     ]
     gone = [
-        _not_compared(record, "only in the base run")
+        _not_compared(record, "only in the base run", lost=_main_series(record) is not None)
         for key, record in base.items()
         if key not in new
     ]
@@ -121,9 +124,12 @@ def compare_runs(
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
-    """Those that are surely slower, and by more than `limit` (0.05 is five per cent)."""
+    """Those shown to be slower whose medians differ by more than `limit` (0.05 is five per cent),
+    and those that were measured in the base and are not any more."""
     return tuple(
-        c for c in comparisons if c.verdict == "slower" and c.ratio and c.ratio.value > 1.0 + limit
+        c
+        for c in comparisons
+        if c.lost or (c.verdict == "slower" and c.ratio and c.ratio.value > 1.0 + limit)
     )
 
 
@@ -145,8 +151,10 @@ def _main_series(record: Record) -> Series | None:
     return series if series and series.values else None
 
 
-def _not_compared(record: Record, note: str) -> Comparison:
-    return Comparison(study=record.study, case=record.case, verdict="not compared", note=note)
+def _not_compared(record: Record, note: str, *, lost: bool = False) -> Comparison:
+    return Comparison(
+        study=record.study, case=record.case, verdict="not compared", note=note, lost=lost
+    )
 
 
 def _why_without_samples(base: Record, new: Record) -> str:

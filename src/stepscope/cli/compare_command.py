@@ -27,7 +27,8 @@ class CompareOptions(Place, frozen=True, kw_only=True):
     across: bool = False
     """Compare unlike machines: times are then normalised by each machine's measured ceilings."""
     fail_above: str | None = None
-    """Exit with 3 if any case is shown to be slower by more than this, such as 3%."""
+    """Exit with 3 if a case is shown to be slower and its median by more than this, such as 3%,
+    or if a case that the base measured has no samples any more."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 
@@ -62,8 +63,12 @@ def main(words: list[str]) -> int:
         print_table(_table(comparisons))
         verdicts = Counter(c.verdict for c in comparisons)
         print(", ".join(f"{times} {verdict}" for verdict, times in verdicts.items()))
-        for comparison in beyond:
-            print(f"beyond {options.fail_above}: {comparison.study} {comparison.case}")
+        for c in beyond:
+            what = "lost" if c.lost else f"beyond {options.fail_above}"
+            print(f"{what}: {c.study} {c.case}")
+        few = [c for c in comparisons if c.verdict == "too few samples"]
+        if limit is not None and few:
+            print(f"not judged, too few samples: {', '.join(c.case for c in few)}")
     return _GATE_FAILED if beyond else 0
 
 

@@ -45,12 +45,15 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     from stepscope.report.text import markdown_page
     from stepscope.studies.page import make_page
 
-    # A page is tens of thousands of small objects that live until the process ends, soon.
-    gc.disable()
-    page = make_page(records)
     html, text = out / "report.html", out / "report.md"
-    write_text(html, html_page(page))
-    write_text(text, markdown_page(page))
+    # A page is tens of thousands of small objects, all needed to the end: nothing to collect.
+    gc.disable()
+    try:
+        page = make_page(records)
+        write_text(html, html_page(page))
+        write_text(text, markdown_page(page))
+    finally:
+        gc.enable()
     if not quiet:
         print_table(_beginning(page.headline))
         print(f"\nreport: {html.resolve()}\n        {text.resolve()}")

@@ -111,7 +111,9 @@ def _open_run(
     if options.resume:
         held = store.latest_with_plan(plan_digest(cases))
         if held is not None:
-            return held, len(store.finished(held.id))
+            again = REPEATABLE if options.retry else ()
+            done = [status for status, _ in store.finished(held.id).values()]
+            return held, sum(status not in again for status in done)
         print("stepscope: no earlier run of this request; starting one", file=sys.stderr)
     plain = [word for word in words if word not in ("--resume", "--retry")]
     run = new_run(cases, shlex.join(["stepscope", "run", *plain, "--resume"]))

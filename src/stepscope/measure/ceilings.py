@@ -83,7 +83,7 @@ def _seconds_per_call(device: Device, call: Callable[[], object], budget_s: floa
             call()
         device.synchronize()
         samples.append((time.perf_counter() - start) / batch)
-        if once * batch * 3 > 4 * budget_s and samples:
+        if once * batch * 3 > 4 * budget_s:
             break
     return min(samples)
 
@@ -98,8 +98,13 @@ def _matrix_rate(device: Device, name: str) -> Ceiling:
             # A format without hardware here shows it at once; larger shapes would take minutes.
             if best and 2 * n**3 / best > budget:
                 break
-            a = torch.randn(n, n, device=device.torch_device).to(dtype)
-            b = torch.randn(n, n, device=device.torch_device).to(dtype)
+            try:
+                a = torch.randn(n, n, device=device.torch_device).to(dtype)
+                b = torch.randn(n, n, device=device.torch_device).to(dtype)
+                torch.mm(a, b)
+            except torch.OutOfMemoryError:
+                # A small or shared GPU: the shapes before have given a rate.
+                break
             # Some libraries are fast for one layout only; a linear layer multiplies by a transpose.
             for layout, right in (("nn", b), ("nt", b.t())):
                 seconds = _seconds_per_call(device, partial(torch.mm, a, right), budget)

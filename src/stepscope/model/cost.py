@@ -183,6 +183,7 @@ def minimum_bytes(
     precision: Precision,
     mode: str,
     attention: str = "sdpa",
+    device_type: str = "cuda",
 ) -> int:
     """Device memory below which that mode cannot run, without activation checkpointing.
 
@@ -193,7 +194,7 @@ def minimum_bytes(
     if mode == "forward":
         logits = batch * context * config.vocab * _ELEMENT_BYTES[precision.compute]
         return weights + logits
-    kept = activation_bytes(config, batch, context, precision, attention)
+    kept = activation_bytes(config, batch, context, precision, attention, device_type)
     # Another kernel might write its output where the projection reads it.
     saved = kept.total - kept.n_layers * kept.block.get(_ATTENTION_OUTPUT, 0)
     # The backward frees activations as it makes gradients, so only the larger is sure.

@@ -145,6 +145,17 @@ def _named(record: Record) -> str:
     return f"{config['attention']} {config['dtype']}, d {config['head']}, length {config['seq']}"
 
 
+def _pass(record: Record) -> str:
+    """Which pass of which attention: `forward`, and what is not the default."""
+    config = record.config
+    extras = [
+        *([] if config["attention"] == "reference" else [config["attention"]]),
+        *([] if config["dtype"] == "float32" else [config["dtype"]]),
+        *(["causal"] if config["causal"] else []),
+    ]
+    return f"{config['mode']} ({', '.join(extras)})" if extras else str(config["mode"])
+
+
 def _table(records: Sequence[Record]) -> Table:
     groups: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
@@ -207,9 +218,12 @@ def _memory(record: Record | None) -> tuple[Cell, ...]:
 
 def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     timed = [record for record in records if step_ms(record)]
-    for mode in ("forward", "backward"):
+    groups: dict[str, list[Record]] = {}
+    for record in timed:
+        groups.setdefault(_pass(record), []).append(record)
+    for label, members in groups.items():
         for name, other, unit in (("seq", "head", "length"), ("head", "seq", "d")):
-            yield from _growth([r for r in timed if r.config["mode"] == mode], name, other, unit)
+            yield from _growth(label, members, name, other, unit)
     measured = [
         (held / predicted - 1, record)
         for record in timed
@@ -225,10 +239,10 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     yield from _accounting(records)
 
 
-def _growth(records: Sequence[Record], name: str, other: str, unit: str) -> Iterator[Finding]:
+def _growth(
+    label: str, records: Sequence[Record], name: str, other: str, unit: str
+) -> Iterator[Finding]:
     """How time grows with length and with d, at the largest value of the other one."""
-    if not records:
-        return
     largest = max(record.config[other] for record in records)
     points = {
         float(record.config[name]): step.median
@@ -238,9 +252,8 @@ def _growth(records: Sequence[Record], name: str, other: str, unit: str) -> Iter
     if len(points) < 3:
         return
     exponent = fitted_exponent(list(points), list(points.values()))
-    mode = records[0].config["mode"]
     yield Finding(
-        text=f"The {mode} grows as {unit} to the power {number(exponent, 3)} over"
+        text=f"The {label} grows as {unit} to the power {number(exponent, 3)} over"
         f" {min(points):g} to {max(points):g} (at {'d' if other == 'head' else 'length'}"
         f" {largest}); the arithmetic says {2 if name == 'seq' else 1}."
     )
@@ -248,8 +261,8 @@ def _growth(records: Sequence[Record], name: str, other: str, unit: str) -> Iter
 
 def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
     """The first length that does not fit, and which tensors are to blame."""
-    failed = [record for record in records if record.status in ("oom", "skipped")]
     kept = [record for record in records if record.config["attention"] == "reference"]
+    failed = [record for record in kept if record.status == "oom"]
     if not kept:
         return
     largest = max(kept, key=lambda record: record.config["seq"])
@@ -292,9 +305,12 @@ def _figures(records: Sequence[Record]) -> Iterator[Figure]:
 def _curves(records: Sequence[Record]) -> Iterator[Curve]:
     groups: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.config["seq"]):
-        label = f"d {record.config['head']}"
-        if len({r.config["attention"] for r in records}) > 1:
-            label = f"{record.config['attention']} {label}"
+        varying = [
+            str(record.config[name])
+            for name in ("attention", "dtype")
+            if len({r.config[name] for r in records}) > 1
+        ]
+        label = " ".join((*varying, f"d {record.config['head']}"))
         groups.setdefault(label, []).append(record)
     for label, members in groups.items():
         summaries = [step for record in members if (step := step_ms(record))]

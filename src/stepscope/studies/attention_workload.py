@@ -15,6 +15,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
+from stepscope.studies.workload import refuse_beyond_host_memory
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,7 @@ class AttentionStep:
     def __init__(self, workload: AttentionWorkload, device: Device) -> None:
         import torch
 
+        self._refuse_what_cannot_fit(workload, device)
         self.workload = workload
         self._device = device
         torch.manual_seed(0)
@@ -111,6 +113,16 @@ class AttentionStep:
         self._function = implementation(workload.attention).function
         self._out: torch.Tensor | None = None
         self._gradients: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def _refuse_what_cannot_fit(workload: AttentionWorkload, device: Device) -> None:
+        """A GPU says that it is full; a host swaps and is lost, so there the bound decides."""
+        inputs = cost.input_bytes(workload.shape, workload.element_bytes)
+        needed = inputs + workload.predicted_saved_bytes()
+        if implementation(workload.attention).saves_scores:
+            # Scores and probabilities are there at once while the softmax runs.
+            needed += cost.probability_bytes(workload.shape, workload.element_bytes)
+        refuse_beyond_host_memory(needed, device)
 
     def phases(self) -> tuple[Phase, ...]:
         from stepscope.measure.timer import Phase

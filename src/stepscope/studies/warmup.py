@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.analysis.steady import settling
+from stepscope.analysis.steady import Settling, settling
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.records.stats import summarize
@@ -118,8 +118,7 @@ def _all_steps(record: Record) -> tuple[float, ...]:
 
 
 def _name(record: Record) -> str:
-    config = record.config
-    return f"{config['size']} at context {config['context']} in {config['dtype']}"
+    return msgspec.convert(record.config, Workload).name
 
 
 def _findings(records: Sequence[Record]) -> Iterator[Finding]:
@@ -127,8 +126,10 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     for record in records:
         groups.setdefault(_name(record), []).append(record)
     needed = []
+    judged: list[tuple[Record, Settling]] = []
     for name, members in groups.items():
         curves = [settling(_all_steps(record)) for record in members]
+        judged += zip(members, curves, strict=True)
         slowest = max(curves, key=lambda curve: curve.steps)
         needed.append(slowest.steps)
         steady = summarize([curve.steady for curve in curves]).median
@@ -150,6 +151,8 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     if needed:
         most = max(needed)
         sized = "no warm-up step" if most == 0 else f"{most} warm-up step{'s' if most > 1 else ''}"
+        if any(curve.steps >= len(_all_steps(record)) // 2 for record, curve in judged):
+            sized = f"at least {sized}"
         yield Finding(
             text=f"This machine needs {sized} before a step is steady, in the slowest of"
             f" {len(records)} fresh processes; more than that changes nothing.",

@@ -21,7 +21,12 @@ from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.protocol import Failed, MeasureCase, Progress, Reply, Request
 from stepscope.studies.registry import find_study
 
-_ALLOCATION_MESSAGES = ("can't allocate memory", "out of memory", "not enough memory")
+_ALLOCATION_MESSAGES = (
+    "can't allocate memory",
+    "out of memory",
+    "not enough memory",
+    "alloc_failed",
+)
 
 
 class Worker:

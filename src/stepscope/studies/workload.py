@@ -112,6 +112,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"adamw={self.optimizer}")
         return "_".join((*parts, self.mode))
 
+    @property
+    def name(self) -> str:
+        """In words, for findings; what goes without saying is left out, so names stay apart."""
+        year = f"{self.table} " if self.table != "2025" else ""
+        changed = " (changed)" if self.overrides else ""
+        extras = [
+            *([] if self.batch == 4 else [f"batch {self.batch}"]),
+            *([] if self.attention == "reference" else [self.attention]),
+            *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
+        ]
+        words = f"{year}{self.size}{changed} at context {self.context} in {self.dtype}"
+        return f"{words} ({', '.join(extras)})" if extras else words
+
     def needs(self) -> tuple[str, ...]:
         """What the device must have for this: a number format, a compiler."""
         formats = (precision(self.dtype).compute,)
@@ -189,18 +202,11 @@ class TrainingStep:
 
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
-        """A GPU says that it is full; a host swaps and is lost, so there the bound decides."""
-        if device.kind != "cpu":
-            return
         needed = cost.minimum_bytes(
             workload.model(), workload.batch, workload.context, precision(workload.dtype),
-            workload.mode, workload.attention,
+            workload.mode, workload.attention, device.kind,
         )  # fmt: skip
-        if needed > _HOST_MEMORY_SHARE * device.memory_bytes:
-            raise CaseSkipped(
-                f"needs at least {needed / 2**30:.1f} GiB,"
-                f" this machine has {device.memory_bytes / 2**30:.1f}"
-            )
+        refuse_beyond_host_memory(needed, device)
 
     def phases(self) -> tuple[Phase, ...]:
         from stepscope.measure.timer import Phase
@@ -248,6 +254,15 @@ class TrainingStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def refuse_beyond_host_memory(needed: int, device: Device) -> None:
+    """A GPU says that it is full; a host swaps and is lost, so there a lower bound decides."""
+    if device.kind == "cpu" and needed > _HOST_MEMORY_SHARE * device.memory_bytes:
+        raise CaseSkipped(
+            f"needs at least {needed / 2**30:.1f} GiB,"
+            f" this machine has {device.memory_bytes / 2**30:.1f}"
+        )
 
 
 def compile_model(model: torch.nn.Module, how: str) -> None:

@@ -116,7 +116,7 @@ class Benchmark(Study[BenchmarkFlags]):
                 size=("tiny", "mini", "midi"),
                 context=(32, 128),
                 batch=(2,),
-                steps=5,
+                steps=7,
                 min_seconds=0.3,
                 warmup=1,
             )
@@ -145,7 +145,7 @@ class Benchmark(Study[BenchmarkFlags]):
                 BenchmarkFlags(size=sizes_2025, context=(512,), dtype=both),
                 compiled,
                 BenchmarkFlags(
-                    size=sizes_2025, context=(128, 256, 1024), dtype=both, warmup=3, steps=5
+                    size=sizes_2025, context=(128, 256, 1024), dtype=both, warmup=3, steps=8
                 ),
             ),
             "full": (seeds, course_2026, compiled, formats),

@@ -8,7 +8,7 @@ from stepscope.analysis.limits import mfu
 from stepscope.report.blocks import Curve, Figure, Mark
 from stepscope.studies.benchmark.rows import Row, common_context
 
-_VARIANT = ("dtype", "attention", "compile", "optimizer", "batch")
+_VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "batch")
 _PLAIN = {"compile": "no", "optimizer": "torch"}
 """What goes without saying in a label."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}

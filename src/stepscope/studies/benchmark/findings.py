@@ -75,8 +75,9 @@ def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
 def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
     """Against the 2:1 of the FLOPs, by size, at the longest context that was measured."""
     by_size: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        key = (row.workload.size, row.workload.dtype)
+    for row in _of_one_variant(rows):
+        work = row.workload
+        key = (f"{work.table} {work.size}" if work.table != "2025" else work.size, work.dtype)
         if row.ratio is not None and (
             key not in by_size or row.workload.context > by_size[key].workload.context
         ):
@@ -96,6 +97,16 @@ def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
     else:
         text += " " + _why_the_ratio_departs(off)
     yield Finding(text=text)
+
+
+def _of_one_variant(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ in size, context and format alone: those like the first one."""
+
+    def variant(row: Row) -> tuple[object, ...]:
+        work = row.workload
+        return (work.attention, work.compile, work.batch, tuple(work.overrides.items()))
+
+    return [row for row in rows if variant(row) == variant(rows[0])]
 
 
 def _why_the_ratio_departs(row: Row) -> str:

@@ -37,7 +37,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.workload.size} at context {self.workload.context} in {self.workload.dtype}"
+        return self.workload.name
 
     @property
     def records(self) -> tuple[Record, ...]:
