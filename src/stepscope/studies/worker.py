@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.protocol import Failed, MeasureCase, Progress, Reply, Request
 from stepscope.studies.registry import find_study
 
+_PROGRESS_EVERY_S = 0.25
 _ALLOCATION_MESSAGES = (
     "can't allocate memory",
     "out of memory",
@@ -37,6 +39,7 @@ class Worker:
         from stepscope.measure.environment import describe, lacks
 
         self._channel = channel
+        self._progress_said = 0.0
         self.device = pick_device(device_choice)
         self.environment = describe(self.device)
         self.say(protocol.Ready(self.environment, lacks(self.device)))
@@ -45,7 +48,11 @@ class Worker:
         send(self._channel, reply)
 
     def progress(self, done: int, total: int, what: str) -> None:
-        self.say(Progress(done, total, what))
+        # Drawing it takes the parent time on a core that the next sample may need.
+        now = time.monotonic()
+        if done == total or now - self._progress_said >= _PROGRESS_EVERY_S:
+            self._progress_said = now
+            self.say(Progress(done, total, what))
 
     def answer(self, request: Request) -> Reply:
         try:

@@ -185,7 +185,8 @@ class TrainingStep:
             dtype=getattr(torch, form.weights),
         )
         compile_model(self.model, workload.compile)
-        # Scaling keeps float16 gradients from vanishing; the other formats do not need it.
+        # Scaling keeps float16 gradients from vanishing; the other formats do not need it. Its step
+        # reads back whether a gradient overflowed, so there the host waits, as in real training.
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
         self.optimizer = make_optimizer(workload.optimizer, self.model)
         shape = (workload.batch, workload.context)
