@@ -112,6 +112,7 @@ class Planted(Study[PlantedFlags]):
         return Measurement(
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
             quantities={"pid": Quantity(value=os.getpid(), unit="process")},
+            notes={"did": config["does"]},
         )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

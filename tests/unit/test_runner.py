@@ -107,6 +107,7 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
         assert "\n" not in each.reason
         assert each.ceilings
         assert each.attempt == 1
+        assert each.notes == ({"did": each.config["does"]} if status == "ok" else {})
     # What does no harm shares a worker; after every failure there is a new one.
     assert pid(records[0]) == pid(records[1])
     after = [pid(r) for r in records if r.config["does"] == "ok"]

@@ -20,14 +20,15 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 def test_a_record_survives_the_round_trip(values: list[float], reason: str, clock: Any) -> None:
     series = Series(name="step", unit="ms", values=tuple(values), warmup=(1e-300,), clock=clock)
     made = record(
-        series=(series,), reason=reason, readings=(Reading(at_s=0.5, throttle=("power-cap",)),)
-    )
+        series=(series,), reason=reason, readings=(Reading(at_s=0.5, throttle=("power-cap",)),),
+        notes={"kernels": reason},
+    )  # fmt: skip
     assert decode(encode(made)) == made
 
 
 def test_a_newer_version_is_refused_with_what_to_do() -> None:
     body = json.loads(encode(record())) | {"version": schema.SCHEMA_VERSION + 1, "novel": 1}
-    with pytest.raises(StepscopeError, match=r"version 2, this .* up to 1.*install a newer"):
+    with pytest.raises(StepscopeError, match=r"version 3, this .* up to 2.*install a newer"):
         decode(json.dumps(body))
 
 
@@ -41,16 +42,22 @@ def test_an_older_version_is_upgraded_step_by_step(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(schema, "SCHEMA_VERSION", 3)
     monkeypatch.setattr(schema, "UPGRADES", {1: rename, 2: mark})
-    body = json.loads(encode(record(case="here")))
+    body = json.loads(encode(record(case="here"))) | {"version": 1}
     body["cell"] = body.pop("case")
     upgraded = decode(json.dumps(body))
     assert (upgraded.case, upgraded.reason, upgraded.version) == ("here", "here was renamed", 3)
 
 
 def test_an_older_version_without_upgrade_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", 2)
-    with pytest.raises(StepscopeError, match="version 1, which has no upgrade"):
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", 3)
+    with pytest.raises(StepscopeError, match="version 2, which has no upgrade"):
         decode(encode(record()))
+
+
+def test_a_record_of_version_1_has_no_notes_and_still_loads() -> None:
+    body = json.loads(encode(record())) | {"version": 1}
+    del body["notes"]
+    assert decode(json.dumps(body)) == record()
 
 
 @pytest.mark.parametrize("place", [(), ("environment",), ("series", 0), ("quantities", "flops")])

@@ -2,6 +2,7 @@
 
 Format history
   1  first published form
+  2  notes: what is neither a number nor a sample
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Status = Literal["ok", "oom", "error", "timeout", "skipped"]
 Clock = Literal["device", "host"]
@@ -129,6 +130,8 @@ class Record(Part, frozen=True):
     attempt: int = 1
     series: tuple[Series, ...] = ()
     quantities: dict[str, Quantity] = {}
+    notes: dict[str, str] = {}
+    """What was seen and is no number: names of the kernels that ran, why a part was left out."""
     ceilings: tuple[Ceiling, ...] = ()
     readings: tuple[Reading, ...] = ()
     lints: tuple[Lint, ...] = ()
@@ -151,7 +154,7 @@ class Record(Part, frozen=True):
         return None
 
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda raw: raw}
 """From a version to the next one, on the decoded JSON."""
 
 
@@ -163,7 +166,8 @@ def decode(data: bytes | str) -> Record:
     """Read a record of this version or an older one; refuse a newer one."""
     try:
         raw = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    # A damaged store may give a null or a number where the text was.
+    except (msgspec.DecodeError, TypeError) as error:
         raise StepscopeError(f"not a record: {error}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if not isinstance(version, int):

@@ -36,6 +36,7 @@ class Measurement(Part, frozen=True):
     series: tuple[Series, ...] = ()
     quantities: dict[str, Quantity] = msgspec.field(default_factory=dict)
     readings: tuple[Reading, ...] = ()
+    notes: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class CaseSkipped(Exception):  # noqa: N818

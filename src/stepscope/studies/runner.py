@@ -167,6 +167,7 @@ class Runner:
             elapsed_s=elapsed_s,
             series=measurement.series,
             quantities=measurement.quantities,
+            notes=measurement.notes,
             readings=measurement.readings,
             ceilings=ceilings,
         )
