@@ -1,0 +1,211 @@
+"""What a kernel's name says: whose it is, what it computes, on which units, in which tile.
+
+Names are read as the libraries write them; nothing is guessed. What a name does not say is empty.
+`describe` takes the name of a kernel, `describe_operator` that of an operator (`aten::mm`), which
+stands in for a kernel where a trace was taken on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from stepscope.analysis.matmul_names import matmul
+from stepscope.analysis.operator_names import (
+    inductor_class,
+    inductor_parts,
+    operator_class,
+)
+
+Class = Literal[
+    "matmul", "attention", "elementwise", "reduction", "softmax", "copy/cast", "optimizer",
+    "communication", "other",
+]  # fmt: skip
+CLASSES: tuple[Class, ...] = (
+    "matmul", "attention", "softmax", "reduction", "elementwise", "copy/cast", "optimizer",
+    "communication", "other",
+)  # fmt: skip
+Role = Literal["", "forward", "backward", "dX", "dW"]
+
+
+class Description(NamedTuple):
+    """What is known of a kernel from its name; empty where the name does not say."""
+
+    short: str
+    """A name that a person can read in a table."""
+    library: str
+    kind: Class
+    unit: str = ""
+    tile: str = ""
+    layout: str = ""
+    alignment: str = ""
+    role: Role = ""
+
+
+_TEMPLATE = re.compile(r"<.*", re.DOTALL)
+_SCOPE = re.compile(r"(?:[\w~]+|<unnamed>|\(anonymous namespace\))::")
+_RETURN = re.compile(r"^(?:static )?(?:void|float|int)\s+")
+_FUNCTOR = re.compile(
+    r"(\w+?)(?:_kernel_cuda|_kernel_impl|_kernel)\(at::TensorIterator"
+    r"|(?:CUDAFunctor|CUDAFunctorOnSelf|CUDAFunctorOnOther)_(\w+)"
+    r"|native::(?:binary_internal::)?(?!(?:Binary|AUnary|BUnary)Functor)(\w+?)(?:Functor|Ops)\b"
+)
+_TRITON = re.compile(r"^triton_(poi|red|per|tem|for|spl)_fused(?:_|$)")
+_FLASH_TILE = re.compile(
+    r"kernel_traits<\s*(?:\(int\))?\d+,\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)"
+)
+_TILE = re.compile(r"(?<![\dx])(\d+x\d+(?:x\d+)?)(?![\dx])")
+_OWN_ATTENTION: dict[str, Role] = {
+    "forward_kernel": "forward",
+    "delta_kernel": "backward",
+    "key_value_kernel": "backward",
+    "query_kernel": "backward",
+}
+_HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
+_ATEN: tuple[tuple[str, Class], ...] = (
+    (r"[sS]oft[mM]ax", "softmax"),
+    (r"multi_tensor_apply|FusedAdam|fused_adam|_amp_", "optimizer"),
+    (r"CatArrayBatchedCopy|direct_copy_kernel|(?:b?float16|float8)_copy_kernel|split_with_sizes"
+     r"|index_?[sS]elect|gather_kernel|scatter_gather|index_elementwise|index_put|chunk_cat"
+     r"|_copy_kernel", "copy/cast"),
+    (r"reduce_kernel|layer_norm|rms_norm|Rowwise|GammaBeta|nll_loss|embedding_|cross_entropy"
+     r"|_norm_|partials_per_segment|sum_and_scatter|tensor_kernel_scan|_scan_", "reduction"),
+    (r"elementwise|triu_tril|fill|arange|distribution|dropout|kernelPointwise", "elementwise"),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 14)
+def describe(name: str) -> Description:
+    """What the name of a kernel, a copy or a fill on the device says."""
+    return (
+        _memory(name)
+        or _communication(name)
+        or _attention(name)
+        or _inductor(name)
+        or _matmul(name)
+        or _aten(name)
+        or Description(_readable(name), "", "other")
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def describe_operator(name: str) -> Description:
+    """What the name of an operator says; it stands in for a kernel in a CPU trace."""
+    found = operator_class(name)
+    library = name.partition("::")[0] if "::" in name else ""
+    return Description(name, {"aten": "ATen"}.get(library, library), found or "other")
+
+
+def linear_role(described: Description, phase: str, operator: str) -> Role:
+    """Whether a matrix product is a layer's forward, its dX or its dW.
+
+    A linear layer is x Wᵀ in row-major terms, which BLAS sees as `tn`; then dX is `nn` and dW `nt`.
+    Batched products (attention) have other layouts in every phase, so they get no role.
+    """
+    if described.kind != "matmul":
+        return described.role
+    if operator not in ("aten::mm", "aten::addmm", "aten::linear"):
+        return ""
+    if phase == "forward":
+        return "forward"
+    roles: dict[str, Role] = {"nn": "dX", "nt": "dW"}
+    return roles.get(described.layout, "") if phase == "backward" else ""
+
+
+def _memory(name: str) -> Description | None:
+    if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
+        return Description(name.partition(" (")[0], "CUDA", "copy/cast")
+    return None
+
+
+def _communication(name: str) -> Description | None:
+    plain = _readable(name)
+    if plain.startswith(("ncclDevKernel", "ncclKernel")):
+        return Description(plain, "NCCL", "communication")
+    if "cross_device_reduce" in plain or plain.startswith(
+        ("multimem_all", "two_shot_all", "one_shot_all")
+    ):
+        return Description(plain, "", "communication")
+    return None
+
+
+def _attention(name: str) -> Description | None:
+    plain = _readable(name)
+    if plain in _OWN_ATTENTION:
+        return Description(plain, "Stepscope", "attention", role=_OWN_ATTENTION[plain])
+    if plain.startswith("cudnn_generated_fort_native_sdpa"):
+        tile = _TILE.search(plain)
+        backward = "bprop" in plain
+        # cuDNN writes f16 for both 16-bit formats.
+        return Description(
+            plain.removeprefix("cudnn_generated_fort_native_"), "cuDNN", "attention",
+            unit="FP16/BF16 tensor cores" if "_f16_" in plain else "",
+            tile=tile.group(1) if tile else "", role="backward" if backward else "forward",
+        )  # fmt: skip
+    if plain.startswith("fmha_cutlass"):
+        form = re.match(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)", plain)
+        if form is None:
+            return Description(plain, "CUTLASS", "attention")
+        return Description(
+            plain, "CUTLASS", "attention", unit=_HALF_UNITS.get(form.group(2), ""),
+            tile=form.group(4), alignment=form.group(3),
+            role="forward" if form.group(1) == "F" else "backward",
+        )  # fmt: skip
+    if re.search(r"flash_(fwd|bwd)|FlashAttn(Fwd|Bwd)|flash::", name):
+        tile = _FLASH_TILE.search(name)
+        form = re.search(r"cutlass::(bfloat16_t|half_t)", name)
+        backward = re.search(r"flash_bwd|FlashAttnBwd|Bwd", name) is not None
+        unit = "" if form is None else ("BF16" if form.group(1) == "bfloat16_t" else "FP16")
+        return Description(
+            _flash_name(name), "FlashAttention", "attention",
+            unit=f"{unit} tensor cores" if unit else "",
+            tile=f"{tile.group(1)}x{tile.group(2)}" if tile else "",
+            role="backward" if backward else "forward",
+        )  # fmt: skip
+    return None
+
+
+def _flash_name(name: str) -> str:
+    found = re.search(r"flash_\w+|FlashAttn\w+", name.replace("pytorch_flash", ""))
+    return found.group() if found else _readable(name)
+
+
+def _inductor(name: str) -> Description | None:
+    found = _TRITON.match(name)
+    if found is None:
+        return None
+    return Description(name, "Inductor", inductor_class(found.group(1), inductor_parts(name)))
+
+
+def _matmul(name: str) -> Description | None:
+    found = matmul(name, _readable(name))
+    if found is None:
+        return None
+    return Description(
+        found.short, found.library, "matmul", found.unit, found.tile, found.layout, found.alignment
+    )
+
+
+def _aten(name: str) -> Description | None:
+    if not re.search(
+        r"\bat::|\(anonymous namespace\)|<unnamed>|cunn_|CatArray|\bcub::|thrust::", name
+    ):
+        return None
+    plain = _readable(name)
+    functor = _FUNCTOR.search(name)
+    for pattern, kind in _ATEN:
+        if re.search(pattern, name):
+            operation = next((part for part in functor.groups() if part), "") if functor else ""
+            short = f"{plain} · {operation}" if operation and operation not in plain else plain
+            return Description(short, "ATen", kind)
+    library = "CUB" if "cub::" in name or "thrust::" in name else "ATen"
+    return Description(plain, library, "other")
+
+
+def _readable(name: str) -> str:
+    """The bare function: no return type, template arguments, scopes or parameters."""
+    bare = _TEMPLATE.sub(
+        "", _SCOPE.sub("", _RETURN.sub("", name.strip()).replace("<unnamed>::", ""))
+    )
+    return bare.partition("(")[0].strip() or name.strip()[:80]

@@ -1,0 +1,163 @@
+"""Names of matrix products, as cuBLAS, CUTLASS, cuDNN and their relatives write them.
+
+The unit is what a reader gets wrong most often: `ampere_sgemm` and `simt_sgemm` run on the FP32
+cores, `s1688` is TF32 (FP16 where the name says f16, on Turing), `s16816` is half or bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+FP32_CORES = "FP32 cores"
+TF32 = "TF32 tensor cores"
+FP16 = "FP16 tensor cores"
+BF16 = "BF16 tensor cores"
+FP8 = "FP8 tensor cores"
+INT8 = "INT8 tensor cores"
+FP64_CORES = "FP64 cores"
+FP64 = "FP64 tensor cores"
+
+
+class Matmul(NamedTuple):
+    short: str
+    library: str
+    unit: str = ""
+    tile: str = ""
+    layout: str = ""
+    alignment: str = ""
+
+
+_XMMA = re.compile(
+    r"sm\d+_xmma_(?:gemm|fprop|dgrad|wgrad)(?:_implicit_gemm)?_(?P<formats>(?:[a-z]+\d+(?:[a-z]\d)?)+"
+    r"(?:_(?:[a-z]+\d+(?:[a-z]\d)?)+)*?)_(?P<layout>[tn]{2})_n_tilesize(?P<tile>\d+x\d+x\d+)"
+)
+_NVJET = re.compile(
+    r"nvjet_(?:sm\d+_)?(?P<letters>[a-z]+)_(?:mma_)?(?P<tile>\d+x\d+)(?:x\d+)?_.*?"
+    r"(?:_(?P<layout>[TN]{2})[TN]{1,2})?$"
+)
+_CLASSIC = re.compile(
+    r"(?:maxwell|volta|turing|ampere|hopper)_(?P<body>\w*?)"
+    r"(?P<op>[sdhic]\d*)?gemm_(?P<rest>\w+)"
+)
+_CUTLASS_2 = re.compile(
+    r"cutlass_(?:\d+_)?(?:wmma_)?(?P<how>tensorop|simt)_(?P<body>\w*?)"
+    r"(?P<op>[sdhic]\d*)(?P<form>tf32|bf16|f16)?(?P<what>gemm|fprop|dgrad|wgrad)_(?P<rest>\w+)"
+)
+_TILE = re.compile(r"(?:^|_)(\d+x\d+)(?=_|$)")
+_LAYOUT = re.compile(r"_([tn]{2})(?=_|$)")
+_ALIGN = re.compile(r"align(\d+)")
+_VECTOR = ("gemv", "gemmSN", "gemmk1", "dot_kernel", "reduce_1Block_kernel", "splitKreduce")
+
+
+def matmul(name: str, plain: str) -> Matmul | None:
+    """Of the whole name and of its bare function; None where it is no matrix product."""
+    for read in (_xmma, _nvjet, _cutlass_2, _classic):
+        found = read(name)
+        if found is not None:
+            return found
+    if plain.startswith(_VECTOR) or "gemvx::" in name:
+        return Matmul(plain if plain != "kernel" else "gemvx", "cuBLAS", FP32_CORES)
+    if "deep_gemm::" in name:
+        return Matmul(plain, "DeepGEMM", FP8 if "fp8" in plain else BF16 if "bf16" in plain else "")
+    if "cutlass" in name and re.search(r"[gG]emm", name):
+        return Matmul("cutlass gemm" if plain == "device_kernel" else plain, "CUTLASS", _cute(name))
+    if re.search(r"gemm|matmul|(?:^|_)b?mm_kernel", plain, re.IGNORECASE):
+        return Matmul(plain, "")
+    return None
+
+
+def _xmma(name: str) -> Matmul | None:
+    start = re.search(r"sm\d+_xmma_", name)
+    if start is None:
+        return None
+    short = re.match(r"\w+", name[start.start() :]).group()  # type: ignore[union-attr]
+    found = _XMMA.match(short)
+    library = "cuDNN" if re.match(r"sm\d+_xmma_(fprop|dgrad|wgrad)", short) else "cuBLAS"
+    if found is None:
+        return Matmul(short, library)
+    alignment = re.search(r"aligna(\d+)", short)
+    return Matmul(
+        short, library, _xmma_unit(found["formats"]), found["tile"], found["layout"],
+        alignment.group(1) if alignment else "",
+    )  # fmt: skip
+
+
+def _xmma_unit(formats: str) -> str:
+    """`f32f32_tf32f32_f32`: the middle part says in which format the products are made."""
+    for mark, unit in (("tf32", TF32), ("bf16", BF16), ("e4m3", FP8), ("e5m2", FP8), ("i8", INT8),
+                       ("f64", FP64), ("f16", FP16)):  # fmt: skip
+        if mark in formats:
+            return unit
+    return FP32_CORES
+
+
+def _nvjet(name: str) -> Matmul | None:
+    if not name.startswith("nvjet_"):
+        return None
+    found = _NVJET.match(name)
+    if found is None:
+        return Matmul(name, "cuBLAS")
+    # Input, accumulator, output: t is bfloat16, h half, s single (TF32 products), q and o 8-bit.
+    unit = {"t": BF16, "h": FP16, "s": TF32, "q": FP8, "o": FP8}.get(found["letters"][0], "")
+    return Matmul(name, "cuBLAS", unit, found["tile"], (found["layout"] or "").lower())
+
+
+def _cutlass_2(name: str) -> Matmul | None:
+    found = _CUTLASS_2.search(name)
+    if found is None:
+        return None
+    rest = found["rest"]
+    if found["how"] == "simt":
+        unit = FP64_CORES if found["op"].startswith("d") else FP32_CORES
+    else:
+        unit = _tensor_unit(found["body"], found["op"], found["form"] or "", rest)
+    library = "cuDNN" if found["what"] != "gemm" else "CUTLASS"
+    return Matmul(found.group(), library, unit, *_shape(rest))
+
+
+def _classic(name: str) -> Matmul | None:
+    found = _CLASSIC.search(name)
+    if found is None:
+        return None
+    op, body, rest = found["op"] or "", found["body"], found["rest"]
+    if op in ("s", "h", "d", "c"):
+        unit = {"s": FP32_CORES, "d": FP64_CORES}.get(op, "")
+    else:
+        unit = _tensor_unit(body, op, "", rest)
+    return Matmul(found.group(), "cuBLAS", unit, *_shape(rest))
+
+
+def _tensor_unit(body: str, op: str, form: str, rest: str) -> str:
+    words = f"{body}_{form}"
+    if "bf16" in words:
+        return BF16
+    if "tf32" in words or "tf32" in rest:
+        return TF32
+    if "f16" in words or "fp16" in words:
+        return FP16
+    if op.startswith("d"):
+        return FP64
+    if op.startswith("i"):
+        return INT8
+    if op.startswith("h") or op in ("s884", "s161616"):
+        return FP16
+    # 16x8x8 without a 16-bit format is TF32; 16x8x16 is a 16-bit one that the name leaves open.
+    return {"s1688": TF32, "s16816": "FP16/BF16 tensor cores"}.get(op, "")
+
+
+def _shape(rest: str) -> tuple[str, str, str]:
+    tile, layout, alignment = (pattern.search(rest) for pattern in (_TILE, _LAYOUT, _ALIGN))
+    return (
+        tile.group(1) if tile else "",
+        layout.group(1) if layout else "",
+        alignment.group(1) if alignment else "",
+    )
+
+
+def _cute(name: str) -> str:
+    for mark, unit in (("float_e4m3", FP8), ("float_e5m2", FP8), ("bfloat16_t", BF16),
+                       ("half_t", FP16), ("tfloat32_t", TF32)):  # fmt: skip
+        if mark in name:
+            return unit
+    return ""

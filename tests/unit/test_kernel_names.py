@@ -1,0 +1,245 @@
+"""Real kernel names, each with exactly what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.analysis.kernel_names import (
+    CLASSES,
+    describe,
+    describe_operator,
+    linear_role,
+)
+from stepscope.analysis.operator_names import inductor_parts
+
+FP32, TF32, FP16, BF16 = (
+    "FP32 cores", "TF32 tensor cores", "FP16 tensor cores", "BF16 tensor cores",
+)  # fmt: skip
+ANONYMOUS = "at::native::(anonymous namespace)::"
+
+MATMULS = {
+    "ampere_sgemm_128x64_tn": ("cuBLAS", FP32, "128x64", "tn", ""),
+    "ampere_sgemm_128x128_nn": ("cuBLAS", FP32, "128x128", "nn", ""),
+    "ampere_sgemm_64x32_sliced1x4_tn": ("cuBLAS", FP32, "64x32", "tn", ""),
+    "volta_sgemm_128x64_nn": ("cuBLAS", FP32, "128x64", "nn", ""),
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_tn_align1>(T1::Params)":
+        ("CUTLASS", FP32, "128x256", "tn", "1"),
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)":
+        ("CUTLASS", FP32, "128x64", "nt", "1"),
+    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x128_16x3_nn_align4>"
+    "(cutlass_80_tensorop_s1688gemm_256x128_16x3_nn_align4::Params)":
+        ("CUTLASS", TF32, "256x128", "nn", "4"),
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x64_32x4_nn_align8>"
+    "(T1::Params)": ("CUTLASS", BF16, "256x64", "nn", "8"),
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_32x32_64x1_tn_align8>"
+    "(T1::Params)": ("CUTLASS", FP16, "32x32", "tn", "8"),
+    "void cutlass::Kernel2<cutlass_75_tensorop_f16_s1688gemm_f16_128x64_32x2_tn_align8>"
+    "(T1::Params)": ("CUTLASS", FP16, "128x64", "tn", "8"),
+    "cutlass_80_tensorop_i16832gemm_s8_128x64_128x3_tn_align16":
+        ("CUTLASS", "INT8 tensor cores", "128x64", "tn", "16"),
+    "turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn": ("cuBLAS", FP16, "128x128", "tn", ""),
+    "ampere_fp16_s16816gemm_fp16_64x64_ldg8_f2f_stages_64x5_tn":
+        ("cuBLAS", FP16, "64x64", "tn", ""),
+    "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x3_tn":
+        ("cuBLAS", BF16, "128x64", "tn", ""),
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize256x64x8_stage3_warpsize2x2x1_ffma_aligna4"
+    "_alignc4_execute_kernel__5x_cublas": ("cuBLAS", FP32, "256x64x8", "tn", "4"),
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_nn_n_tilesize128x128x64_warpgroupsize1x1x1_execute"
+    "_segment_k_off_kernel__5x_cublas": ("cuBLAS", BF16, "128x128x64", "nn", ""),
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_nt_n_tilesize128x128x32_warpgroupsize2x1x1_execute"
+    "_segment_k_off_kernel__5x_cublas": ("cuBLAS", TF32, "128x128x32", "nt", ""),
+    "nvjet_tst_192x8_64x8_2x1_v_bz_TNT": ("cuBLAS", BF16, "192x8", "tn", ""),
+    "nvjet_tst_64x24_64x16_4x1_v_bz_splitK_TNT": ("cuBLAS", BF16, "64x24", "tn", ""),
+    "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN": ("cuBLAS", BF16, "192x192", "nt", ""),
+    "nvjet_tss_128x256_64x4_2x1_v_badd_coopA_NTN": ("cuBLAS", BF16, "128x256", "nt", ""),
+    "nvjet_sm90_hss_320x128_64x3_1x2_h_bz_coopB_NNT": ("cuBLAS", FP16, "320x128", "nn", ""),
+    "nvjet_sm90_hsh_8x64_64x16_4x1_v_bz_TNN": ("cuBLAS", FP16, "8x64", "tn", ""),
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT": ("cuBLAS", BF16, "256x128", "tn", ""),
+    "nvjet_sm120_tst_mma_64x64x128_3_32x32x128_tmaAB_alignCD4_bz_TNNN":
+        ("cuBLAS", BF16, "64x64", "tn", ""),
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16,"
+    " false>(cublasLt::cublasSplitKParams<float>, float const*)": ("cuBLAS", FP32, "", "", ""),
+    "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 8, 9, false, cublasGemvTensorStridedBatched"
+    "<float const> >(int)": ("cuBLAS", FP32, "", "", ""),
+    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(int)":
+        ("cuBLAS", FP32, "", "", ""),
+    "void internal::gemvx::kernel<int, int, float, float, float>(int)":
+        ("cuBLAS", FP32, "", "", ""),
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>,"
+    " cutlass::bfloat16_t>>(int)": ("CUTLASS", BF16, "", "", ""),
+    "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_128x128_16x4_nhwc"
+    "_align4>(T1::Params)": ("cuDNN", TF32, "128x128", "", "4"),
+    "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0>(unsigned int)":
+        ("DeepGEMM", "FP8 tensor cores", "", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_a_matrix_product_says_its_unit_tile_and_layout(name: str) -> None:
+    found = describe(name)
+    assert found.kind == "matmul"
+    assert (found.library, found.unit, found.tile, found.layout, found.alignment) == MATMULS[name]
+
+
+FLASH = "pytorch_flash::Flash_{}_kernel_traits<64, 128, 64, {}, false, false, cutlass::{}"
+ATTENTIONS = {
+    f"void pytorch_flash::flash_fwd_kernel<{FLASH.format('fwd', '4', 'bfloat16_t')}>, true>(int)":
+        ("flash_fwd_kernel", "FlashAttention", BF16, "128x64", "forward"),
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<"
+    + FLASH.format("bwd", "8, 4, 4, 4", "half_t") + ">, true>(int)":
+        ("flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "FlashAttention", FP16, "128x64",
+         "backward"),
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<int>>>(int)":
+        ("FlashAttnFwdSm90", "FlashAttention", "", "", "forward"),
+    "fmha_cutlassF_f16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel"
+    "<cutlass::half_t, cutlass::arch::Sm80, true, 64, 128, 128>::Params)":
+        ("fmha_cutlassF_f16_aligned_64x128_rf_sm80", "CUTLASS", FP16, "64x128", "forward"),
+    "fmha_cutlassB_bf16_aligned_128x128_k128_sm80":
+        ("fmha_cutlassB_bf16_aligned_128x128_k128_sm80", "CUTLASS", BF16, "128x128", "backward"),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0":
+        ("sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0", "cuDNN",
+         "FP16/BF16 tensor cores", "64x128x128", "forward"),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0":
+        ("sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0", "cuDNN",
+         "FP16/BF16 tensor cores", "64x64x128", "backward"),
+    "forward_kernel": ("forward_kernel", "Stepscope", "", "", "forward"),
+    "key_value_kernel": ("key_value_kernel", "Stepscope", "", "", "backward"),
+    "query_kernel": ("query_kernel", "Stepscope", "", "", "backward"),
+    "delta_kernel": ("delta_kernel", "Stepscope", "", "", "backward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_kernel_says_its_direction(name: str) -> None:
+    found = describe(name)
+    assert found.kind == "attention"
+    assert (found.short, found.library, found.unit, found.tile, found.role) == ATTENTIONS[name]
+
+
+OTHERS = {
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>,"
+    " std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)":
+        ("vectorized_elementwise_kernel · add", "ATen", "elementwise"),
+    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<"
+    "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const"
+    "::{lambda(c10::BFloat16)#1}>(at::TensorIteratorBase&, int)>":
+        ("elementwise_kernel · direct_copy", "ATen", "copy/cast"),
+    "void at::native::vectorized_elementwise_kernel<(int)8, at::native::bfloat16_copy_kernel_cuda"
+    "(at::TensorIteratorBase &)::[lambda(float) (instance 1)]>":
+        ("vectorized_elementwise_kernel · bfloat16_copy", "ATen", "copy/cast"),
+    "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
+    "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float>"
+    " > >(at::TensorIteratorBase&, int)>": ("elementwise_kernel · Mul", "ATen", "elementwise"),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::exp_kernel_cuda"
+    "(at::TensorIteratorBase&)::{lambda()#2}>":
+        ("vectorized_elementwise_kernel · exp", "ATen", "elementwise"),
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float,"
+    " float, float, float>, unsigned int, float, 4> >(at::native::ReduceOp<float>)":
+        ("reduce_kernel · Mean", "ATen", "reduction"),
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*,"
+    " float const*, int, int, int, bool const*, int, bool)":
+        ("softmax_warp_forward", "ATen", "softmax"),
+    "void <unnamed>::softmax_warp_backward<c10::BFloat16, c10::BFloat16, float, (int)9, (bool)1,"
+    " (bool)0>(T2 *, const T1 *)": ("softmax_warp_backward", "ATen", "softmax"),
+    f"void {ANONYMOUS}cunn_SoftMaxForward<4, float, float, float,"
+    f" {ANONYMOUS}SoftMaxForwardEpilogue>(float*, float const*, int)":
+        ("cunn_SoftMaxForward", "ATen", "softmax"),
+    f"void {ANONYMOUS}multi_tensor_apply_kernel<{ANONYMOUS}TensorListMetadata<2>,"
+    f" {ANONYMOUS}BinaryOpListAlphaFunctor<float, 2, 2, 0>, std::plus<float>, float>(int)":
+        ("multi_tensor_apply_kernel", "ATen", "optimizer"),
+    "void at::native::<unnamed>::multi_tensor_apply_kernel<at::native::<unnamed>::"
+    "TensorListMetadata<(int)2>, std::plus<float>, float>(T1, T2, T3...)":
+        ("multi_tensor_apply_kernel", "ATen", "optimizer"),
+    f"void {ANONYMOUS}CatArrayBatchedCopy<{ANONYMOUS}OpaqueType<4u>, unsigned int, 4, 64, 64>(int)":
+        ("CatArrayBatchedCopy", "ATen", "copy/cast"),
+    f"void {ANONYMOUS}indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(int)":
+        ("indexSelectLargeIndex", "ATen", "copy/cast"),
+    f"void {ANONYMOUS}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(int)":
+        ("nll_loss_forward_reduce_cuda_kernel_2d", "ATen", "reduction"),
+    f"void {ANONYMOUS}embedding_backward_feature_kernel<float, float, long>(int)":
+        ("embedding_backward_feature_kernel", "ATen", "reduction"),
+    "void at::native::triu_tril_kernel<bool, int, true, 8, false>(int)":
+        ("triu_tril_kernel", "ATen", "elementwise"),
+    "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int)":
+        ("DeviceRadixSortOnesweepKernel", "CUB", "other"),
+    "triton_poi_fused_add_addmm_gelu_mul_0":
+        ("triton_poi_fused_add_addmm_gelu_mul_0", "Inductor", "elementwise"),
+    "triton_poi_fused__to_copy_transpose_view_7":
+        ("triton_poi_fused__to_copy_transpose_view_7", "Inductor", "copy/cast"),
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_4":
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_4", "Inductor", "reduction"),
+    "triton_per_fused_native_layer_norm_5":
+        ("triton_per_fused_native_layer_norm_5", "Inductor", "reduction"),
+    "triton_per_fused__softmax_masked_fill_mul_2":
+        ("triton_per_fused__softmax_masked_fill_mul_2", "Inductor", "softmax"),
+    "triton_red_fused__log_softmax_3":
+        ("triton_red_fused__log_softmax_3", "Inductor", "softmax"),
+    "triton_tem_fused_flex_attention_0":
+        ("triton_tem_fused_flex_attention_0", "Inductor", "attention"),
+    "triton_tem_fused_mm_4": ("triton_tem_fused_mm_4", "Inductor", "matmul"),
+    "triton_tem_fused_0": ("triton_tem_fused_0", "Inductor", "other"),
+    "triton_for_fused_11": ("triton_for_fused_11", "Inductor", "optimizer"),
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)":
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "NCCL", "communication"),
+    "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)":
+        ("ncclKernel_AllReduce_RING_LL_Sum_float", "NCCL", "communication"),
+    "Memcpy HtoD (Pageable -> Device)": ("Memcpy HtoD", "CUDA", "copy/cast"),
+    "Memset (Device)": ("Memset", "CUDA", "copy/cast"),
+    "fused_moe_kernel": ("fused_moe_kernel", "", "other"),
+    "": ("", "", "other"),
+    "</script><script>alert(1)</script>": ("</script><script>alert(1)</script>", "", "other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_kernel_has_a_library_and_a_class(name: str) -> None:
+    found = describe(name)
+    assert (found.short, found.library, found.kind) == OTHERS[name]
+    assert found.kind in CLASSES
+    assert not found.unit
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "matmul"),
+        ("aten::bmm", "matmul"),
+        ("aten::_softmax", "softmax"),
+        ("aten::_log_softmax_backward_data", "softmax"),
+        ("aten::mean", "reduction"),
+        ("aten::nll_loss_forward", "reduction"),
+        ("aten::copy_", "copy/cast"),
+        ("aten::cat", "copy/cast"),
+        ("aten::mul", "elementwise"),
+        ("aten::_foreach_addcmul_", "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("c10d::allreduce_", "communication"),
+        ("autograd::engine::evaluate_function: MmBackward0", "other"),
+        ("MmBackward0", "other"),
+    ],
+)
+def test_an_operator_has_a_class(name: str, kind: str) -> None:
+    assert describe_operator(name).kind == kind
+
+
+def test_a_fused_name_lists_its_operators() -> None:
+    assert inductor_parts("triton_poi_fused__to_copy__unsafe_view_add_addmm_139") == [
+        "_to_copy", "_unsafe_view", "add", "addmm",
+    ]  # fmt: skip
+    assert inductor_parts("triton_tem_fused_0") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "operator", "role"),
+    [
+        ("ampere_sgemm_128x64_tn", "forward", "aten::mm", "forward"),
+        ("ampere_sgemm_128x64_nn", "backward", "aten::mm", "dX"),
+        ("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN", "backward", "aten::mm", "dW"),
+        ("ampere_sgemm_128x64_nn", "backward", "aten::bmm", ""),
+        ("void gemmSN_TN_kernel<float>(int)", "backward", "aten::mm", ""),
+        ("delta_kernel", "backward", "", "backward"),
+    ],
+)
+def test_the_layout_tells_dx_from_dw(name: str, phase: str, operator: str, role: str) -> None:
+    assert linear_role(describe(name), phase, operator) == role
