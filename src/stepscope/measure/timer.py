@@ -35,7 +35,7 @@ class Timing(NamedTuple):
     readings: tuple[Reading, ...]
 
 
-class _Samples:
+class Samples:
     """Collects values by name and clock; warm-up samples are kept apart."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def time_step(
     sample, outside of it. Samples are taken until there are `steps` of them and `min_seconds`
     have passed.
     """
-    samples = _Samples()
+    samples = Samples()
 
     def take(*, warm: bool, inner: bool, outer: bool) -> None:
         if before:
@@ -80,7 +80,7 @@ def time_step(
 
     readings = [device.read()]
     whole_too = inner_marks == "alternate"
-    with _no_collection():
+    with no_collection():
         for done in range(warmup):
             take(warm=False, inner=not whole_too, outer=True)
             if progress:
@@ -106,7 +106,7 @@ def time_step(
 def _sample(
     phases: Sequence[Phase],
     device: Device,
-    samples: _Samples,
+    samples: Samples,
     *,
     warm: bool,
     inner: bool,
@@ -140,7 +140,7 @@ def _sample(
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python's collector from running inside a sample, as `timeit` does."""
     was_on = gc.isenabled()
     gc.collect()

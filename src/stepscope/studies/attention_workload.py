@@ -5,6 +5,7 @@ Loads without torch; `AttentionStep` imports it.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 AttentionMode = Literal["forward", "backward", "both"]
 MODES: tuple[AttentionMode, ...] = ("forward", "backward", "both")
+RESULTS = ("output", "dq", "dk", "dv")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -113,6 +115,28 @@ class AttentionStep:
         self._function = implementation(workload.attention).function
         self._out: torch.Tensor | None = None
         self._gradients: tuple[torch.Tensor, ...] = ()
+
+    def variant(self, **changes: str) -> AttentionStep:
+        """Another `mode` or `attention` of the same call, on the very same tensors."""
+        other = copy.copy(self)
+        other.workload = msgspec.structs.replace(self.workload, **changes)
+        other._function = implementation(other.workload.attention).function
+        other._out, other._gradients = None, ()
+        return other
+
+    def refusal(self) -> str | None:
+        """Why the implementation cannot take these tensors."""
+        refuses = implementation(self.workload.attention).refuses
+        return refuses(self.q, self.k, self.v, self.workload.causal, None, None)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Output and gradients of one forward and backward."""
+        self._forward()
+        self._backward()
+        assert self._out is not None
+        made = (self._out.detach(), *self._gradients)
+        self._out, self._gradients = None, ()
+        return dict(zip(RESULTS, made, strict=True))
 
     @staticmethod
     def _refuse_what_cannot_fit(workload: AttentionWorkload, device: Device) -> None:

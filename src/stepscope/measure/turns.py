@@ -1,0 +1,92 @@
+"""Several ways to do one thing, timed in turns.
+
+A GPU that works hard lowers its clock, so times taken one after the other do not compare. Here
+every round takes one sample of each, in an order that changes from round to round.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from stepscope.measure.device import Device
+from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collection
+
+WALL = ".wall"
+"""Ends the name of a series of calls that follow each other without a wait."""
+MOST_ROUNDS = 200
+
+
+def time_in_turns(
+    contestants: Mapping[str, Callable[[], object]],
+    device: Device,
+    *,
+    warmup: int = 2,
+    rounds: int = 20,
+    min_seconds: float = 0.0,
+    back_to_back: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Timing:
+    """A series for each contestant: by the device's queue, and how long the host took to issue it.
+
+    With `back_to_back`, each round also times that many calls in a row by the host's clock, from an
+    idle device to an idle device, and keeps the time of one (`NAME.wall`): what a caller sees where
+    the host is slower than the device.
+    """
+    samples = Samples()
+    readings = [device.read()]
+    order = list(contestants)
+    shuffle = random.Random(0).shuffle
+    started, taken = 0.0, -warmup
+    with no_collection():
+        while taken < rounds or (time.monotonic() - started < min_seconds and taken < MOST_ROUNDS):
+            if taken == 0:
+                started = time.monotonic()
+            shuffle(order)
+            for name in order:
+                _alone(name, contestants[name], device, samples, warm=taken >= 0)
+                if back_to_back:
+                    _in_a_row(
+                        name, contestants[name], device, samples, back_to_back, warm=taken >= 0
+                    )
+            taken += 1
+            if progress:
+                progress(min(taken, rounds) + warmup, rounds + warmup)
+            if time.monotonic() - readings[-1].at_s > READING_EVERY_S:
+                readings.append(device.read())
+    readings.append(device.read())
+    # Shuffled rounds mix up who came first: the series stand in the order that was asked for.
+    place = {name: number for number, name in enumerate((*contestants, *_walls(contestants)))}
+    series = sorted(samples.series(), key=lambda held: place[held.name])
+    return Timing(tuple(series), tuple(readings))
+
+
+def _walls(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name + WALL for name in names)
+
+
+def _alone(
+    name: str, run: Callable[[], object], device: Device, samples: Samples, *, warm: bool
+) -> None:
+    device.synchronize()
+    start = device.mark()
+    run()
+    end = device.mark()
+    device.synchronize()
+    on_device = device.device_ms(start, end)
+    if on_device is not None:
+        samples.add(name, "device", on_device, warm=warm)
+    samples.add(name, "host", (end.host_s - start.host_s) * 1e3, warm=warm)
+
+
+def _in_a_row(
+    name: str, run: Callable[[], object], device: Device, samples: Samples, calls: int,
+    *, warm: bool,
+) -> None:  # fmt: skip
+    device.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        run()
+    device.synchronize()
+    samples.add(name + WALL, "host", (time.perf_counter() - start_s) * 1e3 / calls, warm=warm)

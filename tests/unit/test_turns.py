@@ -1,0 +1,73 @@
+"""Timing in turns: exact on a scripted device, fair to every contestant."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_device import FakeClock, FakeDevice, by_name
+from stepscope.measure import turns
+from stepscope.measure.kernels import KernelRun, kernel_names, profile_kernels
+from stepscope.measure.turns import time_in_turns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(turns, "time", made)
+    return made
+
+
+def test_each_has_its_own_time_on_both_clocks(clock: FakeClock) -> None:
+    device = FakeDevice(clock)
+    runs = {
+        "slow": device.work("slow", host=0.001, device=0.040).run,
+        "late": device.work("late", host=0.005, device=0.002).run,
+    }
+    timing = time_in_turns(runs, device, warmup=2, rounds=4, back_to_back=10)
+    held = by_name(timing.series)
+    assert [(s.name, s.clock) for s in timing.series] == [
+        ("slow", "device"), ("slow", "host"), ("late", "device"), ("late", "host"),
+        ("slow.wall", "host"), ("late.wall", "host"),
+    ]  # fmt: skip
+    assert held["slow", "device"].values == pytest.approx([41.0] * 4)
+    assert held["slow", "host"].values == pytest.approx([1.0] * 4)
+    assert len(held["slow", "host"].warmup) == 2
+    # In a row the slower of host and device decides, and the start is paid once.
+    assert held["slow.wall", "host"].values == pytest.approx([40.1] * 4)
+    assert held["late.wall", "host"].values == pytest.approx([5.2] * 4)
+
+
+def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
+    device = FakeDevice(clock)
+    runs = {name: device.work(name, host=0.001).run for name in "abcd"}
+    time_in_turns(runs, device, warmup=0, rounds=12)
+    log = [word for word in device.log if word in runs]
+    order = ["".join(log[at : at + 4]) for at in range(0, len(log), 4)]
+    assert len(order) == 12
+    assert all(sorted(each) == list("abcd") for each in order)
+    assert len(set(order)) > 3
+
+
+def test_rounds_go_on_until_the_time_has_passed(clock: FakeClock) -> None:
+    device = FakeDevice(clock)
+    runs = {"one": device.work("one", host=0.1).run}
+    timing = time_in_turns(runs, device, warmup=1, rounds=2, min_seconds=0.95)
+    assert len(timing.series[0].values) == 10
+    quick = {"one": device.work("one", host=1e-6).run}
+    timing = time_in_turns(quick, device, rounds=2, min_seconds=1.0)
+    assert len(timing.series[0].values) == turns.MOST_ROUNDS
+
+
+def test_without_a_queue_there_is_the_clock_of_the_host_alone(clock: FakeClock) -> None:
+    device = FakeDevice(clock, queue=False)
+    timing = time_in_turns({"one": device.work("one", host=0.003).run}, device, rounds=3)
+    assert [(s.name, s.clock) for s in timing.series] == [("one", "host")]
+    assert timing.series[0].values == pytest.approx([3.0] * 3)
+
+
+def test_a_kernel_is_named_once_and_a_cpu_has_none() -> None:
+    runs = [KernelRun("b" * 500, 1.0), KernelRun("a", 1.0), KernelRun("b" * 500, 1.0)]
+    assert kernel_names(runs) == "b" * 160 + "; a"
+    device = FakeDevice(FakeClock())
+    device.kind = "cpu"
+    assert profile_kernels(lambda: None, device) is None
