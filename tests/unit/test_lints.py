@@ -67,6 +67,15 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"series": changed("optimizer", samples(2.0))}, "take 94 ms and the whole step 100"),
     ],
+    "other-kernel": [
+        (
+            {
+                "config": {"attention": "triton"},
+                "notes": {"kernels.forward": "void pytorch_flash::flash_fwd_kernel<int>"},
+            },
+            "triton ran kernels of sdpa_flash in the forward",
+        ),
+    ],
 }
 
 

@@ -36,12 +36,12 @@ def median_ms(record: Record, name: str, clock: Clock | None = None) -> float | 
 
 
 def step_ms(record: Record) -> Summary | None:
-    """The whole step, by the device's clock where there is one.
+    """The whole step, or both passes of an attention, by the device's clock where there is one.
 
     The device's clock runs from the first kernel to the last. The host's adds what it takes to
     notice the end, which is not part of the step when steps follow each other.
     """
-    series = record.find("step")
+    series = record.find("step") or record.find("both")
     if series is None or series.unit != "ms" or not series.values:
         return None
     return summarize(series.values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from stepscope.analysis.foreign_kernels import foreign_kernels
 from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
 from stepscope.analysis.limits import (
     PHASES,
@@ -175,6 +176,12 @@ def _phases_do_not_add_up(record: Record) -> str | None:
         f"{' + '.join(held)} take {total:.4g} ms and the whole step {whole:.4g} ms: marking the"
         " phases changes the step, or a phase is missing; trust the whole step"
     )
+
+
+@_lint("other-kernel")
+def _other_kernel(record: Record) -> str | None:
+    said = foreign_kernels(record)
+    return f"{said}: the time is not that of what the record names" if said else None
 
 
 def _timed(record: Record) -> Series | None:

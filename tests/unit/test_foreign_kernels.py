@@ -1,0 +1,68 @@
+"""Which implementation a kernel belongs to, and records that ran another one's."""
+
+from __future__ import annotations
+
+import pytest
+
+from sample_records import record
+from stepscope.analysis.foreign_kernels import foreign_kernels, owner
+from stepscope.attention import triton_backward, triton_forward
+from stepscope.records.schema import Record
+
+FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64>>"
+CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64"
+EFFICIENT = "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)"
+PLAIN = "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x128>"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("forward_kernel", "triton"), ("key_value_kernel", "triton"), (FLASH, "sdpa_flash"),
+        (CUDNN, "sdpa_cudnn"), (EFFICIENT, "sdpa_efficient"),
+        ("triton_tem_fused_flex_attention_0", "flex"), ("triton_poi_fused_mul_0", None),
+        (PLAIN, None), ("softmax_warp_forward", None),
+    ],
+)  # fmt: skip
+def test_a_kernel_has_its_owner(kernel: str, name: str | None) -> None:
+    assert owner(kernel) == name
+
+
+def test_our_kernels_are_known_by_the_names_they_have() -> None:
+    for module in (triton_forward, triton_backward):
+        made = [name for name in vars(module) if name.endswith("_kernel")]
+        assert made
+        assert all(owner(name) == "triton" for name in made)
+
+
+def seen(attention: str, **notes: str) -> Record:
+    held = {f"kernels.{name}": text for name, text in notes.items()}
+    return record(config={"attention": attention}, notes=held)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        seen("triton", forward="forward_kernel", backward="delta_kernel; query_kernel"),
+        seen("sdpa_flash", forward=FLASH), seen("reference", forward=PLAIN), seen("sdpa"),
+        seen("sdpa", forward=FLASH), seen("none", triton="forward_kernel", sdpa_cudnn=CUDNN),
+    ],
+)  # fmt: skip
+def test_what_ran_is_what_was_named(made: Record) -> None:
+    assert foreign_kernels(made) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (seen("triton", forward="forward_kernel", backward=PLAIN),
+         "triton ran no kernel of its own in the backward but void"),
+        (seen("triton", forward=""), "in the forward but none at all"),
+        (seen("sdpa_cudnn", forward=FLASH), "sdpa_cudnn ran kernels of sdpa_flash in the forward"),
+        (seen("compiled", backward=f"{PLAIN}; {FLASH}"), "compiled ran kernels of sdpa_flash"),
+        (seen("none", triton="forward_kernel", flex="forward_kernel"),
+         "flex ran kernels of triton"),
+    ],
+)  # fmt: skip
+def test_a_fallback_is_seen(made: Record, said: str) -> None:
+    assert said in str(foreign_kernels(made))
