@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from sample_records import environment, record, times
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
-from stepscope.studies.attention_workload import AttentionWorkload
+from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
 from stepscope.studies.registry import find_study
 
 
@@ -103,6 +103,139 @@ def attention_record(
             "series": () if failed else series,
             "quantities": {} if failed else quantities,
             "ceilings": (matrix_ceiling("float32", 50e12),),
+        }
+        | changes,
+    )
+
+
+def flash_record(
+    attention: str = "triton",
+    *,
+    seq: int = 4096,
+    head: int = 64,
+    dtype: str = "bfloat16",
+    shape: str | None = None,
+    both: float = 1.0,
+    peak: float | None = None,
+    error: float | None = None,
+    registers: int | None = None,
+    **changes: Any,
+) -> Record:
+    """One cell of the grid that took `both` ms, a third of it forward.
+
+    `error` is that of every result in units of the reference's; `registers` those of our kernels.
+    """
+    study = find_study("flash")
+    flags = study.flags(
+        part=("grid",), attention=(attention,), dtype=(dtype,), head=(head,),
+        seq=() if shape else (seq,), shape=(shape,) if shape else (),
+    )  # fmt: skip
+    (case,) = study.cases(flags)
+    workload = msgspec.convert(case.config, AttentionWorkload)
+    quantities = workload.quantities() | {
+        f"flops.{mode}": Quantity(
+            value=msgspec.structs.replace(workload, mode=mode).flops(), unit="FLOP"
+        )
+        for mode in ("forward", "backward")
+    }
+    if peak is not None:
+        quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+    for name in RESULTS if error is not None else ():
+        quantities[f"error.{name}"] = Quantity(value=1e-3 * (error or 0.0), unit="1")
+        quantities[f"reference_error.{name}"] = Quantity(value=1e-3, unit="1")
+        quantities[f"last_place.{name}"] = Quantity(value=1e-5, unit="1")
+    for kernel in ("forward", "key_value", "query") if registers is not None else ():
+        facts = {
+            "tile_m": 64, "tile_n": 128, "warps": 4, "stages": 3, "registers": registers,
+            "spills": 0, "shared_bytes": 98304,
+        }  # fmt: skip
+        quantities |= {
+            f"{kernel}.{name}": Quantity(value=value or 0, unit="1")
+            for name, value in facts.items()
+        }
+    took = {"both": both, "forward": both / 3, "backward": both * 2 / 3}
+    series = [times(name, ms) for name, ms in took.items()]
+    series += [times(name, ms / 5, "host") for name, ms in took.items()]
+    if changes.get("environment", environment()).device_kind == "cpu":
+        series = [times(name, ms, "host") for name, ms in took.items()]
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="flash",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "quantities": {} if failed else quantities,
+            "ceilings": (matrix_ceiling(dtype, 700e12 if dtype == "bfloat16" else 50e12),),
+        }
+        | changes,
+    )
+
+
+def race_record(
+    took: Mapping[str, float],
+    shape: str = "1x16x16384x64",
+    *,
+    in_a_row: Mapping[str, float] | None = None,
+    out: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> Record:
+    """A race in which each took that many ms; `out` says why another one did not run."""
+    study = find_study("flash")
+    racers = (*took, *(out or {}))
+    (case,) = study.cases(study.flags(part=("race",), race=(shape,), racers=racers))
+    series = [
+        *(times(name, ms, seed=place) for place, (name, ms) in enumerate(took.items())),
+        *(times(f"{name}.wall", ms, "host") for name, ms in (in_a_row or {}).items()),
+    ]
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="flash",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "notes": {f"out.{name}": reason for name, reason in (out or {}).items()},
+        }
+        | changes,
+    )
+
+
+def tiles_record(
+    kernel: str = "forward",
+    *,
+    head: int = 64,
+    took: Mapping[str, float] | None = None,
+    out: Mapping[str, str] | None = None,
+    spills: Mapping[str, int] | None = None,
+    **changes: Any,
+) -> Record:
+    """The tiles of one kernel that took so many ms, on a GPU like the H200."""
+    study = find_study("flash")
+    flags = study.flags(part=("tiles",), tile_head=(head,))
+    (case,) = (c for c in study.cases(flags) if c.config["pass"] == kernel)
+    took = {"chosen": 0.3, "64x128": 0.3, "16x16": 0.9} if took is None else took
+    values: dict[str, float] = {
+        "sm.registers": 65536, "sm.shared_bytes": 233472, "sm.threads": 2048, "sm.count": 132,
+    }  # fmt: skip
+    for name in took:
+        m, _, n = ("64x128" if name == "chosen" else name).partition("x")
+        held = {
+            "tile_m": int(m), "tile_n": int(n), "warps": 4, "stages": 3, "registers": 168,
+            "spills": (spills or {}).get(name, 0), "shared_bytes": 98304,
+        }  # fmt: skip
+        values |= {f"{name}.{fact}": value for fact, value in held.items()}
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="flash",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": ()
+            if failed
+            else tuple(times(name, ms, count=7) for name, ms in took.items()),
+            "quantities": {k: Quantity(value=value, unit="1") for k, value in values.items()},
+            "notes": dict(out or {}),
         }
         | changes,
     )

@@ -13,7 +13,14 @@ from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page
 from stepscope.studies.presets import PRESETS, preset_cases
 from stepscope.studies.registry import all_studies, find_study
-from study_records import attention_record, benchmark_record, warmup_record
+from study_records import (
+    attention_record,
+    benchmark_record,
+    flash_record,
+    race_record,
+    tiles_record,
+    warmup_record,
+)
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 ON_GPU = environment()
@@ -55,6 +62,7 @@ def mixed_records() -> dict[str, list[Record]]:
                 for head, status in zip((16, 32, 64, 128), FAILURES, strict=True)
             ),
         ],
+        "flash": flash_records(),
         "warmup": [
             *(warmup_record(COLD, warmup) for warmup in (0, 1, 2)),
             *(
@@ -63,6 +71,32 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
     }
+
+
+def flash_records() -> list[Record]:
+    return [
+        *(
+            flash_record(
+                attention, seq=seq, dtype=dtype, both=seq / 1000, peak=seq * 9.0, error=1.1,
+                registers=200 if attention == "triton" else None,
+            )
+            for attention in ("triton", "reference")
+            for seq in (1024, 2048, 4096)
+            for dtype in ("bfloat16", "float32")
+        ),
+        race_record({"triton": 4.0, "sdpa_flash": 7.0, "auto": 4.1}, out={"flex": "refused: no"}),
+        race_record(
+            {"triton": 0.1, "sdpa": 0.1, "auto": 0.1}, "1x1x128x64",
+            in_a_row={"triton": 0.1, "sdpa": 0.1, "auto": 0.1},
+        ),
+        tiles_record(out={"128x128": "does not fit: out of resource: shared memory"}),
+        *(
+            flash_record(seq=16384, head=head, status=status, reason=FAILURES[status])
+            for head, status in zip((16, 32, 64, 128), FAILURES, strict=True)
+        ),
+        race_record({"triton": 1.0}, "4x16x4096x64", status="oom", reason=FAILURES["oom"]),
+        tiles_record("query", status="skipped", reason=FAILURES["skipped"]),
+    ]  # fmt: skip
 
 
 def test_every_study_is_tried_here() -> None:
@@ -140,6 +174,7 @@ class TestViews:
             "benchmark": benchmark_record,
             "warmup": lambda **how: warmup_record(COLD, **how),
             "attention": attention_record,
+            "flash": flash_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -153,4 +188,4 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
-    assert names == ["benchmark", "warmup", "attention", "machine", "records"]
+    assert names == ["benchmark", "warmup", "attention", "flash", "machine", "records"]

@@ -1,0 +1,85 @@
+"""How far a result is from float64, beside how far the reference in the same format is."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from stepscope.records.schema import Quantity
+from stepscope.studies.attention_workload import RESULTS, AttentionStep, AttentionWorkload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stepscope.measure.device import Device
+
+LONGEST = 4096
+_MOST_SCORES = 16 * LONGEST**2
+"""In float64 one tensor of scores then takes 2 GiB."""
+_KEPT = 64
+
+
+class Truth(NamedTuple):
+    """Results in float64, in host memory so that no later peak has them inside."""
+
+    exact: dict[str, Tensor]
+    reference_error: dict[str, float]
+    last_place: dict[str, float]
+    """One unit in the last place of the largest value: no format can do better."""
+
+
+def errors(step: AttentionStep, device: Device) -> dict[str, Quantity]:
+    """Largest errors of output and gradients; nothing where float64 would cost too much."""
+    work = step.workload
+    if work.seq > LONGEST or work.batch * work.heads * work.seq**2 > _MOST_SCORES:
+        return {}
+    plain = msgspec.structs.replace(work, attention="reference", mode="both")
+    truth = _truth(plain, device)
+    found = {}
+    for name, value in step.results().items():
+        exact = truth.exact[name].to(value.device)
+        found[f"error.{name}"] = _largest(value.double() - exact)
+        found[f"reference_error.{name}"] = truth.reference_error[name]
+        found[f"last_place.{name}"] = truth.last_place[name]
+    # A record holds finite numbers only: what is not a number has no distance from the truth.
+    return {
+        name: Quantity(value=value, unit="1")
+        for name, value in found.items()
+        if math.isfinite(value)
+    }
+
+
+@lru_cache(maxsize=_KEPT)
+def _truth(plain: AttentionWorkload, device: Device) -> Truth:
+    """The seed is fixed, so the reference draws the tensors that every implementation gets."""
+    import torch
+
+    from stepscope.attention.reference import reference_attention
+
+    step = AttentionStep(plain, device)
+    inputs = [x.detach().double().requires_grad_() for x in (step.q, step.k, step.v)]
+    output = reference_attention(*inputs, is_causal=plain.causal)
+    gradients = torch.autograd.grad(output, inputs, step.grad.double())
+    exact = dict(zip(RESULTS, (output.detach(), *gradients), strict=True))
+    rounded = step.results()
+    return Truth(
+        exact={name: value.cpu() for name, value in exact.items()},
+        reference_error={
+            name: _largest(rounded[name].double() - value) for name, value in exact.items()
+        },
+        last_place={
+            name: _last_place(_largest(value), torch.finfo(step.q.dtype).eps)
+            for name, value in exact.items()
+        },
+    )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max().item())
+
+
+def _last_place(value: float, eps: float) -> float:
+    return float(eps * 2.0 ** math.floor(math.log2(value))) if value > 0.0 else 0.0

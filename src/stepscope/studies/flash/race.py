@@ -1,0 +1,76 @@
+"""Measuring a race: every implementation that takes the input, in turns on the same tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepscope.records.schema import Quantity
+from stepscope.studies.attention_workload import AttentionStep
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.flash.cases import shape_of
+from stepscope.studies.flash.grid import refuse_long_on_a_cpu
+
+_YARDSTICK = "sdpa"
+"""Names the tensors; what races is a variant of it."""
+
+
+def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.kernels import kernel_names, profile_kernels
+    from stepscope.measure.turns import time_in_turns
+
+    device = bench.device
+    work = shape_of(config).workload(_YARDSTICK)
+    refuse_long_on_a_cpu(work, device)
+    shared = AttentionStep(work, device)
+    racers: dict[str, AttentionStep] = {}
+    notes: dict[str, str] = {}
+    for name in config["racers"]:
+        step = shared.variant(attention=name)
+        reason = _first_call(step)
+        if reason is not None:
+            notes[f"out.{name}"] = reason
+            device.release()
+            continue
+        racers[name] = step
+        runs = profile_kernels(step.results, device)
+        if runs is not None:
+            notes[f"kernels.{name}"] = kernel_names(runs)
+    if not racers:
+        raise CaseSkipped("; ".join(f"{key[4:]}: {reason}" for key, reason in notes.items()))
+    if "auto" in racers:
+        notes["auto"] = _choice(shared)
+    timing = time_in_turns(
+        {name: step.results for name, step in racers.items()},
+        device,
+        warmup=config["warmup"],
+        rounds=config["rounds"],
+        min_seconds=config["min_seconds"],
+        back_to_back=config["back_to_back"],
+        progress=lambda done, total: bench.progress(done, total, "rounds"),
+    )
+    return Measurement(
+        series=timing.series,
+        quantities={"flops": Quantity(value=work.flops(), unit="FLOP")},
+        readings=timing.readings,
+        notes=notes,
+    )
+
+
+def _first_call(step: AttentionStep) -> str | None:
+    """Compiles, and shows whether it runs at all: one that does not leaves the race to others."""
+    refusal = step.refusal()
+    if refusal is not None:
+        return f"refused: {refusal}"
+    try:
+        step.results()
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        return f"failed: {type(error).__name__}: {said}"
+    return None
+
+
+def _choice(step: AttentionStep) -> str:
+    from stepscope.attention import explain
+
+    chosen = explain(step.q, step.k, step.v, is_causal=step.workload.causal).chosen
+    return f"takes {chosen}"

@@ -1,0 +1,149 @@
+"""Records of the flash study as their views want them: a cell of the grid, a race."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.records.schema import Record, Series
+from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
+from stepscope.report.blocks import Cell, Interval
+from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
+from stepscope.studies.flash.cases import Shape, shape_of
+
+OURS = "triton"
+WALL = ".wall"
+"""Ends the name of a series of calls in a row, timed by the host's clock."""
+GRADIENTS = RESULTS[1:]
+_FACTORS = {"float32": (2.0, 2.0)}
+_SIXTEEN_BIT_FACTORS = (1.0, 1.5)
+"""How often the reference's own error an output and a gradient may have."""
+
+
+class GridRow:
+    """One implementation at one shape."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.work = msgspec.convert(record.config, AttentionWorkload)
+        self.shape = shape_of(record.config)
+
+    @property
+    def attention(self) -> str:
+        return self.work.attention
+
+    @property
+    def name(self) -> str:
+        return f"{self.attention} {self.shape.sizes} {self.shape.dtype}"
+
+    @property
+    def is_single(self) -> bool:
+        """One head of one sequence: the lengths of the figures."""
+        return self.shape.batch * self.shape.heads == 1
+
+    def time(self, mode: str = "both") -> Summary | None:
+        return _summary(self.record.find(mode))
+
+    def issued_ms(self, mode: str = "both") -> float | None:
+        """How long the host took to issue a pass, where that is not the time itself."""
+        return median_ms(self.record, mode, "host") if self._on_device else None
+
+    @property
+    def _on_device(self) -> bool:
+        return self.record.find("both", "device") is not None
+
+    def rate(self, mode: str = "both") -> float | None:
+        """FLOP/s of the median, a causal mask counted as half."""
+        flops = self.record.quantity("flops" if mode == "both" else f"flops.{mode}")
+        time = self.time(mode)
+        return flops / (time.median * 1e-3) if flops and time and time.median > 0.0 else None
+
+    def share(self, mode: str = "both") -> float | None:
+        rate, ceiling = self.rate(mode), matrix_ceiling(self.record)
+        return rate / ceiling.value if rate and ceiling and ceiling.value > 0.0 else None
+
+    def error_ratio(self, *results: str) -> float | None:
+        """The largest of these errors in units of the reference's own."""
+        ratios = []
+        for name in results:
+            error = self.record.quantity(f"error.{name}")
+            own = self.record.quantity(f"reference_error.{name}")
+            if error is None or not own:
+                return None
+            ratios.append(error / own)
+        return max(ratios, default=None)
+
+    @cached_property
+    def misses(self) -> tuple[str, ...]:
+        """Results that err by more than the policy allows: so many times the reference's own error,
+        plus one unit in the last place."""
+        of_output, of_gradients = _FACTORS.get(self.work.dtype, _SIXTEEN_BIT_FACTORS)
+        missed = []
+        for name in RESULTS:
+            error = self.record.quantity(f"error.{name}")
+            own = self.record.quantity(f"reference_error.{name}") or 0.0
+            place = self.record.quantity(f"last_place.{name}") or 0.0
+            factor = of_output if name == "output" else of_gradients
+            if error is not None and error > factor * own + place:
+                missed.append(name)
+        return tuple(missed)
+
+
+class Race:
+    """Implementations that ran in turns on the same tensors."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.shape = shape_of(record.config)
+
+    @property
+    def racers(self) -> tuple[str, ...]:
+        return tuple(self.record.config["racers"])
+
+    def times(self, name: str, *, in_a_row: bool = False) -> Summary | None:
+        return _summary(self._series(name, in_a_row=in_a_row))
+
+    def ratio(self, peer: str, ours: str = OURS, *, in_a_row: bool = False) -> Ratio | None:
+        """The peer's time over ours: above 1 we are faster."""
+        own, other = (self._series(name, in_a_row=in_a_row) for name in (ours, peer))
+        if own is None or other is None or not own.values or not other.values:
+            return None
+        return ratio_interval(own.values, other.values, level=0.95)
+
+    def out(self, name: str) -> str | None:
+        """Why it did not run."""
+        return self.record.notes.get(f"out.{name}")
+
+    def _series(self, name: str, *, in_a_row: bool) -> Series | None:
+        return self.record.find(name + WALL if in_a_row else name)
+
+
+def grid_rows(records: Sequence[Record]) -> tuple[GridRow, ...]:
+    return tuple(GridRow(record) for record in records if record.config["kind"] == "grid")
+
+
+def races(records: Sequence[Record]) -> tuple[Race, ...]:
+    return tuple(Race(record) for record in records if record.config["kind"] == "race")
+
+
+def tile_records(records: Sequence[Record]) -> tuple[Record, ...]:
+    return tuple(record for record in records if record.config["kind"] == "tiles")
+
+
+def sort_key(shape: Shape) -> tuple[object, ...]:
+    return (shape.dtype, shape.batch * shape.heads > 1, shape.head, shape.seq, shape.sizes)
+
+
+def interval(summary: Summary | None) -> Cell:
+    if summary is None:
+        return None
+    return Interval(value=summary.median, low=summary.low, high=summary.high)
+
+
+def _summary(series: Series | None) -> Summary | None:
+    if series is None or series.unit != "ms" or not series.values:
+        return None
+    return summarize(series.values)

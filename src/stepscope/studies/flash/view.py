@@ -1,0 +1,157 @@
+"""Blocks of the flash study, from its records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Column, Finding, Table
+from stepscope.studies.flash.figures import flash_figures
+from stepscope.studies.flash.findings import common_findings, grid_findings
+from stepscope.studies.flash.health import health_table
+from stepscope.studies.flash.rows import (
+    GRADIENTS,
+    GridRow,
+    grid_rows,
+    interval,
+    races,
+    sort_key,
+    tile_records,
+)
+from stepscope.studies.flash.speed import race_table, speed_table
+from stepscope.studies.flash.speed_findings import speed_findings
+from stepscope.studies.flash.tile_view import tile_blocks
+
+_MODES = ("forward", "backward", "both")
+
+
+def flash_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    rows = sorted(grid_rows(records), key=lambda row: sort_key(row.shape))
+    ran = races(records)
+    tiles = list(tile_blocks(tile_records(records)))
+    return (
+        *speed_findings(ran),
+        *grid_findings(rows),
+        *(block for block in tiles if isinstance(block, Finding)),
+        *common_findings(records),
+        *_present(speed_table(ran), race_table(ran)),
+        *flash_figures(rows),
+        *_present(_times(rows), _memory_and_accuracy(rows), health_table(rows)),
+        *(block for block in tiles if not isinstance(block, Finding)),
+    )
+
+
+def headline_table(records: Sequence[Record]) -> Table | None:
+    ran = [race for race in races(records) if race.record.status == "ok"]
+    return speed_table(ran, "headline") or race_table(ran, "headline")
+
+
+def _present(*tables: Table | None) -> Iterator[Table]:
+    return (table for table in tables if table is not None)
+
+
+_IDENTITY = (
+    Column(title="attention"),
+    Column(title="dtype"),
+    Column(title="batch", kind="count"),
+    Column(title="heads", kind="count"),
+    Column(title="length", kind="count"),
+    Column(title="d", kind="count"),
+)
+
+
+def _identity(row: GridRow) -> tuple[Cell, ...]:
+    shape = row.shape
+    return (row.attention, shape.dtype, shape.batch, shape.heads, shape.seq, shape.head)
+
+
+def _times(rows: Sequence[GridRow]) -> Table | None:
+    if not rows:
+        return None
+
+    def cells(row: GridRow) -> tuple[Cell, ...]:
+        if row.record.status != "ok":
+            return (*_identity(row), row.record.status.upper(), *(None,) * 7, row.record.reason)
+        return (
+            *_identity(row), *(interval(row.time(mode)) for mode in _MODES),
+            row.issued_ms(), *(row.rate(mode) for mode in _MODES), row.share(), None,
+        )  # fmt: skip
+
+    rates = (
+        Column(title=f"{mode} rate", kind="rate", unit="FLOP/s", hint="causal, at half the"
+               " products; a backward counts as two and a half forwards")
+        for mode in _MODES
+    )  # fmt: skip
+    return Table(
+        name="flash-times",
+        title="Times and rates",
+        columns=(
+            *_IDENTITY,
+            *(Column(title=mode, kind="number", unit="ms") for mode in _MODES),
+            Column(
+                title="host", kind="number", unit="ms",
+                hint="until the host had issued both passes; near the time, the host decides",
+            ),
+            *rates,
+            Column(
+                title="of the limit", kind="percent",
+                hint="both passes, over the matrix rate measured here in that format",
+            ),
+            Column(title="otherwise"),
+        ),
+        rows=tuple(cells(row) for row in rows),
+        caption="Median with its 95 % interval. The backward is timed alone, from a gradient that"
+        " is there already; both is a forward and a backward timed as one.",
+    )  # fmt: skip
+
+
+def _memory_and_accuracy(rows: Sequence[GridRow]) -> Table | None:
+    shown = [
+        row
+        for row in rows
+        if row.record.status == "ok"
+        and (row.record.quantity("peak_bytes") or row.error_ratio("output") is not None)
+    ]
+    if not shown:
+        return None
+    return Table(
+        name="flash-memory-accuracy",
+        title="Memory and accuracy",
+        columns=(
+            *_IDENTITY,
+            Column(title="peak", kind="bytes", hint="of forward and backward, inputs included"),
+            Column(title="saved", kind="bytes", hint="in use after the forward, its output too"),
+            Column(title="predicted", kind="bytes", hint="of that, from the shapes alone"),
+            Column(
+                title="output error", kind="number", unit="×",
+                hint="largest error against float64, over that of the reference in this format",
+            ),
+            Column(title="gradient error", kind="number", unit="×", hint="the worst of dQ, dK, dV"),
+            Column(title="kernels, forward"),
+            Column(title="kernels, backward"),
+        ),
+        rows=tuple(
+            (
+                *_identity(row), row.record.quantity("peak_bytes"),
+                row.record.quantity("saved_bytes"), row.record.quantity("predicted_saved_bytes"),
+                row.error_ratio("output"), row.error_ratio(*GRADIENTS),
+                _kernels(row.record, "forward"), _kernels(row.record, "backward"),
+            )
+            for row in shown
+        ),
+        caption="Errors up to length 4096. Kernels as the profiler saw them; those of the attention"
+        " itself first, their names shortened.",
+    )  # fmt: skip
+
+
+def _kernels(record: Record, mode: str) -> str | None:
+    """The attention kernels among those that ran, else how many there were."""
+    from stepscope.analysis.foreign_kernels import SEPARATOR, owner
+    from stepscope.analysis.kernel_names import describe
+
+    text = record.notes.get(f"kernels.{mode}")
+    if not text:
+        return None
+    names = text.split(SEPARATOR)
+    fused = [describe(name).short[:40] for name in names if owner(name)]
+    return ", ".join(fused) or f"{len(names)} unfused"
