@@ -22,13 +22,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stepscope.attention.tiles import Tile, block_d, tiles
+from stepscope.attention.tiles import Tile, columns, tiles
 from stepscope.attention.triton_backward import key_value_kernel, query_kernel
 from stepscope.attention.triton_forward import forward_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 << 10
 KERNELS = {"forward": forward_kernel, "key_value": key_value_kernel, "query": query_kernel}
+FIELDS = ("m", "n", "warps", "stages", "hold", "registers")
+HELD = {"forward": ("q",), "key_value": ("k", "v"), "query": ("q", "grad")}
 TENSORS = {"q": "m", "k": "n", "v": "n", "grad": "m"}
 
 
@@ -39,21 +41,33 @@ class Card(NamedTuple):
     wgmma: int
 
 
-def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool) -> Card:
+def compile_tile(
+    kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool, precision: str
+) -> Card:
     kernel = KERNELS[kind]
+    first, second = columns(head)
     constants: dict[str, Any] = {
-        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": block_d(head), "CAUSAL": causal,
-        "GROUP": tile.group, "TMA": tma, "PRECISION": "tf32" if dtype != "fp32" else "ieee",
-        "EXACT": dtype == "fp32",
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": first, "BLOCK_E": second,
+        "CAUSAL": causal,
+        "GROUP": tile.group, "TMA": tma, "PRECISION": precision,
+        "EXACT": dtype == "fp32", "G": 1, "HOLD": tile.hold,
     }  # fmt: skip
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name in TENSORS and tma:
-            rows = getattr(tile, TENSORS[name])
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {block_d(head)}]>"
-        elif name in (*TENSORS, "o", "dq", "dk", "dv"):
+        elif name.removesuffix("_e") in TENSORS:
+            whole = name.removesuffix("_e")
+            format_ = "i16" if tile.hold and whole in HELD[kind] else dtype
+            wide = first if name == whole else second
+            if not wide:
+                constants[name], signature[name] = None, "constexpr"
+            elif tma:
+                rows = getattr(tile, TENSORS[whole])
+                signature[name] = f"tensordesc<{format_}[1, 1, {rows}, {wide}]>"
+            else:
+                signature[name] = f"*{format_}"
+        elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
         elif name in ("lse", "delta"):
             signature[name] = "*fp32"
@@ -67,6 +81,8 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
     made = triton.compile(source, target=HOPPER, options=options)
     return Card(
         *_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"].count("wgmma.mma")
@@ -89,32 +105,33 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def choices(asked: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
     width = 4 if asked.dtype == "fp32" else 2
     best = tiles(kind, head, width, (9, 0))[0]
-    fields = ("m", "n", "warps", "stages")
-    given = [getattr(asked, field) or [getattr(best, field)] for field in fields]
-    for m, n, warps, stages in itertools.product(*given):
-        yield Tile(m, n, warps, stages, best.group)
+        given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
+    for values in itertools.product(*given):
+        yield best._replace(**dict(zip(FIELDS, values, strict=True)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--precision", default="tf32x3", help="of float32 products")
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--no-tma", action="store_true", help="plain pointers")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
-    for field in ("m", "n", "warps", "stages"):
+    for field in FIELDS:
         parser.add_argument(f"--{field}", type=int, nargs="+", default=[])
     asked = parser.parse_args()
-    print("kernel     head  tile      warps stages  registers spills shared KiB  wgmma")
+    print("kernel     head  tile      warps stages hold  registers spills shared KiB  wgmma")
     for head in asked.head:
         for kind in asked.kernel:
             for tile in choices(asked, kind, head):
                 shape = f"{tile.m:>3}×{tile.n:<5}"
-                how = f"{kind:<10} {head:>4}  {shape} {tile.warps:>4} {tile.stages:>6}"
+                how = f"{kind:<10} {head:>4}  {shape} {tile.warps:>4} {tile.stages:>6} {tile.hold:>4}"
                 try:
                     card = compile_tile(
-                        kind, tile, head, asked.dtype, causal=not asked.full, tma=not asked.no_tma
-                    )
+                        kind, tile, head, asked.dtype, causal=not asked.full,
+                        tma=not asked.no_tma, precision=asked.precision,
+                    )  # fmt: skip
                 except Exception as error:
                     print(f"{how}  does not compile: {str(error).splitlines()[0][:90]}")
                     continue

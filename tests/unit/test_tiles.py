@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from stepscope.attention.tiles import MAX_HEAD, Tile, block_d, tiles
+from stepscope.attention.tiles import MAX_HEAD, Tile, columns, tiles
 
 SMALLEST_SHARED = 48 << 10
 """What a kernel may use on any GPU without asking for more."""
@@ -14,7 +14,7 @@ SMALLEST_SHARED = 48 << 10
 
 def one_buffer(tile: Tile, head: int, element_bytes: int) -> int:
     """Bytes of a query tile and of one key and one value tile."""
-    return (tile.m + 2 * tile.n) * block_d(head) * element_bytes
+    return (tile.m + 2 * tile.n) * sum(columns(head)) * element_bytes
 
 
 @pytest.mark.parametrize("kind", ["forward", "key_value", "query"])
@@ -29,10 +29,15 @@ def test_every_head_dimension_has_tiles_that_shrink(kind, width, capability) -> 
         assert one_buffer(found[-1], head, width) <= SMALLEST_SHARED
 
 
-def test_columns_are_a_power_of_two_that_a_matrix_unit_takes() -> None:
-    assert [block_d(head) for head in (1, 16, 17, 64, 80, 128, 129, 256)] == [
-        16, 16, 32, 64, 128, 128, 256, 256,
-    ]  # fmt: skip
+def test_columns_are_powers_of_two_without_a_half_of_zeros() -> None:
+    assert {head: columns(head) for head in (1, 16, 17, 40, 48, 64, 80, 96, 100, 128, 160)} == {
+        1: (16, 0), 16: (16, 0), 17: (32, 0), 40: (32, 16), 48: (32, 16), 64: (64, 0),
+        80: (64, 16), 96: (64, 32), 100: (128, 0), 128: (128, 0), 160: (128, 32),
+    }  # fmt: skip
+    for head in range(1, MAX_HEAD + 1):
+        parts = [part for part in columns(head) if part]
+        assert all(part >= 16 and part & (part - 1) == 0 for part in parts)
+        assert head <= sum(parts) < max(17, 2 * head)
 
 
 def test_only_hopper_gets_the_large_tiles() -> None:

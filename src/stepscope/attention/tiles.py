@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "key_value", "query"]
+Pass = Literal["forward", "query", "key_value"]
 
 MAX_HEAD = 256
 _SMALLEST_DOT = 16
@@ -23,29 +23,47 @@ class Tile(NamedTuple):
     stages: int
     group: int = 1
     """Heads that advance together, so that their keys stay in the cache."""
+    hold: bool = False
+    """Keep the tile that the loop does not change in registers (16-bit formats)."""
+    registers: int = 0
+    """The most that a thread may take, so that one more block fits; 0 leaves it to the compiler."""
+    precision: str = "ieee"
+    """How products of float32 are made; no effect on 16-bit formats."""
 
 
-def block_d(head: int) -> int:
-    """Columns of a tile: a power of two that the matrix units can take."""
-    return max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
+def columns(head: int) -> tuple[int, int]:
+    """Columns of a tile in one or two parts, powers of two that the matrix units can take.
+
+    80 is 64 + 16: a single part of 128 would spend a third of the work on zeros. The second part
+    is 0 where it would save nothing.
+    """
+    whole = max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
+    first = whole // 2
+    if first < _SMALLEST_DOT or head <= first:
+        return whole, 0
+    second = max(_SMALLEST_DOT, 1 << (head - first - 1).bit_length())
+    return (first, second) if first + second < whole else (whole, 0)
 
 
-# Hopper, 16-bit formats, by columns of the tile.
+# Hopper, 16-bit formats, by the most columns that an entry is for.
 _HOPPER: dict[Pass, dict[int, Tile]] = {
     "forward": {
-        64: Tile(64, 128, 4, 3),
-        128: Tile(64, 64, 4, 3, group=4),
+        64: Tile(64, 128, 4, 3, hold=True),
+        96: Tile(64, 64, 4, 3, hold=True),
+        128: Tile(64, 64, 4, 3, group=4, hold=True),
         256: Tile(64, 32, 4, 2),
     },
+    "query": {
+        64: Tile(64, 64, 4, 3, hold=True),
+        96: Tile(64, 64, 4, 3, hold=True),
+        128: Tile(64, 64, 4, 3, hold=True),
+        256: Tile(64, 32, 8, 2),
+    },
     "key_value": {
-        64: Tile(64, 64, 4, 3),
+        64: Tile(64, 64, 4, 3, hold=True),
+        96: Tile(64, 64, 4, 2),
         128: Tile(64, 64, 4, 2),
         256: Tile(32, 64, 8, 2),
-    },
-    "query": {
-        64: Tile(64, 64, 4, 3),
-        128: Tile(64, 64, 4, 3),
-        256: Tile(64, 32, 8, 2),
     },
 }
 # 16-bit formats on any other GPU: small enough for the shared memory of an older one.
@@ -57,17 +75,21 @@ _ELSEWHERE: dict[int, Tile] = {
 # float32 products without tensor cores hold their operands in registers: larger tiles spill.
 _FLOAT32: dict[Pass, Tile] = {
     "forward": Tile(32, 32, 8, 1),
-    "key_value": Tile(16, 16, 8, 1),
     "query": Tile(16, 16, 8, 1),
+    "key_value": Tile(16, 16, 8, 1),
 }
 _LAST = Tile(16, 16, 4, 1)
 
 
 def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
     """Tiles to try, best first."""
-    columns = max(64, block_d(head))
     if element_bytes > 2:
         return [_FLOAT32[kind], _LAST]
-    smaller = _ELSEWHERE[columns]
-    best = _HOPPER[kind][columns] if capability[0] == 9 else smaller
+    wide = sum(columns(head))
+    smaller = _entry(_ELSEWHERE, wide)
+    best = _entry(_HOPPER[kind], wide) if capability[0] == 9 else smaller
     return list(dict.fromkeys((best, smaller, _LAST)))
+
+
+def _entry(table: dict[int, Tile], wide: int) -> Tile:
+    return next(tile for most, tile in table.items() if wide <= most)

@@ -1,8 +1,8 @@
 """FlashAttention-2 backward in Triton: two kernels, no atomics, the same bits every time.
 
-P is made again from the log-sum-exp. With delta = rowsum(dO∘O), dS = P∘(dO Vᵀ - delta). One kernel
-walks the queries for a tile of keys (dK, dV), one walks the keys for a tile of queries (dQ).
-Letters as in the forward.
+P is made again from the log-sum-exp. With delta = rowsum(dO∘O), dS = P∘(dO Vᵀ - delta). The first
+kernel walks the keys for a tile of queries (dQ) and leaves delta; the second walks the queries for
+a tile of keys (dK, dV). Letters as in the forward.
 """
 
 from __future__ import annotations
@@ -10,36 +10,136 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepscope.attention.triton_forward import LOG2_E, load_tile, place, store_tile
+from stepscope.attention.triton_memory import (
+    LOG2_E,
+    add_product,
+    held,
+    load_tile,
+    outer_product,
+    place,
+    store_tile,
+    zeros,
+)
 
 
 @triton.jit
-def delta_kernel(
-    o, grad, delta, o_stride_b, o_stride_h, o_stride_m, g_stride_b, g_stride_h, g_stride_m,
-    H, M, D, n_tiles, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+def _probabilities(scores, level, scale, EXACT: tl.constexpr):
+    """exp of the scaled scores less the log-sum-exp. EXACT changes the base after the difference:
+    one more operation for each score, no rounding at the size of the scores."""
+    if EXACT:
+        p = tl.math.exp2((scores * scale - level) * LOG2_E)
+    else:
+        p = tl.math.exp2(scores * (scale * LOG2_E) - level * LOG2_E)
+    return p
+
+
+@triton.jit
+def _row_sums(a, b, EXACT: tl.constexpr):
+    """rowsum(a∘b); products of 16-bit numbers are exact in float32, those of float32 are not."""
+    if EXACT:
+        sums = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1).to(tl.float32)
+    else:
+        sums = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    return sums
+
+
+@triton.jit
+def _gather_keys(
+    grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e, k_strides, v_strides,
+    batch, key_head, row, start, stop, scale, N, D, shift,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO∘O) in float32."""
-    tile, bh = place(n_tiles, 1, False)
+    """Add to dQ of a query tile what the keys from start to stop give."""
+    for n in tl.range(start, stop, BLOCK_N):
+        key, key_e = load_tile(
+            k, k_e, k_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
+        )
+        value, value_e = load_tile(
+            v, v_e, v_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
+        )
+        scores = outer_product(query, query_e, key, key_e, BLOCK_E, PRECISION)
+        p = _probabilities(scores, level[:, None], scale, EXACT)
+        if MASKED:
+            j = n + tl.arange(0, BLOCK_N)
+            seen = (j < N)[None, :]
+            if CAUSAL:
+                i = row + tl.arange(0, BLOCK_M)
+                seen = seen & (j[None, :] <= i[:, None] + shift)
+            p = tl.where(seen, p, 0.0)
+        grad_p = outer_product(g, g_e, value, value_e, BLOCK_E, PRECISION)
+        grad_s = p * (grad_p - drop[:, None])
+        grad_q, grad_q_e = add_product(grad_q, grad_q_e, grad_s, key, key_e, BLOCK_E, PRECISION)
+    return grad_q, grad_q_e
+
+
+@triton.jit
+def query_kernel(
+    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, dq, scale,
+    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
+    o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
+    H, G, M, N, D, shift, n_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dQ of one query tile, and delta of its rows for the kernel that comes after."""
+    tile, bh = place(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
+    key_head = head // G
     row = tile * BLOCK_M
-    out = load_tile(
-        o, batch, head, row, o_stride_b, o_stride_h, o_stride_m, M, D, BLOCK_M, BLOCK_D, True, False
-    )
-    g = load_tile(
-        grad, batch, head, row, g_stride_b, g_stride_h, g_stride_m, M, D,
-        BLOCK_M, BLOCK_D, True, False,
-    )  # fmt: skip
     i = row + tl.arange(0, BLOCK_M)
-    summed = tl.sum(out.to(tl.float64) * g.to(tl.float64), 1)
-    tl.store(delta + bh.to(tl.int64) * M + i, summed, mask=i < M)
+    k_strides = (k_stride_b, k_stride_h, k_stride_n)
+    v_strides = (v_stride_b, v_stride_h, v_stride_n)
+    g, g_e = load_tile(
+        grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), batch, head, row, M, D,
+        BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
+    )  # fmt: skip
+    g, g_e = held(g, dq, HOLD), held(g_e, dq, HOLD)
+    out, out_e = load_tile(
+        o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, row, M, D,
+        BLOCK_M, BLOCK_D, BLOCK_E, True, False,
+    )  # fmt: skip
+    drop = _row_sums(out, g, EXACT)
+    if BLOCK_E > 0:
+        drop += _row_sums(out_e, g_e, EXACT)
+    tl.store(delta + bh.to(tl.int64) * M + i, drop, mask=i < M)
+    query, query_e = load_tile(
+        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D,
+        BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
+    )  # fmt: skip
+    query, query_e = held(query, dq, HOLD), held(query_e, dq, HOLD)
+    level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
+    full = N // BLOCK_N * BLOCK_N
+    stop = N
+    if CAUSAL:
+        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
+        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
+    grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
+    grad_q, grad_q_e = _gather_keys(
+        grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
+        k_strides, v_strides, batch, key_head, row, 0, full, scale, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, TMA, PRECISION, EXACT,
+    )  # fmt: skip
+    grad_q, grad_q_e = _gather_keys(
+        grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
+        k_strides, v_strides, batch, key_head, row, full, stop, scale, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, TMA, PRECISION, EXACT,
+    )  # fmt: skip
+    store_tile(
+        dq, grad_q * scale, grad_q_e * scale, (dq_stride_b, dq_stride_h, dq_stride_m),
+        batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
 
 @triton.jit
 def _gather_queries(
-    grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, start, stop, scale,
-    q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
+    lse, delta, q_strides, g_strides, batch, head, col, start, stop, scale, M, D, shift,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a key tile what the query rows from start to stop give.
 
@@ -48,56 +148,58 @@ def _gather_queries(
     """
     for m in tl.range(start, stop, BLOCK_M):
         i = m + tl.arange(0, BLOCK_M)
-        query = load_tile(
-            q, batch, head, m, q_stride_b, q_stride_h, q_stride_m, M, D,
-            BLOCK_M, BLOCK_D, True, TMA,
-        )  # fmt: skip
-        level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
-        scores = tl.dot(key, query.T, input_precision=PRECISION)
-        if EXACT:
-            p = tl.math.exp2((scores * scale - level[None, :]) * LOG2_E)
-        else:
-            p = tl.math.exp2(scores * (scale * LOG2_E) - (level * LOG2_E)[None, :])
+        query, query_e = load_tile(
+            q, q_e, q_strides, batch, head, m, M, D, BLOCK_M, BLOCK_D, BLOCK_E, True, TMA
+        )
+        level = tl.load(lse + i, mask=i < M, other=0.0)
+        scores = outer_product(key, key_e, query, query_e, BLOCK_E, PRECISION)
+        p = _probabilities(scores, level[None, :], scale, EXACT)
         if MASKED:
             j = col + tl.arange(0, BLOCK_N)
             p = tl.where(j[:, None] <= i[None, :] + shift, p, 0.0)
-        g = load_tile(
-            grad, batch, head, m, g_stride_b, g_stride_h, g_stride_m, M, D,
-            BLOCK_M, BLOCK_D, True, TMA,
-        )  # fmt: skip
-        grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
-        grad_p = tl.dot(value, g.T, input_precision=PRECISION)
-        drop = tl.load(delta + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
+        g, g_e = load_tile(
+            grad, grad_e, g_strides, batch, head, m, M, D, BLOCK_M, BLOCK_D, BLOCK_E, True, TMA
+        )
+        grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, g_e, BLOCK_E, PRECISION)
+        grad_p = outer_product(value, value_e, g, g_e, BLOCK_E, PRECISION)
+        drop = tl.load(delta + i, mask=i < M, other=0.0)
         grad_s = p * (grad_p - drop[None, :])
-        grad_k = tl.dot(grad_s.to(query.dtype), query, grad_k, input_precision=PRECISION)
-    return grad_k, grad_v
+        grad_k, grad_k_e = add_product(
+            grad_k, grad_k_e, grad_s, query, query_e, BLOCK_E, PRECISION
+        )
+    return grad_k, grad_k_e, grad_v, grad_v_e
 
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, grad, lse, delta, dk, dv, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, dk, dv, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
     H, G, M, N, D, shift, n_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile: all query heads that share the key head, in a fixed order."""
     tile, bk = place(n_tiles, GROUP, False)
     key_heads = H // G
     batch, key_head = bk // key_heads, bk % key_heads
     col = tile * BLOCK_N
-    key = load_tile(
-        k, batch, key_head, col, k_stride_b, k_stride_h, k_stride_n, N, D,
-        BLOCK_N, BLOCK_D, True, TMA,
+    q_strides = (q_stride_b, q_stride_h, q_stride_m)
+    g_strides = (g_stride_b, g_stride_h, g_stride_m)
+    key, key_e = load_tile(
+        k, k_e, (k_stride_b, k_stride_h, k_stride_n), batch, key_head, col, N, D,
+        BLOCK_N, BLOCK_D, BLOCK_E, True, TMA,
     )  # fmt: skip
-    value = load_tile(
-        v, batch, key_head, col, v_stride_b, v_stride_h, v_stride_n, N, D,
-        BLOCK_N, BLOCK_D, True, TMA,
+    value, value_e = load_tile(
+        v, v_e, (v_stride_b, v_stride_h, v_stride_n), batch, key_head, col, N, D,
+        BLOCK_N, BLOCK_D, BLOCK_E, True, TMA,
     )  # fmt: skip
-    grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    key, key_e = held(key, dk, HOLD), held(key_e, dk, HOLD)
+    value, value_e = held(value, dv, HOLD), held(value_e, dv, HOLD)
+    grad_k, grad_k_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
+    grad_v, grad_v_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     # Query rows from `full` on see the whole tile; those from `start` on see a part of it.
     start = 0
     full = 0
@@ -107,107 +209,25 @@ def key_value_kernel(
         full = tl.maximum(start, (whole + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     for within in range(G):
         head = key_head * G + within
-        bh = batch * H + head
-        grad_k, grad_v = _gather_queries(
-            grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, full, M, scale,
-            q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
-            BLOCK_M, BLOCK_N, BLOCK_D, False, TMA, PRECISION, EXACT,
+        rows_before = (batch * H + head).to(tl.int64) * M
+        grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
+            grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
+            lse + rows_before, delta + rows_before, q_strides, g_strides,
+            batch, head, col, full, M, scale, M, D, shift,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, False, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
-            grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, key, value, q, grad, lse, delta, batch, head, bh, col, start,
-                tl.minimum(full, M), scale,
-                q_stride_b, q_stride_h, q_stride_m, g_stride_b, g_stride_h, g_stride_m, M, D, shift,
-                BLOCK_M, BLOCK_N, BLOCK_D, True, TMA, PRECISION, EXACT,
+            grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
+                grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e,
+                q, q_e, grad, grad_e, lse + rows_before, delta + rows_before, q_strides, g_strides,
+                batch, head, col, start, tl.minimum(full, M), scale, M, D, shift,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, True, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(
-        dk, grad_k * scale, batch, key_head, col, dk_stride_b, dk_stride_h, dk_stride_n, N, D,
-        BLOCK_N, BLOCK_D,
+        dk, grad_k * scale, grad_k_e * scale, (dk_stride_b, dk_stride_h, dk_stride_n),
+        batch, key_head, col, N, D, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     store_tile(
-        dv, grad_v, batch, key_head, col, dv_stride_b, dv_stride_h, dv_stride_n, N, D,
-        BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-
-
-@triton.jit
-def _gather_keys(
-    grad_q, query, g, level, drop, k, v, batch, key_head, row, start, stop, scale,
-    k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Add to dQ of a query tile what the keys from start to stop give."""
-    for n in tl.range(start, stop, BLOCK_N):
-        key = load_tile(
-            k, batch, key_head, n, k_stride_b, k_stride_h, k_stride_n, N, D,
-            BLOCK_N, BLOCK_D, MASKED, TMA,
-        )  # fmt: skip
-        value = load_tile(
-            v, batch, key_head, n, v_stride_b, v_stride_h, v_stride_n, N, D,
-            BLOCK_N, BLOCK_D, MASKED, TMA,
-        )  # fmt: skip
-        scores = tl.dot(query, key.T, input_precision=PRECISION)
-        if EXACT:
-            p = tl.math.exp2((scores * scale - level[:, None]) * LOG2_E)
-        else:
-            p = tl.math.exp2(scores * (scale * LOG2_E) - (level * LOG2_E)[:, None])
-        if MASKED:
-            j = n + tl.arange(0, BLOCK_N)
-            seen = (j < N)[None, :]
-            if CAUSAL:
-                i = row + tl.arange(0, BLOCK_M)
-                seen = seen & (j[None, :] <= i[:, None] + shift)
-            p = tl.where(seen, p, 0.0)
-        grad_p = tl.dot(g, value.T, input_precision=PRECISION)
-        grad_s = p * (grad_p - drop[:, None])
-        grad_q = tl.dot(grad_s.to(key.dtype), key, grad_q, input_precision=PRECISION)
-    return grad_q
-
-
-@triton.jit
-def query_kernel(
-    q, k, v, grad, lse, delta, dq, scale,
-    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
-    dq_stride_b, dq_stride_h, dq_stride_m,
-    H, G, M, N, D, shift, n_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """dQ of one query tile."""
-    tile, bh = place(n_tiles, GROUP, CAUSAL)
-    batch, head = bh // H, bh % H
-    key_head = head // G
-    row = tile * BLOCK_M
-    i = row + tl.arange(0, BLOCK_M)
-    query = load_tile(
-        q, batch, head, row, q_stride_b, q_stride_h, q_stride_m, M, D,
-        BLOCK_M, BLOCK_D, True, TMA,
-    )  # fmt: skip
-    g = load_tile(
-        grad, batch, head, row, g_stride_b, g_stride_h, g_stride_m, M, D,
-        BLOCK_M, BLOCK_D, True, TMA,
-    )  # fmt: skip
-    level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
-    drop = tl.load(delta + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
-    full = N // BLOCK_N * BLOCK_N
-    stop = N
-    if CAUSAL:
-        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
-        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
-    grad_q = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    grad_q = _gather_keys(
-        grad_q, query, g, level, drop, k, v, batch, key_head, row, 0, full, scale,
-        k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, False, TMA, PRECISION, EXACT,
-    )  # fmt: skip
-    grad_q = _gather_keys(
-        grad_q, query, g, level, drop, k, v, batch, key_head, row, full, stop, scale,
-        k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, CAUSAL, True, TMA, PRECISION, EXACT,
-    )  # fmt: skip
-    store_tile(
-        dq, grad_q * scale, batch, head, row, dq_stride_b, dq_stride_h, dq_stride_m, M, D,
-        BLOCK_M, BLOCK_D,
+        dv, grad_v, grad_v_e, (dv_stride_b, dv_stride_h, dv_stride_n),
+        batch, key_head, col, N, D, BLOCK_N, BLOCK_D, BLOCK_E,
     )  # fmt: skip
