@@ -1,0 +1,216 @@
+"""Chrome traces as torch.profiler writes them, decoded by the fields that are needed.
+
+Times are microseconds with a fraction; they become whole nanoseconds. Python frames, counters and
+the drawing instructions of the viewer are passed over while decoding.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stepscope.analysis.trace.model import (
+    NO_CALLS,
+    NO_KERNELS,
+    NO_NUMBER,
+    NO_SPANS,
+    Calls,
+    Ints,
+    Kernels,
+    Names,
+    Spans,
+    Trace,
+    ordered_kernels,
+    ordered_spans,
+)
+from stepscope.errors import StepscopeError
+
+MOST_OBJECTS = 12_000_000
+"""An event is one, and its arguments are another."""
+_LATEST_US = 9.0e15
+"""Beyond this a time in nanoseconds does not fit into 64 bits."""
+
+Identity = int | str | None
+
+
+class _Arguments(msgspec.Struct, gc=False):
+    correlation: int = NO_NUMBER
+    device: Identity = 0
+    stream: Identity = 0
+    sequence: int = msgspec.field(default=NO_NUMBER, name="Sequence number")
+    forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str
+    cat: str = ""
+    name: str = ""
+    tid: Identity = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Arguments | None = None
+
+
+class _Device(msgspec.Struct):
+    name: str = ""
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]  # noqa: N815
+    deviceProperties: list[_Device] = []  # noqa: N815
+
+
+_KINDS = {
+    "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
+    "Kernel": "kernel", "Memcpy": "kernel", "Memset": "kernel",
+    "cuda_runtime": "call", "cuda_driver": "call", "Runtime": "call",
+    "cpu_op": "operator", "Operator": "operator",
+    "user_annotation": "range",
+}  # fmt: skip
+_FILE = msgspec.json.Decoder(_File)
+_LIST = msgspec.json.Decoder(list[_Event])
+
+
+def read_chrome(data: bytes | bytearray, where: str) -> Trace:
+    """The trace in these bytes; `where` names them in an error."""
+    if _objects(data) > MOST_OBJECTS:
+        raise StepscopeError(
+            f"{where} has more than {MOST_OBJECTS // 2:,} events", "trace fewer steps"
+        )
+    with _no_collection():
+        events, device_name = _decoded(data, where)
+        held: dict[str, list[_Event]] = {kind: [] for kind in _KINDS.values()}
+        keep = {category: held[kind].append for category, kind in _KINDS.items()}
+        for event in events:
+            if event.ph == "X" and event.cat in keep:
+                keep[event.cat](event)
+        del events
+        if not held["kernel"] and not held["operator"]:
+            raise StepscopeError(
+                f"{where} has no kernels and no operators",
+                "was the profiler told to record CPU or CUDA activities?",
+            )
+        names = Names()
+        try:
+            kernels = _kernels(held.pop("kernel"), names)
+            calls = _calls(held.pop("call"), names)
+            spans = _spans(held.pop("operator"), held.pop("range"), names)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise StepscopeError(f"{where} has a time or number that is none: {error}") from error
+    return Trace("torch.profiler", names.all(), kernels, calls, spans, device_name)
+
+
+def _objects(data: bytes | bytearray) -> int:
+    """How many objects begin in these bytes, at most: braces inside of names count too."""
+    whole = np.frombuffer(data, np.uint8)
+    step = 1 << 20
+    parts = (whole[at : at + step] for at in range(0, len(whole), step))
+    return sum(int(np.count_nonzero(part == ord("{"))) for part in parts)
+
+
+def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
+    try:
+        if bytes(data[:256]).lstrip()[:1] == b"[":
+            return _LIST.decode(data), ""
+        file = _FILE.decode(data)
+    except RecursionError:
+        raise StepscopeError(f"{where} is nested too deeply to be a trace") from None
+    except msgspec.ValidationError as error:
+        raise StepscopeError(f"{where} is not a trace of torch.profiler: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StepscopeError(
+            f"{where} is not JSON to its end: {error}", "was the trace written to its end?"
+        ) from error
+    return file.traceEvents, next((d.name for d in file.deviceProperties), "")
+
+
+def _kernels(events: Sequence[_Event], names: Names) -> Kernels:
+    if not events:
+        return NO_KERNELS
+    start, end = _times(events)
+    nothing = _Arguments()
+    arguments = [event.args or nothing for event in events]
+    return ordered_kernels(
+        name=names.numbers([event.name for event in events]),
+        start=start,
+        end=end,
+        device=_identities([a.device for a in arguments]),
+        stream=_identities([a.stream for a in arguments]),
+        correlation=_column([a.correlation for a in arguments]),
+    )
+
+
+def _calls(events: Sequence[_Event], names: Names) -> Calls:
+    if not events:
+        return NO_CALLS
+    start, end = _times(events)
+    return Calls(
+        name=names.numbers([event.name for event in events]),
+        start=start,
+        end=end,
+        thread=_identities([event.tid for event in events]),
+        correlation=_column([e.args.correlation if e.args else NO_NUMBER for e in events]),
+    )
+
+
+def _spans(operators: Sequence[_Event], ranges: Sequence[_Event], names: Names) -> Spans:
+    events = [*operators, *ranges]
+    if not events:
+        return NO_SPANS
+    start, end = _times(events)
+    is_range = np.zeros(len(events), np.bool_)
+    is_range[len(operators) :] = True
+    arguments = [event.args for event in events]
+    return ordered_spans(
+        name=names.numbers([event.name for event in events]),
+        start=start,
+        end=end,
+        thread=_identities([event.tid for event in events]),
+        is_range=is_range,
+        sequence=_column([a.sequence if a else NO_NUMBER for a in arguments]),
+        in_backward=_column([a.forward_thread if a else 0 for a in arguments]) > 0,
+    )
+
+
+def _times(events: Sequence[_Event]) -> tuple[Ints, Ints]:
+    start = np.array([event.ts for event in events], np.float64)
+    length = np.array([event.dur for event in events], np.float64)
+    if not (np.abs(start).max() < _LATEST_US and np.abs(length).max() < _LATEST_US):
+        raise ValueError("a time is out of range")
+    first = np.rint(start * 1e3).astype(np.int64)
+    return first, first + np.rint(np.maximum(length, 0.0) * 1e3).astype(np.int64)
+
+
+def _column(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def _identities(values: Sequence[Any]) -> Ints:
+    """Numbers as they are; words (`stream 7`) by their last number, or one of their own."""
+    try:
+        return _column(values)
+    except (TypeError, ValueError):
+        own: dict[Any, int] = {}
+        return _column([own.setdefault(v, _last_number(v, -2 - len(own))) for v in values])
+
+
+def _last_number(word: object, otherwise: int) -> int:
+    last = str(word).rpartition(" ")[2]
+    return int(last) if last.isascii() and last.isdigit() and len(last) < 18 else otherwise
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A large trace is a million objects that all live to the end: nothing to collect."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,85 @@
+"""Which file is a trace, and how much of it may come into memory.
+
+A trace comes from anywhere, so its size is bounded before it is decoded: of the file, of what a
+compressed one grows to, and of how many times larger than itself that is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from stepscope.analysis.trace.chrome import read_chrome
+from stepscope.analysis.trace.model import Trace
+from stepscope.analysis.trace.nsight import SQLITE_MAGIC, read_nsight
+from stepscope.errors import StepscopeError
+
+GZIP_MAGIC = b"\x1f\x8b"
+_CHUNK = 1 << 20
+
+
+class Limits(NamedTuple):
+    file_bytes: int = 1 << 30
+    """Of the file itself; an sqlite file is read in parts and may be eight times as large."""
+    unpacked_bytes: int = 1 << 30
+    ratio: float = 200.0
+    """A trace of torch.profiler shrinks to a tenth or a thirtieth."""
+    ratio_from_bytes: int = 8 << 20
+    """Below this size any ratio is harmless."""
+
+
+def read_trace(path: Path, limits: Limits | None = None) -> Trace:
+    """A Chrome trace (.json, .json.gz) or an Nsight Systems export (.sqlite), told by its bytes."""
+    limits = limits or Limits()
+    if not path.is_file():
+        raise StepscopeError(f"there is no file {path}", "name a trace")
+    with path.open("rb") as file:
+        head = file.read(len(SQLITE_MAGIC))
+    size = path.stat().st_size
+    if not size:
+        raise StepscopeError(f"{path} is empty", "was the trace written to its end?")
+    if head == SQLITE_MAGIC:
+        _refuse_above(path, size, 8 * limits.file_bytes)
+        return read_nsight(path)
+    _refuse_above(path, size, limits.file_bytes)
+    if head.startswith(b"QDSTRM") or path.suffix in (".nsys-rep", ".qdrep"):
+        raise StepscopeError(
+            f"{path} is a report of Nsight Systems, which only it can read",
+            f"make an sqlite file of it: nsys export --type sqlite {path.name}",
+        )
+    data = _unpacked(path, limits) if head.startswith(GZIP_MAGIC) else path.read_bytes()
+    return read_chrome(data, str(path))
+
+
+def _refuse_above(path: Path, size: int, most: int) -> None:
+    if size > most:
+        raise StepscopeError(
+            f"{path} has {size / 2**20:,.0f} MiB, at most {most / 2**20:,.0f} are read",
+            "trace fewer steps",
+        )
+
+
+def _unpacked(path: Path, limits: Limits) -> bytearray:
+    packed_bytes = path.stat().st_size
+    data = bytearray()
+    try:
+        with gzip.open(path) as file:
+            while chunk := file.read(_CHUNK):
+                data += chunk
+                if len(data) > limits.unpacked_bytes:
+                    raise StepscopeError(
+                        f"{path} unpacks to more than {limits.unpacked_bytes / 2**20:,.0f} MiB",
+                        "trace fewer steps",
+                    )
+                if len(data) > limits.ratio_from_bytes and len(data) > limits.ratio * packed_bytes:
+                    raise StepscopeError(
+                        f"{path} unpacks to more than {limits.ratio:.0f} times its size:"
+                        " no trace does"
+                    )
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise StepscopeError(
+            f"{path} is cut off or damaged: {error}", "was it written to its end?"
+        ) from error
+    return data

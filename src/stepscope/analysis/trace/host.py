@@ -1,0 +1,132 @@
+"""What the host's spans say of the work they launch: phase, named ranges, forward of a backward."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stepscope.analysis.trace.model import NO_NUMBER, Ints, Trace
+from stepscope.analysis.trace.nesting import NOBODY, parents
+
+Phase = Literal["forward", "loss", "backward", "optimizer", ""]
+PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "")
+"""The empty one stands for work that nothing says the phase of."""
+
+FORWARD, LOSS, BACKWARD, OPTIMIZER, UNKNOWN = range(5)
+STEP_MARK = re.compile(r"^(?:ProfilerStep#|step )\d+$")
+
+_ENGINE = "autograd::engine::evaluate_function: "
+_OPTIMIZER_MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
+_MACHINERY = ("## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph")
+"""Ranges that torch.compile puts around what it runs: they name no part of the model."""
+_LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss",
+           "aten::binary_cross_entropy_with_logits", "aten::kl_div"}  # fmt: skip
+_PHASE_RANGES = {"forward": FORWARD, "loss": LOSS, "backward": BACKWARD, "optimizer": OPTIMIZER}
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry for every span of a trace."""
+
+    parent: Ints
+    phase: Ints
+    path: Ints
+    """The named ranges around it, as a number of `paths`."""
+    paths: tuple[tuple[str, ...], ...]
+    forward_of: Ints
+    """The forward span that made the backward which this span is part of."""
+    steps: tuple[int, ...]
+    """The spans that mark steps, in order of time."""
+
+
+def read_host(trace: Trace) -> Host:
+    spans, names = trace.spans, trace.names
+    parent = parents(spans)
+    own_phase = [_own_phase(name) for name in names]
+    marked = _has_forward_mark(trace)
+    is_step = [STEP_MARK.match(name) is not None for name in names]
+    says_module = [
+        own is None and not step and not name.startswith(_MACHINERY)
+        for name, own, step in zip(names, own_phase, is_step, strict=True)
+    ]
+    phase, path = [UNKNOWN] * len(spans), [0] * len(spans)
+    paths: dict[tuple[str, ...], int] = {(): 0}
+    listed: list[tuple[str, ...]] = [()]
+    is_range, name_of, above = spans.is_range.tolist(), spans.name.tolist(), parent.tolist()
+    in_backward = spans.in_backward.tolist()
+    default = UNKNOWN if marked else FORWARD
+    for index, name in enumerate(name_of):
+        over = above[index]
+        outer = default if over == NOBODY else phase[over]
+        own = BACKWARD if in_backward[index] else own_phase[name]
+        # A range that only says `forward` does not turn a recomputation within backward around.
+        phase[index] = outer if own is None or (own < BACKWARD == outer) else own
+        route = 0 if over == NOBODY else path[over]
+        if is_range[index] and says_module[name]:
+            longer = (*listed[route], names[name])
+            route = paths.setdefault(longer, len(listed))
+            if route == len(listed):
+                listed.append(longer)
+        path[index] = route
+    marks = [i for i in np.flatnonzero(spans.is_range).tolist() if is_step[name_of[i]]]
+    marks.sort(key=lambda i: int(spans.start[i]))
+    found = np.array(phase, np.int64)
+    return Host(
+        parent, found, np.array(path, np.int64), tuple(listed),
+        _forward_of(trace, parent, found), tuple(marks),
+    )  # fmt: skip
+
+
+def _own_phase(name: str) -> int | None:
+    if name.startswith(_ENGINE):
+        return BACKWARD
+    if name.startswith(_OPTIMIZER_MARKS):
+        return OPTIMIZER
+    if name in _LOSSES:
+        return LOSS
+    return _PHASE_RANGES.get(name.strip("# ").lower())
+
+
+def _has_forward_mark(trace: Trace) -> bool:
+    ranges = np.unique(trace.spans.name[trace.spans.is_range])
+    return any(_own_phase(trace.names[name]) == FORWARD for name in ranges)
+
+
+def _forward_of(trace: Trace, parent: Ints, phase: Ints) -> Ints:
+    """By sequence number: the last forward operator before it that carries the same one.
+
+    Several may: one that makes no node has the number of the next one that does, so the last is
+    the one that made it. A span without a number of its own has that of the span around it.
+    """
+    spans = trace.spans
+    numbered = spans.sequence != NO_NUMBER
+    makers = np.flatnonzero(numbered & ~spans.in_backward & (phase != BACKWARD))
+    users = np.flatnonzero(numbered & (spans.in_backward | (phase == BACKWARD)))
+    found = np.full(len(spans), NOBODY, np.int64)
+    if len(makers) and len(users):
+        order = np.lexsort((spans.start[makers], spans.sequence[makers]))
+        makers = makers[order]
+        sequences, starts = spans.sequence[makers], spans.start[makers]
+        place = _last_at_or_before(sequences, starts, spans.sequence[users], spans.start[users])
+        known = place != NOBODY
+        found[users[known]] = makers[place[known]]
+    links, above = found.tolist(), parent.tolist()
+    for index in np.flatnonzero(phase == BACKWARD).tolist():
+        if links[index] == NOBODY and above[index] != NOBODY:
+            links[index] = links[above[index]]
+    return np.array(links, np.int64)
+
+
+def _last_at_or_before(keys: Ints, starts: Ints, key: Ints, moment: Ints) -> Ints:
+    """Where the last entry of that key stands that began before the moment."""
+    upper = np.searchsorted(keys, key, side="right")
+    lower = np.searchsorted(keys, key, side="left")
+    place = upper - 1
+    while True:
+        late = (place >= lower) & (starts[np.maximum(place, 0)] > moment)
+        if not late.any():
+            return np.where(place >= lower, place, NOBODY)
+        place = place - late

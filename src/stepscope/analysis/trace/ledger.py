@@ -1,0 +1,173 @@
+"""The time ledger of a step: lines that add up to its wall time, each moment counted once.
+
+A moment in which something runs goes to its phase and class; communication gets it only while
+nothing else runs. A moment in which nothing runs is a gap, and a gap has a cause only where the
+trace proves it:
+
+- synchronisation: the host was inside a call that waits,
+- host: the next kernel's launch call ended after the gap began, so there was nothing to run,
+- queue: the launch was done before the gap began; the device took its time between two kernels,
+- between operators, on a CPU: no operator ran.
+
+What is left, and what runs without a known phase, is the residual.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.trace.host import PHASES, UNKNOWN
+from stepscope.analysis.trace.intervals import gaps, overlap, own_lengths, union
+from stepscope.analysis.trace.model import Ints
+from stepscope.analysis.trace.steps import Step, find_steps
+from stepscope.analysis.trace.work import NO_CALL, Work
+
+CLOSES_BELOW = 0.02
+"""Above this share the residual means that the ledger does not close."""
+
+_WAITS = re.compile(r"Synchronize|^cudaMemcpy$|^cuMemcpy\w*H_?v?\d*$")
+_COMMUNICATION = CLASSES.index("communication")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Nanoseconds of one step, or the sum over several."""
+
+    wall: int
+    work: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By phase and class; communication is what nothing else covers."""
+    host: int = 0
+    synchronisation: int = 0
+    queue: int = 0
+    between_operators: int = 0
+    no_phase: int = 0
+    no_launch: int = 0
+    waited: int = 0
+    """How long the host was seen waiting, whatever the device did; no part of the sum."""
+    waited_busy: int = 0
+    """The part of that in which the device worked; no part of the sum."""
+    steps: int = 1
+
+    @property
+    def busy(self) -> int:
+        return sum(self.work.values()) + self.no_phase
+
+    @property
+    def idle(self) -> int:
+        return self.wall - self.busy
+
+    @property
+    def residual(self) -> int:
+        return self.no_phase + self.no_launch
+
+    @property
+    def closes(self) -> bool:
+        return self.residual <= CLOSES_BELOW * self.wall
+
+    def doubt(self) -> str:
+        """Why it does not close; empty where it does."""
+        if self.closes:
+            return ""
+        causes = []
+        if self.no_phase >= self.no_launch:
+            causes.append("kernels that no operator or range says the phase of")
+        else:
+            causes.append("gaps before kernels whose launch is not in the trace")
+        return f"{self.residual / self.wall:.1%} of the time is {causes[0]}"
+
+    def lines(self) -> list[tuple[str, str, int]]:
+        """Every line as phase, class or cause, and nanoseconds; they add up to the wall time."""
+        order: dict[str, int] = {kind: place for place, kind in enumerate(CLASSES)}
+        phases: dict[str, int] = {phase: place for place, phase in enumerate(PHASES)}
+        ranked = sorted(
+            self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]])
+        )  # fmt: skip
+        lines = [(phase, kind, length) for (phase, kind), length in ranked if length]
+        for cause, length in (
+            ("host: nothing was launched", self.host),
+            ("synchronisation: the host waits", self.synchronisation),
+            ("queue: between two launched kernels", self.queue),
+            ("between operators", self.between_operators),
+        ):
+            if length:
+                lines.append(("idle", cause, length))
+        return [*lines, ("", "residual", self.residual)]
+
+
+def ledgers(work: Work, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:
+    """One for every step."""
+    waits = _waits(work)
+    return tuple(_ledger(work, step, waits) for step in (steps or find_steps(work)))
+
+
+def total(parts: tuple[Ledger, ...]) -> Ledger:
+    """The sum of several steps."""
+    work: dict[tuple[str, str], int] = {}
+    for part in parts:
+        for key, length in part.work.items():
+            work[key] = work.get(key, 0) + length
+    names = ("wall", "host", "synchronisation", "queue", "between_operators", "no_phase",
+             "no_launch", "waited", "waited_busy")  # fmt: skip
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Ledger(work=work, steps=len(parts), **sums)
+
+
+def _waits(work: Work) -> tuple[Ints, Ints]:
+    """When a thread that launches kernels was inside a call that waits."""
+    calls, names = work.trace.calls, work.trace.names
+    waiting = [n for n in np.unique(calls.name).tolist() if _WAITS.search(names[n])]
+    launching = np.unique(calls.thread[work.call[work.call != NO_CALL]])
+    seen = np.isin(calls.name, waiting) & np.isin(calls.thread, launching)
+    return union(calls.start[seen], calls.end[seen])
+
+
+def _ledger(work: Work, step: Step, waits: tuple[Ints, Ints]) -> Ledger:
+    last = int(np.searchsorted(work.start, step.end, side="left"))
+    index = np.flatnonzero(work.end[:last] > step.start)
+    start = np.maximum(work.start[index], step.start)
+    end = np.minimum(work.end[index], step.end)
+    kind, phase = work.kind[index], work.phase[index]
+    own = own_lengths(start, end, (kind == _COMMUNICATION).astype(np.int64))
+    cells = np.bincount(
+        phase * len(CLASSES) + kind, weights=own, minlength=len(PHASES) * len(CLASSES)
+    ).reshape(len(PHASES), len(CLASSES))
+    by_cell = {
+        (PHASES[p], CLASSES[k]): int(cells[p, k]) for p, k in np.argwhere(cells) if p != UNKNOWN
+    }
+    busy = union(start, end)
+    wait_start = np.clip(waits[0], step.start, step.end)
+    wait_end = np.clip(waits[1], step.start, step.end)
+    return Ledger(
+        wall=step.length,
+        work=by_cell,
+        no_phase=int(cells[UNKNOWN].sum()),
+        waited=int((wait_end - wait_start).sum()),
+        waited_busy=int(overlap(wait_start, wait_end, *busy).sum()),
+        **_gap_causes(work, gaps(*busy, step.start, step.end), waits),
+    )
+
+
+def _gap_causes(work: Work, gap: tuple[Ints, Ints], waits: tuple[Ints, Ints]) -> dict[str, int]:
+    start, end = gap
+    length = end - start
+    if not work.on_device:
+        return {"between_operators": int(length.sum())}
+    waited = overlap(start, end, *waits)
+    rest = length - waited
+    following = np.searchsorted(work.start, end, side="left")
+    call = np.full(len(start), NO_CALL, np.int64)
+    there = following < len(work)
+    call[there] = work.call[following[there]]
+    known = call != NO_CALL
+    late = ~there
+    late[known] = work.trace.calls.end[call[known]] > start[known]
+    return {
+        "synchronisation": int(waited.sum()),
+        "host": int(rest[late].sum()),
+        "queue": int(rest[known & ~late].sum()),
+        "no_launch": int(rest[there & ~known].sum()),
+    }

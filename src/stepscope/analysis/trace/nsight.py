@@ -1,0 +1,178 @@
+"""Traces of Nsight Systems, as `nsys export --type sqlite` writes them.
+
+By the documented schema; tables and columns that a version lacks are done without. The file is
+opened for reading only and nothing in it is run: no views are followed, no extensions loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepscope.analysis.trace.model import (
+    EVERY_THREAD,
+    NO_CALLS,
+    NO_KERNELS,
+    NO_NUMBER,
+    NO_SPANS,
+    Calls,
+    Ints,
+    Kernels,
+    Names,
+    Spans,
+    Trace,
+    ints,
+    ordered_kernels,
+    ordered_spans,
+)
+from stepscope.errors import StepscopeError
+
+SQLITE_MAGIC = b"SQLite format 3\x00"
+MOST_ROWS = 6_000_000
+_KERNELS, _COPIES, _FILLS = (
+    f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET")
+)
+_CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_RANGES = "NVTX_EVENTS"
+_PUSH_POP, _START_END = 59, 60
+"""NVTX event types: a range of one thread, and one that any thread may end."""
+_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_VERSION = re.compile(r"_v\d+$")
+
+
+def read_nsight(path: Path) -> Trace:
+    try:
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    except sqlite3.Error as error:
+        raise StepscopeError(f"{path} cannot be opened: {error}") from error
+    try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        return _read(_Tables(connection), str(path))
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        raise StepscopeError(
+            f"{path} is a damaged export of Nsight Systems: {error}",
+            "make it again: nsys export --type sqlite",
+        ) from error
+    finally:
+        connection.close()
+
+
+class _Tables:
+    """Columns by name out of tables that may lack some."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        self.names = {str(name) for (name,) in found}
+
+    def columns(self, table: str) -> set[str]:
+        if table not in self.names:
+            return set()
+        return {str(row[1]) for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+
+    def rows(self, table: str, wanted: Mapping[str, str]) -> Iterator[Sequence[Any]]:
+        """`wanted` maps each column to the SQL that stands for it where the table lacks it."""
+        there = self.columns(table)
+        if not {"start"} <= there:
+            return
+        chosen = ", ".join(f'"{c}"' if c in there else other for c, other in wanted.items())
+        query = f'SELECT {chosen} FROM "{table}" LIMIT {MOST_ROWS + 1}'
+        for count, row in enumerate(self._connection.execute(query)):
+            if count >= MOST_ROWS:
+                raise ValueError(f"{table} has more than {MOST_ROWS:,} rows")
+            yield row
+
+    def strings(self) -> dict[int, str]:
+        if "StringIds" not in self.names:
+            return {}
+        return {
+            int(i): str(v) for i, v in self._connection.execute("SELECT id, value FROM StringIds")
+        }
+
+    def device_name(self) -> str:
+        if "name" not in self.columns("TARGET_INFO_GPU"):
+            return ""
+        row = self._connection.execute("SELECT name FROM TARGET_INFO_GPU LIMIT 1").fetchone()
+        return str(row[0]) if row else ""
+
+
+def _read(tables: _Tables, where: str) -> Trace:
+    if not tables.names & {_KERNELS, _CALLS, _RANGES}:
+        raise StepscopeError(
+            f"{where} is an sqlite file, but not one of Nsight Systems",
+            "make one with: nsys export --type sqlite",
+        )
+    strings, names = tables.strings(), Names()
+    kernels = _kernels(tables, strings, names)
+    if not len(kernels):
+        raise StepscopeError(
+            f"{where} has no kernels", "was it taken with `nsys profile --trace cuda,nvtx`?"
+        )
+    calls, spans = _calls(tables, strings, names), _spans(tables, strings, names)
+    return Trace("Nsight Systems", names.all(), kernels, calls, spans, tables.device_name())
+
+
+def _kernels(tables: _Tables, strings: dict[int, str], names: Names) -> Kernels:
+    shared = {"start": "0", "end": "0", "deviceId": "0", "streamId": "0", "correlationId": "-1"}
+    rows: list[tuple[str, Sequence[Any]]] = []
+    for row in tables.rows(_KERNELS, shared | {"demangledName": "NULL", "shortName": "NULL"}):
+        name = strings.get(row[5]) or strings.get(row[6]) or "kernel without a name"
+        rows.append((name, row))
+    for row in tables.rows(_COPIES, shared | {"copyKind": "0"}):
+        rows.append((f"Memcpy {_COPY_KINDS.get(row[5], '')}".strip(), row))
+    rows.extend(("Memset", row) for row in tables.rows(_FILLS, shared))
+    if not rows:
+        return NO_KERNELS
+    start, end, device, stream, correlation = _numbers([row[:5] for _, row in rows], 5)
+    return ordered_kernels(
+        name=names.numbers([name for name, _ in rows]), start=start, end=end, device=device,
+        stream=stream, correlation=correlation,
+    )  # fmt: skip
+
+
+def _calls(tables: _Tables, strings: dict[int, str], names: Names) -> Calls:
+    wanted = {"start": "0", "end": "0", "globalTid": "0", "correlationId": "-1", "nameId": "NULL"}
+    rows = list(tables.rows(_CALLS, wanted))
+    if not rows:
+        return NO_CALLS
+    start, end, thread, correlation = _numbers([row[:4] for row in rows], 4)
+    return Calls(
+        # `cudaLaunchKernel_v7000` is cudaLaunchKernel.
+        name=names.numbers([_VERSION.sub("", strings.get(row[4], "")) for row in rows]),
+        start=start, end=end, thread=thread, correlation=correlation,
+    )  # fmt: skip
+
+
+def _spans(tables: _Tables, strings: dict[int, str], names: Names) -> Spans:
+    wanted = {"start": "0", "end": "NULL", "globalTid": "0", "eventType": str(_PUSH_POP),
+              "text": "NULL", "textId": "NULL"}  # fmt: skip
+    rows = [
+        row for row in tables.rows(_RANGES, wanted)
+        if row[1] is not None and row[3] in (_PUSH_POP, _START_END)
+    ]  # fmt: skip
+    if not rows:
+        return NO_SPANS
+    start, end, thread = _numbers([row[:3] for row in rows], 3)
+    for_all = np.fromiter((row[3] == _START_END for row in rows), np.bool_, len(rows))
+    thread[for_all] = EVERY_THREAD
+    return ordered_spans(
+        name=names.numbers([str(row[4] or strings.get(row[5], "")) for row in rows]),
+        start=start,
+        end=end,
+        thread=thread,
+        is_range=np.ones(len(rows), np.bool_),
+        sequence=np.full(len(rows), NO_NUMBER, np.int64),
+        in_backward=np.zeros(len(rows), np.bool_),
+    )
+
+
+def _numbers(rows: Sequence[Sequence[Any]], width: int) -> tuple[Ints, ...]:
+    return tuple(
+        ints(NO_NUMBER if row[place] is None else int(row[place]) for row in rows)
+        for place in range(width)
+    )

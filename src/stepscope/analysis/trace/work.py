@@ -1,0 +1,186 @@
+"""The work of a trace: every kernel, or every operator on a CPU, with what it was for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stepscope.analysis.kernel_names import CLASSES, Description, describe, describe_operator
+from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER, UNKNOWN, Host, read_host
+from stepscope.analysis.trace.model import NO_NUMBER, Ints, Trace
+from stepscope.analysis.trace.nesting import NOBODY, innermost
+
+NO_CALL = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """One entry for every kernel, or for every stretch of an operator's own time; by start."""
+
+    trace: Trace
+    host: Host
+    name: Ints
+    start: Ints
+    end: Ints
+    stream: Ints
+    kind: Ints
+    """Its class, as a number of `CLASSES`."""
+    call: Ints
+    """The runtime call that launched it; NO_CALL where none is known."""
+    span: Ints
+    """The innermost span of the host around that call; of a CPU trace, the operator itself."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def on_device(self) -> bool:
+        return self.trace.on_device
+
+    @cached_property
+    def descriptions(self) -> dict[int, Description]:
+        known = describe if self.on_device else describe_operator
+        return {name: known(self.trace.names[name]) for name in np.unique(self.name).tolist()}
+
+    @cached_property
+    def phase(self) -> Ints:
+        phase = np.full(len(self), UNKNOWN, np.int64)
+        known = self.span != NOBODY
+        phase[known] = self.host.phase[self.span[known]]
+        return phase
+
+    @cached_property
+    def path(self) -> Ints:
+        """The named ranges it belongs to; of a backward, those of the forward that made it."""
+        path = np.zeros(len(self), np.int64)
+        known = self.span != NOBODY
+        span = self.span[known]
+        forward = self.host.forward_of[span]
+        backward = (self.host.phase[span] == BACKWARD) & (forward != NOBODY)
+        path[known] = self.host.path[np.where(backward, forward, span)]
+        return path
+
+    @cached_property
+    def operator(self) -> Ints:
+        """The name of the operator that launched it, NOBODY where none did."""
+        spans = self.trace.spans
+        found = self.span.copy()
+        while True:
+            inside = found != NOBODY
+            inside[inside] = spans.is_range[found[inside]]
+            if not inside.any():
+                break
+            found[inside] = self.host.parent[found[inside]]
+        name = np.full(len(self), NOBODY, np.int64)
+        name[found != NOBODY] = spans.name[found[found != NOBODY]]
+        return name
+
+    def attribution(self) -> Attribution:
+        length = self.end - self.start
+        total = max(1, int(length.sum()))
+
+        def share(of: np.ndarray[tuple[int], np.dtype[np.bool_]], within: int = total) -> float:
+            return int(length[of].sum()) / max(1, within)
+
+        backward = self.phase == BACKWARD
+        modules = self.path != 0
+        return Attribution(
+            launch=share(self.call != NO_CALL) if self.on_device else 1.0,
+            operator=share(self.operator != NOBODY),
+            phase=share(self.phase != UNKNOWN),
+            kind=share(self.kind != CLASSES.index("other")),
+            module=share(modules | (self.phase == OPTIMIZER)),
+            backward_module=share(backward & modules, int(length[backward].sum())),
+        )
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Shares of the time of all work that have each of these."""
+
+    launch: float
+    operator: float
+    phase: float
+    kind: float
+    module: float
+    """A named range, or the optimizer."""
+    backward_module: float
+    """Of the backward's time alone."""
+
+
+def find_work(trace: Trace) -> Work:
+    host = read_host(trace)
+    return _kernels(trace, host) if trace.on_device else _operators(trace, host)
+
+
+def _kernels(trace: Trace, host: Host) -> Work:
+    kernels, calls = trace.kernels, trace.calls
+    call = _launching_call(kernels.correlation, calls.correlation)
+    span = np.full(len(kernels), NOBODY, np.int64)
+    known = call != NO_CALL
+    launched = call[known]
+    span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
+    return Work(
+        trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
+        _classes(kernels.name, trace, on_device=True), call, span,
+    )  # fmt: skip
+
+
+def _launching_call(wanted: Ints, correlations: Ints) -> Ints:
+    order = np.argsort(correlations, kind="stable")
+    place = np.searchsorted(correlations[order], wanted)
+    found = np.full(len(wanted), NO_CALL, np.int64)
+    inside = (place < len(order)) & (wanted != NO_NUMBER)
+    candidate = order[place[inside]]
+    same = correlations[candidate] == wanted[inside]
+    found[np.flatnonzero(inside)[same]] = candidate[same]
+    return found
+
+
+def _operators(trace: Trace, host: Host) -> Work:
+    """Stretches in which an operator itself ran, not one that it called."""
+    start, end, span = _own_stretches(trace, host)
+    order = np.argsort(start, kind="stable")
+    start, end, span = start[order], end[order], span[order]
+    name = trace.spans.name[span]
+    return Work(
+        trace, host, name, start, end, trace.spans.thread[span],
+        _classes(name, trace, on_device=False), np.full(len(start), NO_CALL, np.int64), span,
+    )  # fmt: skip
+
+
+def _own_stretches(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
+    spans = trace.spans
+    operators = np.flatnonzero(~spans.is_range)
+    starts, ends, owners = [], [], []
+    # Where the own time of each open operator goes on: after the last child that has ended.
+    begin, finish = spans.start.tolist(), spans.end.tolist()
+    resume = begin.copy()
+    up, is_range = host.parent.tolist(), spans.is_range.tolist()
+    for index in operators.tolist():
+        over = up[index]
+        while over != NOBODY and is_range[over]:
+            over = up[over]
+        if over != NOBODY:
+            if begin[index] > resume[over]:
+                starts.append(resume[over])
+                ends.append(begin[index])
+                owners.append(over)
+            resume[over] = max(resume[over], finish[index])
+    for index in operators.tolist():
+        if finish[index] > resume[index]:
+            starts.append(resume[index])
+            ends.append(finish[index])
+            owners.append(index)
+    return tuple(np.array(column, np.int64) for column in (starts, ends, owners))  # type: ignore[return-value]
+
+
+def _classes(name: Ints, trace: Trace, *, on_device: bool) -> Ints:
+    known = describe if on_device else describe_operator
+    number = {kind: place for place, kind in enumerate(CLASSES)}
+    of_name = np.zeros(max(1, len(trace.names)), np.int64)
+    for each in np.unique(name).tolist():
+        of_name[each] = number[known(trace.names[each]).kind]
+    return of_name[name]

@@ -1,0 +1,266 @@
+"""The time ledger adds up, and every cause it names is proven by the trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.analysis.kernel_names import CLASSES, describe
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.intervals import gaps, length_before, own_lengths, union
+from stepscope.analysis.trace.ledger import Ledger, ledgers, total
+from stepscope.analysis.trace.steps import find_steps
+from stepscope.analysis.trace.work import find_work
+from trace_files import ADD, ALL_REDUCE, SGEMM, ChromeTrace, nsight_file, training_step
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 2)), max_size=12
+)
+
+
+def columns(drawn: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ordered = sorted(drawn, key=lambda one: one[0])
+    start = np.array([s for s, _, _ in ordered], np.int64)
+    return start, start + np.array([d for _, d, _ in ordered], np.int64), np.array(
+        [tier for *_, tier in ordered], np.int64
+    )  # fmt: skip
+
+
+def owner(moment: int, start: np.ndarray, end: np.ndarray, tier: np.ndarray) -> int | None:
+    """Who has that moment: the lowest tier, then whoever began first."""
+    running = [i for i in range(len(start)) if start[i] <= moment < end[i]]
+    return min(running, key=lambda i: (tier[i], i), default=None)
+
+
+@given(intervals)
+def test_own_lengths_are_those_of_counting_every_moment(
+    drawn: list[tuple[int, int, int]],
+) -> None:
+    start, end, tier = columns(drawn)
+    counted = [0] * len(start)
+    for moment in range(60):
+        index = owner(moment, start, end, tier)
+        if index is not None:
+            counted[index] += 1
+    assert own_lengths(start, end, tier).tolist() == counted
+
+
+@given(intervals, st.integers(0, 60))
+def test_a_union_and_its_gaps_fill_the_window(
+    drawn: list[tuple[int, int, int]], moment: int
+) -> None:
+    start, end, _ = columns(drawn)
+    merged = union(start, end)
+    covered = {t for s, e in zip(start, end, strict=True) for t in range(s, e)}
+    assert int((merged[1] - merged[0]).sum()) == len(covered)
+    assert (merged[0][1:] > merged[1][:-1]).all()
+    left_out = gaps(*merged, 0, 60)
+    assert int((left_out[1] - left_out[0]).sum()) == 60 - len(covered)
+    before = length_before(*merged, np.array([moment], np.int64))
+    assert before.tolist() == [len([t for t in covered if t < moment])]
+
+
+kernels = st.lists(
+    st.tuples(
+        st.integers(0, 60), st.integers(0, 25), st.sampled_from([SGEMM, ADD, ALL_REDUCE]),
+        st.one_of(st.none(), st.integers(1, 20)), st.integers(7, 9),
+    ),
+    min_size=1, max_size=10,
+)  # fmt: skip
+waits = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 15)), max_size=3)
+Drawn = list[tuple[int, int, str, int | None, int]]
+
+
+def drawn_trace(drawn: Drawn, waiting: list[tuple[int, int]]) -> ChromeTrace:
+    """Kernels launched some time before they begin, within one operator and one step."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", -30, 100)
+    trace.operator("aten::mm", -30, 100)
+    for start, length, name, lead, stream in drawn:
+        launch = None if lead is None else (start - lead, start - lead + 0.5)
+        trace.kernel(name, start, start + length, launch=launch, stream=stream)
+    for start, length in waiting:
+        trace.call("cudaDeviceSynchronize", start, start + length)
+    return trace
+
+
+def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
+    """The same ledger, half a microsecond at a time."""
+    ordered = sorted(enumerate(drawn), key=lambda one: (one[1][0], one[0]))
+    runs = [(s, s + d, n, lead) for _, (s, d, n, lead, _) in ordered]
+    launches = any(lead is not None for *_, lead in runs)
+    last = max([100, *(end for _, end, _, lead in runs if lead is not None)])
+    work: dict[tuple[str, str], int] = {}
+    cause = dict.fromkeys(("host", "synchronisation", "queue", "no_phase", "no_launch"), 0)
+    for half in range(-60, 2 * last):
+        t = half / 2
+        running = [
+            (describe(name).kind == "communication", place, name, lead)
+            for place, (start, end, name, lead) in enumerate(runs)
+            if start <= t < end
+        ]
+        if running:
+            _, _, name, lead = min(running, key=lambda one: one[:2])
+            if lead is None:
+                cause["no_phase"] += 500
+            else:
+                key = ("forward", describe(name).kind)
+                work[key] = work.get(key, 0) + 500
+            continue
+        if launches and any(s <= t < s + d for s, d in waiting):
+            cause["synchronisation"] += 500
+            continue
+        later = [run for run in runs if run[0] > t]
+        began = max([-30.0, *(e for s, e, *_ in runs if e <= t and e > s)])
+        if not later:
+            cause["host"] += 500
+        elif later[0][3] is None:
+            cause["no_launch"] += 500
+        else:
+            launched = later[0][0] - later[0][3] + 0.5
+            cause["host" if launched > began else "queue"] += 500
+    return Ledger(wall=(last + 30) * 1000, work=work, **cause)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kernels, waits)
+def test_a_ledger_adds_up_and_is_that_of_counting_every_moment(
+    drawn: Drawn, waiting: list[tuple[int, int]]
+) -> None:
+    drawn = [one for one in drawn if one[1] > 0] or [(0, 5, SGEMM, 3, 7)]
+    (found,) = ledgers(find_work(drawn_trace(drawn, waiting).read()))
+    assert sum(length for *_, length in found.lines()) == found.wall
+    slow = by_moment(drawn, waiting)
+    assert found.wall == slow.wall
+    assert {k: v for k, v in found.work.items() if v} == slow.work
+    names = ("host", "synchronisation", "queue", "no_phase", "no_launch")
+    assert {n: getattr(found, n) for n in names} == {n: getattr(slow, n) for n in names}
+
+
+def test_a_training_step_closes_with_every_line() -> None:
+    (found,) = ledgers(find_work(training_step().read()))
+    assert found.wall == 1_000_000
+    assert found.lines() == [
+        ("forward", "matmul", 80_000),
+        ("forward", "elementwise", 20_000),
+        ("loss", "elementwise", 10_000),
+        ("backward", "matmul", 80_000),
+        ("backward", "elementwise", 20_000),
+        ("optimizer", "optimizer", 30_000),
+        ("idle", "host: nothing was launched", 280_000),
+        ("idle", "synchronisation: the host waits", 480_000),
+        ("", "residual", 0),
+    ]
+    assert found.closes
+    assert found.doubt() == ""
+    assert (found.busy, found.idle) == (240_000, 760_000)
+    assert (found.waited, found.waited_busy) == (480_000, 0)
+
+
+def test_communication_counts_only_where_nothing_else_runs() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 100)
+    trace.kernel(SGEMM, 10, 50, launch=(1, 2))
+    trace.kernel(ALL_REDUCE, 20, 80, launch=(3, 4), stream=20)
+    (found,) = ledgers(find_work(trace.read()))
+    assert found.work == {("forward", "matmul"): 40_000, ("forward", "communication"): 30_000}
+
+
+def test_a_kernel_that_was_queued_in_time_is_no_launch_gap() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 100)
+    trace.kernel(SGEMM, 10, 50, launch=(1, 2))
+    trace.kernel(SGEMM, 60, 100, launch=(3, 4))
+    (found,) = ledgers(find_work(trace.read()))
+    assert (found.host, found.queue) == (10_000, 10_000)
+
+
+def test_a_wait_says_what_the_device_did_meanwhile() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 100)
+    trace.kernel(SGEMM, 10, 50, launch=(1, 2))
+    trace.call("cudaStreamSynchronize", 20, 60)
+    trace.call("cudaStreamSynchronize", 0, 100, thread=999)  # a thread that launches nothing
+    (found,) = ledgers(find_work(trace.read()))
+    assert (found.synchronisation, found.waited, found.waited_busy) == (10_000, 40_000, 30_000)
+
+
+def test_what_nothing_explains_keeps_the_ledger_open_and_says_why() -> None:
+    trace = training_step()
+    trace.kernel("mystery", 900, 950)
+    (found,) = ledgers(find_work(trace.read()))
+    assert not found.closes
+    assert found.no_phase == 50_000
+    # In most of the gap before it the host was seen waiting; not so before that wait.
+    assert found.no_launch == 18_000
+    assert found.doubt() == (
+        "6.8% of the time is kernels that no operator or range says the phase of"
+    )
+
+
+def test_steps_follow_one_another_when_the_device_runs_behind() -> None:
+    trace = ChromeTrace()
+    for step in range(3):
+        trace.range(f"ProfilerStep#{step}", step * 10, step * 10 + 10)
+        trace.operator("aten::mm", step * 10, step * 10 + 9)
+        trace.kernel(SGEMM, 5 + step * 40, 45 + step * 40, launch=(step * 10 + 1, step * 10 + 2))
+    work = find_work(trace.read())
+    assert [(s.start, s.end) for s in find_steps(work)] == [
+        (0, 45_000), (45_000, 85_000), (85_000, 125_000),
+    ]  # fmt: skip
+    parts = ledgers(work)
+    assert [part.work for part in parts] == [{("forward", "matmul"): 40_000}] * 3
+    whole = total(parts)
+    assert (whole.wall, whole.steps) == (125_000, 3)
+    assert sum(length for *_, length in whole.lines()) == whole.wall
+
+
+def test_a_trace_without_marks_is_one_step() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 5, 30)
+    trace.kernel(SGEMM, 20, 50, launch=(10, 12))
+    (step,) = find_steps(find_work(trace.read()))
+    assert (step.name, step.start, step.end) == ("whole trace", 5_000, 50_000)
+
+
+def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.range("forward", 0, 60)
+    trace.operator("aten::mm", 10, 40)
+    trace.operator("aten::_softmax", 45, 50)
+    trace.operator("autograd::engine::evaluate_function: MmBackward0", 60, 90)
+    trace.operator("aten::mm", 65, 85)
+    (found,) = ledgers(find_work(trace.read()))
+    assert found.lines() == [
+        ("forward", "matmul", 30_000),
+        ("forward", "softmax", 5_000),
+        ("backward", "matmul", 20_000),
+        ("backward", "other", 10_000),
+        ("idle", "between operators", 35_000),
+        ("", "residual", 0),
+    ]
+
+
+def test_a_ledger_of_nsight_closes(tmp_path: Path) -> None:
+    (found,) = ledgers(find_work(read_trace(nsight_file(tmp_path / "report.sqlite"))))
+    assert found.lines() == [
+        ("forward", "matmul", 4_000),
+        ("backward", "matmul", 3_000),
+        ("backward", "copy/cast", 500),
+        ("idle", "host: nothing was launched", 2_200),
+        ("idle", "synchronisation: the host waits", 300),
+        ("", "residual", 0),
+    ]
+
+
+def test_every_class_has_a_place_in_the_order() -> None:
+    work = {("forward", kind): 1 for kind in CLASSES}
+    found = Ledger(wall=len(CLASSES), work=work)
+    assert [kind for _, kind, _ in found.lines()[:-1]] == list(CLASSES)
+    with pytest.raises(KeyError):
+        Ledger(wall=1, work={("nap", "matmul"): 1}).lines()

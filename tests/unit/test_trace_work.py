@@ -1,0 +1,135 @@
+"""Attribution: each kernel to its operator, ranges, phase, and a backward to its forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.host import PHASES
+from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.work import Work, find_work
+from trace_files import ADD, ENGINE, SGEMM, ChromeTrace, nsight_file, training_step
+
+
+def told(work: Work) -> list[tuple[str, str, str, str]]:
+    """Phase, operator, class and ranges of every piece of work."""
+    return [
+        (
+            PHASES[work.phase[i]],
+            "" if work.operator[i] == NOBODY else work.trace.names[work.operator[i]],
+            CLASSES[work.kind[i]],
+            "/".join(work.host.paths[work.path[i]]),
+        )
+        for i in range(len(work))
+    ]
+
+
+def test_every_kernel_of_a_training_step_is_told() -> None:
+    assert told(find_work(training_step().read())) == [
+        ("forward", "aten::mm", "matmul", "block 0/attention"),
+        ("forward", "aten::add", "elementwise", "block 0"),
+        ("forward", "aten::mm", "matmul", "block 1/attention"),
+        ("forward", "aten::add", "elementwise", "block 1"),
+        ("loss", "aten::nll_loss_forward", "elementwise", ""),
+        ("backward", "aten::mm", "elementwise", "block 1"),
+        ("backward", "aten::mm", "matmul", "block 1/attention"),
+        ("backward", "aten::mm", "elementwise", "block 0"),
+        ("backward", "aten::mm", "matmul", "block 0/attention"),
+        ("optimizer", "aten::_foreach_add_", "optimizer", ""),
+    ]
+
+
+def test_the_share_that_is_attributed_is_stated() -> None:
+    trace = training_step(blocks=1)
+    shares = find_work(trace.read()).attribution()
+    assert (shares.launch, shares.operator, shares.phase, shares.kind) == (1, 1, 1, 1)
+    assert shares.backward_module == 1
+    assert shares.module == pytest.approx(130 / 140)  # all but the loss
+
+    trace.kernel("mystery", 600, 700)
+    shares = find_work(trace.read()).attribution()
+    assert shares.launch == shares.phase == shares.operator == pytest.approx(140 / 240)
+    assert shares.kind == pytest.approx(140 / 240)
+
+
+def test_a_backward_goes_to_the_last_forward_of_its_number() -> None:
+    trace = ChromeTrace()
+    # The view makes no node, so it carries the number of the product that follows it.
+    for step, at in enumerate((0.0, 1000.0)):
+        trace.range(f"step {step} early", at, at + 9)
+        trace.operator("aten::view", at + 1, at + 2, sequence=7)
+        trace.range(f"step {step} late", at + 10, at + 50)
+        trace.operator("aten::mm", at + 11, at + 40, sequence=7)
+        trace.operator("MmBackward0", at + 100, at + 150, ENGINE, sequence=7, back=1)
+        trace.kernel(SGEMM, at + 120, at + 140, launch=(at + 110, at + 115), thread=ENGINE)
+    work = find_work(trace.read())
+    assert [path for *_, path in told(work)] == ["step 0 late", "step 1 late"]
+
+
+def test_without_ranges_the_engine_and_the_optimizer_still_tell_the_phase() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 10, sequence=1)
+    trace.kernel(SGEMM, 5, 15, launch=(2, 4))
+    trace.operator("aten::cross_entropy_loss", 10, 20)
+    trace.kernel(ADD, 15, 18, launch=(12, 14))
+    trace.operator("autograd::engine::evaluate_function: MmBackward0", 20, 30, ENGINE, sequence=1,
+                   back=1)  # fmt: skip
+    trace.kernel(SGEMM, 25, 35, launch=(22, 24), thread=ENGINE)
+    trace.range("Optimizer.step#SGD.step", 30, 40)
+    trace.kernel(ADD, 36, 38, launch=(32, 34))
+    phases = [phase for phase, *_ in told(find_work(trace.read()))]
+    assert phases == ["forward", "loss", "backward", "optimizer"]
+
+
+def test_a_forward_range_within_backward_is_a_recomputation_of_backward() -> None:
+    trace = ChromeTrace()
+    trace.operator("autograd::engine::evaluate_function: CheckpointBackward", 0, 50)
+    trace.range("forward", 5, 40)
+    trace.kernel(SGEMM, 20, 30, launch=(10, 12))
+    assert told(find_work(trace.read()))[0][0] == "backward"
+
+
+def test_what_torch_compile_puts_around_its_kernels_names_no_module() -> None:
+    trace = ChromeTrace()
+    trace.range("block 3", 0, 50)
+    trace.range("Torch-Compiled Region: 0/0", 1, 49)
+    trace.range("## Call CompiledFxGraph fabc ##", 2, 48)
+    trace.operator("triton_poi_fused_add_0", 3, 20)
+    trace.kernel("triton_poi_fused_add_0", 20, 30, launch=(10, 12))
+    assert told(find_work(trace.read())) == [
+        ("forward", "triton_poi_fused_add_0", "elementwise", "block 3")
+    ]
+
+
+def test_ranges_of_nsight_hold_for_every_thread(tmp_path: Path) -> None:
+    work = find_work(read_trace(nsight_file(tmp_path / "report.sqlite")))
+    assert [(phase, path) for phase, _, _, path in told(work)] == [
+        ("forward", "block 0"),
+        ("backward", ""),
+        ("backward", ""),
+    ]
+
+
+def test_on_a_cpu_an_operator_has_the_time_that_it_does_not_hand_on() -> None:
+    trace = ChromeTrace()
+    trace.range("forward", 0, 100)
+    trace.operator("aten::linear", 0, 50)
+    trace.range("inner", 5, 45)
+    trace.operator("aten::mm", 10, 40)
+    trace.operator("aten::add", 60, 80)
+    work = find_work(trace.read())
+    assert not work.on_device
+    stretches = [
+        (work.trace.names[name], start // 1000, end // 1000)
+        for name, start, end in zip(work.name, work.start, work.end, strict=True)
+    ]
+    assert stretches == [
+        ("aten::linear", 0, 10),
+        ("aten::mm", 10, 40),
+        ("aten::linear", 40, 50),
+        ("aten::add", 60, 80),
+    ]
+    assert [path for *_, path in told(work)] == ["", "inner", "", ""]
