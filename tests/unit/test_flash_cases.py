@@ -1,0 +1,91 @@
+"""The flash study's cells: what is in the sweep, in which order, and what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from stepscope.errors import UsageError
+from stepscope.studies.base import Case
+from stepscope.studies.flash import STUDY, FlashFlags
+from stepscope.studies.flash.cases import Shape
+
+
+def grid(**flags: object) -> tuple[Case, ...]:
+    return STUDY.cases(FlashFlags(part=("grid",), **flags))  # type: ignore[arg-type]
+
+
+def test_the_whole_grid_is_what_the_study_promises() -> None:
+    single = [case.config for case in grid() if case.config["heads"] == 1]
+    counted = Counter(config["attention"] for config in single)
+    # lengths × head dimensions × formats
+    assert counted == {
+        "triton": 10 * 4 * 2, "sdpa_efficient": 10 * 4 * 2, "reference": 10 * 4 * 2,
+        "sdpa_flash": 10 * 4, "sdpa_cudnn": 10 * 4, "tiled": 6 * 4 * 2,
+        "flex": 10 * 2 * 2, "compiled": 8 * 2 * 2,
+    }  # fmt: skip
+    many = {Shape.parse(text).sizes for text in FlashFlags().shape}
+    assert many >= {"1,16,16384,64", "2,16,16384,128", "4,32,2048,80", "1,16,4096,64"}
+    assert all(config["causal"] and config["mode"] == "both" for config in single)
+
+
+def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> None:
+    names = [case.config["attention"] for case in grid()]
+    first = min(names.index(name) for name in ("flex", "compiled"))
+    assert set(names[first:]) == {"flex", "compiled"}
+    kinds = [case.config["kind"] for case in STUDY.cases(FlashFlags())]
+    assert list(dict.fromkeys(kinds)) == ["grid", "race", "tiles"]
+    shapes = [case.key.partition("_b")[2] for case in grid()[:first]]
+    assert list(dict.fromkeys(shapes)) == [s for n, s in enumerate(shapes) if s != shapes[n - 1]]
+
+
+def test_keys_are_those_of_one_cell_each() -> None:
+    cases = STUDY.cases(FlashFlags())
+    assert len({case.key for case in cases}) == len(cases)
+
+
+def test_a_race_of_one_short_head_times_calls_in_a_row_too() -> None:
+    races = STUDY.cases(FlashFlags(part=("race",)))
+    in_a_row = {case.key for case in races if case.config["back_to_back"]}
+    assert len(races) == 16
+    assert len(in_a_row) == 8
+    assert all("_b1_h1_" in key for key in in_a_row)
+    assert {tuple(case.config["racers"]) for case in races} == {FlashFlags().racers}
+
+
+def test_every_kernel_has_a_case_of_its_tiles() -> None:
+    cases = STUDY.cases(FlashFlags(part=("tiles",)))
+    assert {(case.config["pass"], case.config["head"]) for case in cases} == {
+        (kernel, head) for kernel in ("forward", "key_value", "query") for head in (64, 128)
+    }
+
+
+@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4x5", "0x1x1x1", "1,16,64,64", "axbxcxd", ""])
+def test_a_shape_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not four sizes"):
+        grid(shape=(text,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"attention": ("sdpa_flash",), "dtype": ("float32",)}, "sdpa_flash takes no float32"),
+        ({"attention": ("flex",), "head": (32,)}, "flex is compiled for d 64 and 128"),
+        ({"attention": ("tiled",), "seq": (8192,)}, "tiled stops at length 4096"),
+    ],
+)
+def test_a_sweep_of_nothing_says_why(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        grid(shape=(), **flags)
+
+
+def test_names_and_numbers_are_checked() -> None:
+    for flags in ({"part": ("race",), "racers": ("flesh",)}, {"attention": ("flesh",)}):
+        with pytest.raises(UsageError, match="'flesh' does not exist"):
+            STUDY.cases(FlashFlags(**flags))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="dtype"):
+        grid(shape=("1x1x16x16:float7",))
+    for name, value in (("steps", 0), ("rounds", 0), ("warmup", -1)):
+        with pytest.raises(UsageError, match=f"{name} is {value}"):
+            FlashFlags(**{name: value})  # type: ignore[arg-type]
