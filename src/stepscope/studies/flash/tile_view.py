@@ -118,11 +118,14 @@ def _why(study: TileStudy) -> Iterator[Finding]:
         study.fact(CHOSEN, what) for what in ("tile_m", "tile_n", "warps", "stages")
     )
     best, worst = min(timed, key=timed.__getitem__), max(timed, key=timed.__getitem__)
+    too_large = sum(
+        study.record.notes.get(name, "").startswith("does not fit") for name in study.names
+    )
     spilling = sum(bool(study.fact(name, "spills")) for name in timed)
     text = (
         f"The {study.title}: the chosen tile of {m} × {n} with {warps} warps and {stages} stages"
         f" takes {study.described(CHOSEN)}. Of {len(study.names)} tiles with"
-        f" {study.record.config['warps']} warps {len(study.names) - len(timed)} do not fit and"
+        f" {study.record.config['warps']} warps {too_large} do not fit and"
         f" {spilling} spill; the slowest, {_sized(worst)}, takes"
         f" {number(timed[worst] / chosen, 3)} times as long."
     )

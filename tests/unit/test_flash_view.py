@@ -1,0 +1,279 @@
+"""What the flash study says of its records: ratios, goals, health, tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Figure, Finding, Interval, Table
+from stepscope.studies.flash import STUDY
+from stepscope.studies.flash.goals import GOALS, PUBLISHED
+from stepscope.studies.flash.health import skipped_tiles
+from stepscope.studies.flash.tile_view import resident_blocks
+from study_records import flash_record, race_record, tiles_record
+
+
+def sentences(records: Sequence[Record], word: str = "") -> list[Finding]:
+    return [b for b in STUDY.view(records) if isinstance(b, Finding) and word in b.text]
+
+
+def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
+    (found,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
+    titles = [column.title for column in found.columns]
+    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+
+
+def published(**peers: Sequence[float]) -> list[Record]:
+    """Races at the five shapes, each of ours 1 ms, each peer as given."""
+    return [
+        race_record(
+            {"triton": 1.0} | {name: values[place] for name, values in peers.items()},
+            sizes.replace(",", "x"),
+        )
+        for place, sizes in enumerate(PUBLISHED)
+    ]
+
+
+class TestSpeed:
+    def test_ratios_and_their_mean_stand_beside_the_goal(self) -> None:
+        rows = table(published(sdpa_flash=(1.1, 2.0, 2.0, 2.0, 2.0)), "flash-speed")
+        flash = [row for row in rows if row["against"] == "sdpa_flash"]
+        assert [row["ratio"].value for row in flash] == pytest.approx(
+            [1.1, 2.0, 2.0, 2.0, 2.0, (1.1 * 16) ** 0.2]
+        )
+        assert [row["outcome"] for row in flash] == ["below", *["reached"] * 5]
+        assert (flash[0]["goal"], flash[-1]["goal"]) == ("≥ 1.2×", "≥ 1.4×")
+        assert (flash[1]["ours"], flash[1]["peer"]) == (pytest.approx(1.0), pytest.approx(2.0))
+        held = flash[0]["ratio"]
+        assert isinstance(held, Interval)
+        assert held.low < 1.1 < held.high
+
+    @pytest.mark.parametrize(
+        ("peer", "times", "reached"),
+        [
+            ("sdpa_flash", (1.5, 1.5, 1.5, 1.5, 1.5), True),
+            ("sdpa_flash", (1.3, 1.3, 1.3, 1.3, 1.3), False),
+            ("sdpa_flash", (1.1, 2.0, 2.0, 2.0, 2.0), False),
+            ("flex", (1.16,) * 5, True),
+            ("flex", (2.0, 2.0, 2.0, 2.0, 1.14), False),
+            ("sdpa_cudnn", (0.7, 0.95, 0.95, 0.95, 0.95), True),
+            ("sdpa_cudnn", (0.87,) * 5, False),
+        ],
+    )
+    def test_a_goal_is_reached_or_plainly_not(
+        self, peer: str, times: tuple[float, ...], reached: bool
+    ) -> None:
+        (told,) = sentences(published(**{peer: times}), f"Against {peer}")
+        assert ("is not reached" not in told.text) == reached
+        assert told.tone == ("good" if reached else "warn")
+
+    def test_a_mean_over_some_of_the_shapes_is_not_good(self) -> None:
+        (told,) = sentences(published(sdpa_flash=(2.0,) * 5)[:3], "Against sdpa_flash")
+        assert "2 shapes were not" in told.text
+        assert told.tone == "warn"
+
+    @pytest.mark.parametrize(("ours", "outcome"), [(4.6, "reached"), (4.8, "missed")])
+    def test_the_one_shape_with_a_time_to_reach(self, ours: float, outcome: str) -> None:
+        records = [race_record({"triton": ours, "auto": ours})]
+        assert table(records, "flash-speed")[-1]["outcome"] == outcome
+        assert sentences(records, f"4.7 ms is {outcome}")
+
+    def test_float32_is_held_against_the_efficient_backend(self) -> None:
+        goal = next(goal for goal in GOALS if goal.dtype == "float32")
+        races = [
+            race_record({"triton": 1.0, "sdpa_efficient": 1.25}, "1x16x4096x64:float32"),
+            race_record({"triton": 1.0, "sdpa_efficient": 9.0}, "1x16x4096x64"),
+        ]
+        (row,) = table(races, "flash-speed")
+        assert (row["against"], row["dtype"]) == (goal.peer, "float32")
+        assert (row["ratio"].value, row["outcome"]) == (pytest.approx(1.25), "below")
+
+    def test_short_lengths_count_with_the_host_inside(self) -> None:
+        races = [
+            race_record(
+                {"triton": 0.01, "sdpa": 0.02, "auto": 0.01}, f"1x1x{seq}x64",
+                in_a_row={"triton": 0.2, "sdpa": wall, "auto": 0.1},
+            )
+            for seq, wall in ((128, 0.1), (256, 0.3))
+        ]  # fmt: skip
+        ours, auto = table(races, "flash-speed")
+        assert "1,1,128,64" in ours["batch,heads,length,d"]
+        assert (ours["ratio"].value, ours["outcome"]) == (pytest.approx(0.5), "slower")
+        assert auto["outcome"] == "reached"
+        assert sentences(races, "slower than torch's own call at 1 of them")
+
+    def test_the_headline_is_the_speed_table_else_the_race(self) -> None:
+        ours = STUDY.headline(published(flex=(2.0,) * 5))
+        assert ours is not None
+        assert ours.title.startswith("Speed against peers")
+        cpu = STUDY.headline([race_record({"sdpa": 1.0, "tiled": 3.0}, "1x2x64x64:float32")])
+        assert cpu is not None
+        assert cpu.rows[0][:3] == ("1,2,64,64", "float32", "alone")
+        assert cpu.rows[0][3:] == pytest.approx((1.0, 3.0))
+        assert STUDY.headline([flash_record()]) is None
+
+    def test_who_did_not_run_is_in_the_table_and_a_failure_is_told(self) -> None:
+        out = {"flex": "refused: on cpu", "tiled": "failed: RuntimeError: no"}
+        records = [race_record({"triton": 1.0}, out=out)]
+        (row,) = table(records, "flash-race")
+        assert (row["flex"], row["tiled"]) == ("refused", "failed")
+        assert not sentences(records, "on cpu")
+        assert sentences(records, "tiled at 1,16,16384,64 bfloat16 failed: RuntimeError: no")
+
+
+class TestGrid:
+    def test_rates_count_a_causal_mask_as_half(self) -> None:
+        (row,) = table([flash_record(seq=4096, head=64, both=1.0)], "flash-times")
+        forward = 4 * 4096**2 * 64 / 2
+        assert row["both rate"] == pytest.approx(3.5 * forward / 1e-3)
+        assert row["forward rate"] == pytest.approx(forward / (1e-3 / 3))
+        assert row["of the limit"] == pytest.approx(3.5 * forward / 1e-3 / 700e12)
+        assert row["host"] == pytest.approx(0.2)
+
+    def test_a_cell_that_failed_keeps_its_row_and_reason(self) -> None:
+        (row,) = table([flash_record(status="oom", reason="too large")], "flash-times")
+        assert (row["forward"], row["otherwise"]) == ("OOM", "too large")
+
+    def test_the_rate_is_drawn_with_the_ceiling_for_each_d_and_format(self) -> None:
+        records = [
+            flash_record(name, seq=seq, head=head, dtype=dtype, peak=seq * 1000.0)
+            for name in ("triton", "sdpa_efficient")
+            for seq in (512, 1024)
+            for head in (64, 128)
+            for dtype in ("bfloat16", "float32")
+        ]
+        drawn = {b.name: b for b in STUDY.view(records) if isinstance(b, Figure)}
+        assert set(drawn) == {
+            *(f"flash-rate-{form}-d{d}" for form in ("bfloat16", "float32") for d in (64, 128)),
+            "flash-memory-bfloat16", "flash-memory-float32",
+        }  # fmt: skip
+        figure = drawn["flash-rate-bfloat16-d64"]
+        assert [curve.label for curve in figure.curves] == ["triton", "sdpa_efficient"]
+        scale = 1e12 if figure.y_label.endswith("TFLOP/s") else 1e9
+        assert figure.marks[0].value * scale == pytest.approx(700e12)
+
+    def test_a_16_bit_format_that_is_slower_is_told(self) -> None:
+        good = [flash_record(dtype="bfloat16", both=1.0), flash_record(dtype="float32", both=4.0)]
+        assert sentences(good, "slower nowhere")[0].tone == "good"
+        bad = [flash_record(dtype="bfloat16", both=5.0), flash_record(dtype="float32", both=4.0)]
+        assert sentences(bad, "slower at bfloat16 1,1,4096,64")[0].tone == "warn"
+
+    @pytest.mark.parametrize(
+        ("dtype", "error", "missed"),
+        [("bfloat16", 0.9, ""), ("bfloat16", 1.2, "output."), ("bfloat16", 1.6, "output/dq/dk/dv"),
+         ("float32", 1.9, ""), ("float32", 2.5, "output/dq/dk/dv")],
+    )  # fmt: skip
+    def test_our_errors_are_held_to_the_policy(self, dtype: str, error: float, missed: str) -> None:
+        (told,) = sentences([flash_record(dtype=dtype, error=error)], "triton errs by at most")
+        assert (told.tone == "warn") == bool(missed)
+        assert missed in told.text
+
+    def test_the_proof_of_our_kernels_and_its_absence(self) -> None:
+        ran = {"kernels.forward": "forward_kernel", "kernels.backward": "query_kernel"}
+        other = ran | {"kernels.backward": "void pytorch_flash::flash_bwd_kernel<int>"}
+        proof = "the profiler saw our kernels"
+        assert sentences([flash_record(notes=ran)], f"In all 1 records of triton {proof}")
+        fallen = [flash_record(notes=ran), flash_record(seq=512, notes=other)]
+        assert not sentences(fallen, proof)
+        assert sentences(fallen, "Lint other-kernel, 1×, first: triton ran kernels of sdpa_flash")
+
+    def test_memory_grows_by_its_power(self) -> None:
+        records = [
+            flash_record(name, seq=seq, peak=float(seq) ** power)
+            for name, power in (("triton", 1.0), ("reference", 2.0))
+            for seq in (1024, 2048, 4096)
+        ]
+        (told,) = sentences(records, "Peak memory grows")
+        assert "triton 1.0 (" in told.text
+        assert "reference 2.0 (" in told.text
+
+
+class TestHealth:
+    @pytest.mark.parametrize(
+        ("seq", "m", "n", "share"),
+        [(128, 64, 64, 0.25), (128, 64, 128, 0.0), (128, 128, 64, 0.0), (256, 64, 64, 6 / 16),
+         (256, 64, 128, 0.25), (100, 64, 64, 0.25)],
+    )  # fmt: skip
+    def test_skipped_tiles_are_counted(self, seq: int, m: int, n: int, share: float) -> None:
+        assert skipped_tiles(seq, m, n) == pytest.approx(share)
+        # The same by looking at every score.
+        rows, columns = -(-seq // m), -(-seq // n)
+        blind = sum(
+            column * n > min(seq, (row + 1) * m) - 1
+            for row in range(rows)
+            for column in range(columns)
+        )
+        assert blind / (rows * columns) == pytest.approx(share)
+
+    def test_the_card_says_what_the_compiler_made(self) -> None:
+        records = [
+            flash_record(dtype="bfloat16", seq=512, both=9.0, registers=250, error=0.5),
+            flash_record(dtype="bfloat16", seq=4096, both=1.0, registers=168, error=0.8),
+            flash_record(dtype="float32", seq=4096, both=4.0, registers=255, error=1.5),
+        ]
+        cards = table(records, "flash-health")
+        assert [(card["kernel"], card["dtype"]) for card in cards] == [
+            (kernel, dtype)
+            for kernel in ("forward", "key-value", "query")
+            for dtype in ("bfloat16", "float32")
+        ]
+        card = cards[0]
+        assert (card["registers"], card["spills"], card["at length"]) == (168, 0, 4096)
+        assert card["tile"] == "64 × 128, 4 warps, 3 stages"
+        assert card["16-bit not slower?"] == "yes: 4.00× as fast"
+        assert card["error"] == pytest.approx(0.8)
+        assert card["skipped tiles"] == pytest.approx(skipped_tiles(4096, 64, 128))
+        assert cards[1]["16-bit not slower?"] is None
+
+    def test_a_slow_16_bit_kernel_is_ill(self) -> None:
+        records = [flash_record(dtype="bfloat16", both=2.0), flash_record(dtype="float32")]
+        assert table(records, "flash-health")[0]["16-bit not slower?"] == "no: 0.500× as fast"
+
+
+class TestTiles:
+    @pytest.mark.parametrize(
+        ("registers", "shared", "warps", "blocks"),
+        [
+            (168, 98304, 4, 2),  # shared memory decides
+            (255, 1024, 4, 2),  # registers decide
+            (32, 1024, 8, 8),  # threads decide
+            (16, 0, 1, 32),  # the most there can be
+        ],
+    )
+    def test_blocks_of_an_h200(self, registers: int, shared: int, warps: int, blocks: int) -> None:
+        limits = {"sm_registers": 65536, "sm_shared": 233472, "sm_threads": 2048}
+        assert resident_blocks(registers, shared, warps, **limits) == blocks
+
+    def test_the_square_shows_time_spills_and_what_does_not_fit(self) -> None:
+        made = tiles_record(
+            took={"chosen": 0.3, "16x16": 0.9, "16x128": 0.5}, spills={"16x128": 12},
+            out={"128x128": "does not fit: out of resource: shared memory"},
+        )  # fmt: skip
+        rows = table([made], "flash-tiles-forward-d64")
+        assert [row["query rows"] for row in rows] == [16, 32, 64, 128]
+        assert rows[0]["16 keys"] == pytest.approx(0.9)
+        assert rows[0]["128 keys"] == "0.5000 (spills 12)"
+        assert (rows[3]["128 keys"], rows[1]["32 keys"]) == ("does not fit", None)
+        facts = {row["tile"]: row for row in table([made], "flash-tile-facts")}
+        assert facts["16 × 16"]["blocks"] == 2
+        assert "shared memory" in facts["128 × 128"]["otherwise"]
+
+    def test_why_the_chosen_tile_wins(self) -> None:
+        took = {"chosen": 0.3, "64x128": 0.31, "64x64": 0.4, "16x16": 0.9}
+        out = {"128x64": "does not fit: shared memory", "128x128": "does not fit: registers"}
+        (told,) = sentences([tiles_record(took=took, out=out)], "the chosen tile of 64 × 128")
+        assert told.tone == "good"
+        assert "300 µs, 168 registers, none spilled, 96.0 KiB of shared memory, 2 blocks" in (
+            told.text
+        )
+        assert "2 do not fit" in told.text
+        assert "16 × 16, takes 3.00 times as long" in told.text
+        assert "Half the keys: 400 µs" in told.text
+
+    def test_a_chosen_tile_that_loses_is_told(self) -> None:
+        took = {"chosen": 0.3, "64x64": 0.2, "64x128": 0.3}
+        (told,) = sentences([tiles_record(took=took)], "The fastest of them, 64 × 64")
+        assert told.tone == "warn"
