@@ -41,13 +41,13 @@ class TestSpeed:
     def test_ratios_and_their_mean_stand_beside_the_goal(self) -> None:
         rows = table(published(sdpa_flash=(1.1, 2.0, 2.0, 2.0, 2.0)), "flash-speed")
         flash = [row for row in rows if row["against"] == "sdpa_flash"]
-        assert [row["ratio"].value for row in flash] == pytest.approx(
+        assert [row["measured"].value for row in flash] == pytest.approx(
             [1.1, 2.0, 2.0, 2.0, 2.0, (1.1 * 16) ** 0.2]
         )
         assert [row["outcome"] for row in flash] == ["below", *["reached"] * 5]
         assert (flash[0]["goal"], flash[-1]["goal"]) == ("≥ 1.2×", "≥ 1.4×")
         assert (flash[1]["ours"], flash[1]["peer"]) == (pytest.approx(1.0), pytest.approx(2.0))
-        held = flash[0]["ratio"]
+        held = flash[0]["measured"]
         assert isinstance(held, Interval)
         assert held.low < 1.1 < held.high
 
@@ -88,8 +88,8 @@ class TestSpeed:
             race_record({"triton": 1.0, "sdpa_efficient": 9.0}, "1x16x4096x64"),
         ]
         (row,) = table(races, "flash-speed")
-        assert (row["against"], row["dtype"]) == (goal.peer, "float32")
-        assert (row["ratio"].value, row["outcome"]) == (pytest.approx(1.25), "below")
+        assert (row["against"], row["shape"]) == (goal.peer, "1,16,4096,64 fp32")
+        assert (row["measured"].value, row["outcome"]) == (pytest.approx(1.25), "below")
 
     def test_short_lengths_count_with_the_host_inside(self) -> None:
         races = [
@@ -100,8 +100,8 @@ class TestSpeed:
             for seq, wall in ((128, 0.1), (256, 0.3))
         ]  # fmt: skip
         ours, auto = table(races, "flash-speed")
-        assert "1,1,128,64" in ours["batch,heads,length,d"]
-        assert (ours["ratio"].value, ours["outcome"]) == (pytest.approx(0.5), "slower")
+        assert "1,1,128,64" in ours["shape"]
+        assert (ours["measured"].value, ours["outcome"]) == (pytest.approx(0.5), "slower")
         assert auto["outcome"] == "reached"
         assert sentences(races, "slower than torch's own call at 1 of them")
 

@@ -118,6 +118,19 @@ def test_no_digit_is_lost_on_a_narrow_terminal(width: int) -> None:
             assert cell_text(cell, column) in text
 
 
+@pytest.mark.parametrize("width", range(40, 72))
+def test_no_column_is_cropped_where_only_headers_can_fold(width: int) -> None:
+    columns = [Column(title="a,long,name,of,it"), Column(title="kind")]
+    columns += [Column(title=name, kind="number", unit="ms") for name in ("one", "other", "third")]
+    shown = Table(
+        name="t", title="", columns=tuple(columns), rows=(("1,4,256,64", "x", 61.0, 358.7, 13.3),)
+    )
+    text = printed(width, print_table, shown)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for words in ("one", "other", "third", "61.00", "358.7", "13.30"):
+        assert words in text
+
+
 def test_every_part_of_a_wide_table_repeats_the_key() -> None:
     text = printed(60, print_table, benchmark_table())
     heads = [line for line in text.splitlines() if line.startswith("Size")]

@@ -140,6 +140,7 @@ def _grid(
 
     # The box adds one column between cells, so padding is what is left of the gap.
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
+    tight = len(part) < len(widths) or _natural_width(table, texts) > console_width
     for index in part:
         column = table.columns[index]
         width = min(widths[index], console_width)
@@ -147,9 +148,18 @@ def _grid(
             _text(header(column)),
             justify="right" if is_numeric(column) else "left",
             min_width=width,
-            max_width=width if len(part) < len(widths) else None,
+            # Left to itself, rich shrinks the widest column first and then crops the last.
+            max_width=width if tight else None,
             overflow="fold",
         )
     for row in texts:
         grid.add_row(*(_text(row[index]) for index in part))
     return grid
+
+
+def _natural_width(table: Table, texts: list[list[str]]) -> int:
+    """What the table takes when nothing is folded."""
+    from rich.cells import cell_len
+
+    columns = zip(map(header, table.columns), *texts, strict=True)
+    return sum(max(map(cell_len, column)) + _GAP for column in columns)
