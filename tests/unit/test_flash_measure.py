@@ -235,6 +235,16 @@ def test_a_tile_is_tried_with_fewer_stages_before_it_does_not_fit(
     assert refused.startswith("does not fit: out of resource: shared memory")
 
 
+def test_a_tile_that_does_not_compile_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Launches(monkeypatch)
+
+    def run() -> None:
+        raise AssertionError("m must be 64\nand more")
+
+    found = measure_tile("forward", Tile(16, 16, 4, 3), run, 2, Bench())
+    assert found == "does not compile: AssertionError: m must be 64"
+
+
 def test_a_kernel_that_nobody_saw_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, most=1 << 20)
     assert measure_tile("key_value", Tile(16, 16, 4, 1), launches.run, 2, Bench()) == (

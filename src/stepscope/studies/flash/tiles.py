@@ -28,8 +28,9 @@ def measure_tiles(config: dict[str, Any], bench: Bench) -> Measurement:
     step = AttentionStep(shape_of(config).workload("triton"), bench.device)
     capability = torch.cuda.get_device_capability(bench.device.torch_device)
     chosen = tiles(which, config["head"], 2, capability)[0]
+    # The limit on registers is part of the choice and not of the size.
     wanted = {CHOSEN: chosen} | {
-        f"{m}x{n}": chosen._replace(m=m, n=n, warps=config["warps"])
+        f"{m}x{n}": chosen._replace(m=m, n=n, warps=config["warps"], registers=0)
         for m in config["sizes"]
         for n in config["sizes"]
     }
@@ -51,7 +52,7 @@ def measure_tiles(config: dict[str, Any], bench: Bench) -> Measurement:
 def measure_tile(
     which: Pass, tile: Tile, run: Callable[[], object], samples: int, bench: Bench
 ) -> tuple[tuple[float, ...], dict[str, Quantity]] | str:
-    """Times and compiler's facts of a tile, or why it does not fit.
+    """Times and compiler's facts of a tile, or why there are none.
 
     Fewer stages of the pipeline need less shared memory, so they are tried before giving up.
     """
@@ -60,29 +61,35 @@ def measure_tile(
     from stepscope.attention import triton_launch
     from stepscope.measure.kernels import profile_kernels
 
-    refused = ""
+    def repeat() -> None:
+        for _ in range(samples):
+            run()
+
+    why = ""
     for fewer in _with_fewer_stages(tile):
         with triton_launch.forced_tiles({which: fewer}):
             try:
                 with triton_launch.recorded_launches() as launches:
                     run()
             except OutOfResources as error:
-                refused = f"does not fit: {error}"
+                why = f"does not fit: {error}"
                 continue
+            except Exception as error:
+                # Some tiles are none that the compiler can lay out; the others are still measured.
+                return f"does not compile: {type(error).__name__}: {_first_line(error)}"
             launch = next((held for held in launches if held.kind == which), None)
             if launch is None:
                 return "was not launched"
-
-            def repeat() -> None:
-                for _ in range(samples):
-                    run()
-
             runs = profile_kernels(repeat, bench.device) or ()
         times = tuple(one.ms for one in runs if one.name == launch.kernel.name)
         if not times:
             return f"the profiler saw no {launch.kernel.name}"
-        return times, tile_facts(fewer) | compiled_facts(launch.kernel)
-    return refused
+        return times, tile_facts(launch.tile) | compiled_facts(launch.kernel)
+    return why
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _with_fewer_stages(tile: Tile) -> Iterator[Tile]:
