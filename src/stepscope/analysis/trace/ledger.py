@@ -100,8 +100,8 @@ class Ledger:
 
 def ledgers(work: Work, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:
     """One for every step."""
-    waits = _waits(work)
-    return tuple(_ledger(work, step, waits) for step in (steps or find_steps(work)))
+    waiting = waits(work)
+    return tuple(_ledger(work, step, waiting) for step in (steps or find_steps(work)))
 
 
 def total(parts: tuple[Ledger, ...]) -> Ledger:
@@ -116,7 +116,7 @@ def total(parts: tuple[Ledger, ...]) -> Ledger:
     return Ledger(work=work, steps=len(parts), **sums)
 
 
-def _waits(work: Work) -> tuple[Ints, Ints]:
+def waits(work: Work) -> tuple[Ints, Ints]:
     """When a thread that launches kernels was inside a call that waits."""
     calls, names = work.trace.calls, work.trace.names
     waiting = [n for n in np.unique(calls.name).tolist() if _WAITS.search(names[n])]
@@ -125,7 +125,7 @@ def _waits(work: Work) -> tuple[Ints, Ints]:
     return union(calls.start[seen], calls.end[seen])
 
 
-def _ledger(work: Work, step: Step, waits: tuple[Ints, Ints]) -> Ledger:
+def _ledger(work: Work, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
     last = int(np.searchsorted(work.start, step.end, side="left"))
     index = np.flatnonzero(work.end[:last] > step.start)
     start = np.maximum(work.start[index], step.start)
@@ -139,24 +139,28 @@ def _ledger(work: Work, step: Step, waits: tuple[Ints, Ints]) -> Ledger:
         (PHASES[p], CLASSES[k]): int(cells[p, k]) for p, k in np.argwhere(cells) if p != UNKNOWN
     }
     busy = union(start, end)
-    wait_start = np.clip(waits[0], step.start, step.end)
-    wait_end = np.clip(waits[1], step.start, step.end)
+    wait_start = np.clip(waiting[0], step.start, step.end)
+    wait_end = np.clip(waiting[1], step.start, step.end)
+    causes = gap_causes(work, gaps(*busy, step.start, step.end), waiting)
     return Ledger(
         wall=step.length,
         work=by_cell,
         no_phase=int(cells[UNKNOWN].sum()),
         waited=int((wait_end - wait_start).sum()),
         waited_busy=int(overlap(wait_start, wait_end, *busy).sum()),
-        **_gap_causes(work, gaps(*busy, step.start, step.end), waits),
+        **{cause: int(length.sum()) for cause, length in causes.items()},
     )
 
 
-def _gap_causes(work: Work, gap: tuple[Ints, Ints], waits: tuple[Ints, Ints]) -> dict[str, int]:
+def gap_causes(
+    work: Work, gap: tuple[Ints, Ints], waiting: tuple[Ints, Ints]
+) -> dict[str, Ints]:  # fmt: skip
+    """For every gap, how much of it comes from each cause."""
     start, end = gap
     length = end - start
     if not work.on_device:
-        return {"between_operators": int(length.sum())}
-    waited = overlap(start, end, *waits)
+        return {"between_operators": length}
+    waited = overlap(start, end, *waiting)
     rest = length - waited
     following = np.searchsorted(work.start, end, side="left")
     call = np.full(len(start), NO_CALL, np.int64)
@@ -166,8 +170,8 @@ def _gap_causes(work: Work, gap: tuple[Ints, Ints], waits: tuple[Ints, Ints]) ->
     late = ~there
     late[known] = work.trace.calls.end[call[known]] > start[known]
     return {
-        "synchronisation": int(waited.sum()),
-        "host": int(rest[late].sum()),
-        "queue": int(rest[known & ~late].sum()),
-        "no_launch": int(rest[there & ~known].sum()),
+        "synchronisation": waited,
+        "host": np.where(late, rest, 0),
+        "queue": np.where(known & ~late, rest, 0),
+        "no_launch": np.where(there & ~known, rest, 0),
     }

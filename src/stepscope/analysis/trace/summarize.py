@@ -1,0 +1,49 @@
+"""From a trace to its summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.ledger import ledgers, total
+from stepscope.analysis.trace.model import Trace
+from stepscope.analysis.trace.outliers import outliers
+from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
+from stepscope.analysis.trace.steps import find_steps
+from stepscope.analysis.trace.summary import Line, Shares, Summary
+from stepscope.analysis.trace.timeline import timeline, typical
+from stepscope.analysis.trace.work import find_work
+from stepscope.errors import StepscopeError
+
+
+def summarize_file(path: Path) -> Summary:
+    return summarize(read_trace(path), str(path))
+
+
+def summarize(trace: Trace, where: str = "the trace") -> Summary:
+    work = find_work(trace)
+    steps = find_steps(work)
+    if not steps:
+        raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
+    account = total(ledgers(work, steps))
+    held = instances(work, steps)
+    in_ms = 1e6 * len(steps)
+    return Summary(
+        source=trace.source,
+        device=trace.device_name,
+        on_device=trace.on_device,
+        steps=tuple(step.length / 1e6 for step in steps),
+        lines=tuple(
+            Line(phase=phase, kind=kind, ms=length / in_ms)
+            for phase, kind, length in account.lines()
+        ),
+        doubt=account.doubt(),
+        waited_ms=account.waited / in_ms,
+        waited_busy_ms=account.waited_busy / in_ms,
+        launches=len(held.index) / len(steps),
+        shares=Shares(**vars(work.attribution())),
+        uses=uses(held),
+        kernels=kernel_rows(held),
+        outliers=outliers(held),
+        timeline=timeline(work, typical(steps)),
+    )

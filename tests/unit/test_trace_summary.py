@@ -1,0 +1,158 @@
+"""The summary of a trace: statistics, outliers, the timeline, and that it survives being kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.trace.summarize import summarize, summarize_file
+from stepscope.analysis.trace.summary import Summary, decode, encode
+from stepscope.errors import StepscopeError
+from trace_files import ADD, SGEMM, ChromeTrace, nsight_file, training_step
+
+
+def of(trace: ChromeTrace) -> Summary:
+    return summarize(trace.read())
+
+
+def test_numbers_are_for_one_step() -> None:
+    one, three = of(training_step()), of(training_step(steps=3))
+    assert three.steps == (1.0, 1.0, 1.0)
+    assert three.lines == one.lines
+    assert three.uses == one.uses
+    assert sum(line.ms for line in three.lines) == pytest.approx(three.wall_ms) == 1.0
+    assert (three.launches, three.busy_ms, three.idle_ms) == (10, 0.24, pytest.approx(0.76))
+    assert three.class_ms("matmul") == pytest.approx(0.16)
+    assert three.class_ms("matmul", "backward") == pytest.approx(0.08)
+    assert three.phase_ms("optimizer") == pytest.approx(0.03)
+    assert three.idle_of("host") == pytest.approx(0.28)
+    assert three.doubt == ""
+
+
+def test_a_kernel_has_its_statistics_in_every_phase() -> None:
+    trace = training_step(blocks=2)
+    trace.kernel(SGEMM, 600, 700, launch=(12, 13))
+    rows = {(row.kernel, row.phase): row for row in of(trace).kernels}
+    row = rows[SGEMM, "forward"]
+    assert (row.library, row.kind, row.unit) == ("cuBLAS", "matmul", "FP32 cores")
+    assert (row.count, row.least_us, row.most_us, row.median_us) == (3, 40, 100, 40)
+    assert row.average_us == pytest.approx(60)
+    assert row.deviation_us == pytest.approx(34.641, rel=1e-4)
+    assert row.ms == pytest.approx(0.18)
+    assert rows[SGEMM, "backward"].count == 2
+    assert of(trace).kernels[0] == row
+
+
+def test_names_that_differ_in_template_arguments_only_are_one_kernel() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::add", 0, 90)
+    for place, arguments in enumerate(("float", "c10::BFloat16")):
+        name = (
+            f"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<{arguments}>(int)"
+        )
+        trace.kernel(name, 10 + 20 * place, 20 + 20 * place, launch=(place, place + 1))
+    (row,) = of(trace).kernels
+    assert (row.kernel, row.count) == ("multi_tensor_apply_kernel", 2)
+
+
+def test_a_use_says_where_and_in_how_many_places() -> None:
+    uses = {(use.kernel, use.phase, use.module): use for use in of(training_step(blocks=3)).uses}
+    use = uses[SGEMM, "forward", "block */attention"]
+    assert (use.count, use.places, use.role, use.ms) == (3, 3, "forward", pytest.approx(0.12))
+    assert uses[SGEMM, "backward", "block */attention"].role == ""  # tn is neither dX nor dW
+
+
+def slow_one(**how: object) -> ChromeTrace:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 20_000)
+    for block in range(12):
+        at = 1000.0 * block
+        trace.range(f"block {block}", at, at + 900)
+        trace.operator("aten::mm", at + 10, at + 800)
+        length = 600 if block == 5 else 100 + block % 3
+        trace.kernel(SGEMM, at + 100, at + 100 + length, launch=(at + 20, at + 25))
+        if block == 5 and how.get("beside"):
+            trace.kernel(ADD, at + 150, at + 400, launch=(at + 30, at + 35), stream=20)
+    return trace
+
+
+def test_an_instance_far_from_its_peers_is_listed_with_what_differed() -> None:
+    (found,) = of(slow_one(beside=True)).outliers
+    assert (found.kernel, found.where, found.step) == (SGEMM, "block 5", "ProfilerStep#0")
+    assert (found.us, found.median_us, found.peers) == (600, 101, 11)
+    assert found.different == ("on another stream ran vectorized_elementwise_kernel · add",)
+    (alone,) = of(slow_one()).outliers
+    assert alone.different == ()
+
+
+def test_instances_alike_have_no_outlier() -> None:
+    assert of(training_step(blocks=12, steps=1)).outliers == ()
+
+
+def test_without_ranges_nothing_says_who_are_peers() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 9_000)
+    for place in range(12):
+        length = 600 if place == 5 else 100
+        trace.kernel(SGEMM, 700.0 * place, 700.0 * place + length, launch=(place, place + 0.5))
+    assert of(trace).outliers == ()
+
+
+def test_the_timeline_shows_phases_ranges_kernels_and_gaps() -> None:
+    rows = {row.label: row.bars for row in of(training_step(blocks=2)).timeline}
+    assert list(rows) == ["host", "ranges", "within", "device", "device idle"]
+    assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1"]
+    assert [bar.label for bar in rows["within"]] == ["attention", "attention"]
+    assert {bar.group for bar in rows["host"]} == {"forward", "loss", "backward", "optimizer"}
+    assert {bar.group for bar in rows["device"]} == {"matmul", "elementwise", "optimizer"}
+    assert {bar.group for bar in rows["device idle"]} == {"host", "synchronisation"}
+    for bars in rows.values():
+        assert all(0 <= bar.start < bar.end <= 1.0 for bar in bars)
+
+
+def test_ten_thousand_kernels_become_a_few_hundred_bars() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 10_001)
+    for place in range(10_000):
+        name = SGEMM if place % 100 < 50 else ADD
+        trace.kernel(name, place + 0.1, place + 0.9, launch=(place / 2, place / 2 + 0.1))
+    rows = {row.label: row.bars for row in of(trace).timeline}
+    assert 150 < len(rows["device"]) < 450
+    shown = sum(bar.end - bar.start for bar in rows["device"])
+    assert shown == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_summary_survives_being_kept() -> None:
+    summary = of(training_step(blocks=2, steps=2))
+    assert decode(encode(summary)) == summary
+    with pytest.raises(StepscopeError, match="not of this form"):
+        decode('{"source": 1}')
+
+
+def test_a_file_of_nsight_has_a_summary_too(tmp_path: Path) -> None:
+    summary = summarize_file(nsight_file(tmp_path / "report.sqlite"))
+    assert summary.wall_ms == pytest.approx(0.01)
+    assert [(row.kernel, row.phase) for row in summary.kernels][:2] == [
+        ("ampere_sgemm_128x64_tn", "forward"),
+        ("cutlass_80_simt_sgemm_128x64_8x5_nt_align1", "backward"),
+    ]
+    assert (summary.waited_ms, summary.waited_busy_ms) == (pytest.approx(0.0033), 0.003)
+
+
+def test_a_trace_without_length_is_refused() -> None:
+    trace = ChromeTrace()
+    trace.kernel(SGEMM, 5, 5)
+    with pytest.raises(StepscopeError, match="no step of any length"):
+        of(trace)
+
+
+def test_on_a_cpu_an_operator_that_calls_others_is_counted_once() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.operator("aten::linear", 0, 50)
+    trace.operator("aten::mm", 10, 40)
+    rows = {row.kernel: row for row in of(trace).kernels}
+    assert (rows["aten::linear"].count, rows["aten::linear"].average_us) == (1, 20)
+    assert (rows["aten::mm"].count, rows["aten::mm"].average_us) == (1, 30)
+    assert [row.label for row in of(trace).timeline] == ["host", "operators"]
