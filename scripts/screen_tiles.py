@@ -105,7 +105,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def choices(asked: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
     width = 4 if asked.dtype == "fp32" else 2
     best = tiles(kind, head, width, (9, 0))[0]
-        given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
+    given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
     for values in itertools.product(*given):
         yield best._replace(**dict(zip(FIELDS, values, strict=True)))
 
@@ -125,8 +125,8 @@ def main() -> None:
     for head in asked.head:
         for kind in asked.kernel:
             for tile in choices(asked, kind, head):
-                shape = f"{tile.m:>3}×{tile.n:<5}"
-                how = f"{kind:<10} {head:>4}  {shape} {tile.warps:>4} {tile.stages:>6} {tile.hold:>4}"
+                layout = f"{tile.m:>3}×{tile.n:<5} {tile.warps:>4} {tile.stages:>6} {tile.hold:>4}"
+                how = f"{kind:<10} {head:>4}  {layout}"
                 try:
                     card = compile_tile(
                         kind, tile, head, asked.dtype, causal=not asked.full,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stepscope.attention.api import Explanation, attention, explain
 from stepscope.attention.registry import (
     IMPLEMENTATION_NAMES,
     IMPLEMENTATIONS,
@@ -15,6 +14,7 @@ from stepscope.attention.registry import (
 )
 
 if TYPE_CHECKING:
+    from stepscope.attention.api import Explanation, attention, explain
     from stepscope.attention.ops import FlashAttentionTriton
     from stepscope.attention.reference import reference_attention
     from stepscope.attention.tiled import FlashAttentionTorch
@@ -35,6 +35,9 @@ __all__ = [
 
 # These need torch, so they are imported when someone asks for them.
 _MODULES = {
+    "Explanation": "api",
+    "attention": "api",
+    "explain": "api",
     "FlashAttentionTorch": "tiled",
     "FlashAttentionTriton": "ops",
     "reference_attention": "reference",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from stepscope.attention.inputs import checked_inputs
 from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
     PREFERENCE,
+    AttentionFunction,
     Implementation,
     implementation,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_LOADED: dict[Callable[[], AttentionFunction], AttentionFunction] = {}
+"""Import statements take microseconds even the second time."""
 
 
 def attention(
@@ -38,8 +42,6 @@ def attention(
     Bad inputs, and inputs that the named implementation refuses, are a ValueError; an unknown name
     is a UsageError. A named implementation never falls back to another.
     """
-    from stepscope.attention.inputs import checked_inputs
-
     entry = None if impl == AUTO else implementation(impl)
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
     if entry is None:
@@ -48,7 +50,10 @@ def attention(
         refusal = entry.refuses(q, k, v, is_causal, scale, causal_align)
         if refusal is not None:
             raise ValueError(f"impl={impl!r} cannot take this input: {refusal}")
-    return entry.load()(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
+    function = _LOADED.get(entry.load)
+    if function is None:
+        function = _LOADED[entry.load] = entry.load()
+    return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
 
 
 def _first_that_takes(
@@ -107,8 +112,6 @@ def explain(
 
     A bad input is a ValueError, as in `attention`.
     """
-    from stepscope.attention.inputs import checked_inputs
-
     q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
     verdicts = tuple(
         Verdict(name, entry.refuses(q, k, v, is_causal, scale, causal_align))

@@ -1,7 +1,9 @@
 """Our attention as torch operators: for autograd, for torch.compile, and as an autograd Function.
 
 `stepscope::flash_forward` and `stepscope::flash_backward` are opaque to the compiler; their fake
-forms tell it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D).
+forms tell it the shapes. Inputs are (B, H, M, D) and (B, H/G, N, D). Outside of the compiler and
+of everything else that watches operators, the kernels are launched directly: an operator written in
+Python costs more host time than a short attention takes on the GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +34,33 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op("stepscope::flash_forward", mutates_args=())
-def flash_forward(
+def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
 ) -> tuple[Tensor, Tensor]:
     """Output, and the log-sum-exp of each row; a row sees key j iff j <= row + shift."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    out, lse = _kernels().forward(q, k, v, scale=scale, causal=is_causal, shift=shift)
-    return out, lse
+    made: tuple[Tensor, Tensor] = _kernels().forward(
+        q, k, v, scale=scale, causal=is_causal, shift=shift
+    )
+    return made
+
+
+def _launch_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    is_causal: bool, scale: float, shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad, q, k, v = map(_rows_contiguous, (grad, q, k, v))
+    made: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
+        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
+    )
+    return made
+
+
+@torch.library.custom_op("stepscope::flash_forward", mutates_args=())
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
+) -> tuple[Tensor, Tensor]:
+    return _launch_forward(q, k, v, is_causal, scale, shift)
 
 
 @flash_forward.register_fake
@@ -54,11 +75,7 @@ def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     is_causal: bool, scale: float, shift: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    dq, dk, dv = _kernels().backward(
-        _rows_contiguous(grad), q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
-    )
-    return dq, dk, dv
+    return _launch_backward(grad, q, k, v, out, lse, is_causal, scale, shift)
 
 
 @flash_backward.register_fake
@@ -91,6 +108,21 @@ flash_forward.register_autograd(_differentiate, setup_context=_save)
 flash_backward.register_autograd(_refuse_to_differentiate)
 
 
+def _launches_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Nothing needs to see an operator: plain tensors, no compiler, no mode, no transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def triton_attention(
     q: Tensor,
     k: Tensor,
@@ -104,9 +136,12 @@ def triton_attention(
     factor = default_scale(q) if scale is None else scale
     if factor < 0:
         q, factor = -q, -factor
+    factor = factor or TINY_SCALE
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
+    if _launches_directly(q, k, v):
+        return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
     heads = [as_four_dims(x) for x in (q, k, v)]
-    out: Tensor = flash_forward(*heads, is_causal, factor or TINY_SCALE, shift)[0]
+    out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
     return out.view(q.shape)
 
 
@@ -143,15 +178,28 @@ class FlashAttentionTriton(torch.autograd.Function):
         refusal = refuses(q, k, v, is_causal, None, None)
         if refusal:
             raise ValueError(refusal)
-        out: Tensor = super().apply(q, k, v, is_causal)  # type: ignore[no-untyped-call]
+        return cls.attend(q, k, v, is_causal, default_scale(q), 0)
+
+    @classmethod
+    def attend(
+        cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
+    ) -> Tensor:
+        """The same for inputs that have been checked and not refused; scale is positive."""
+        out: Tensor = super().apply(q, k, v, is_causal, scale, shift)  # type: ignore[no-untyped-call]
         return out
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = [as_four_dims(x) for x in (q, k, v)]
-        made: tuple[Tensor, Tensor] = flash_forward(*heads, is_causal, default_scale(q), 0)
-        out, lse = made[0].view(q.shape), made[1].view(q.shape[:-1])
-        ctx.is_causal = is_causal
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
+    ) -> Tensor:
+        direct = _launches_directly(q, k, v)
+        run = _launch_forward if direct else flash_forward
+        made: tuple[Tensor, Tensor] = run(*map(as_four_dims, (q, k, v)), is_causal, scale, shift)
+        out, lse = made
+        if q.dim() != 4:
+            out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+        ctx.how = (is_causal, scale, shift)
+        ctx.direct = direct
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -160,7 +208,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
-        made = flash_backward(
-            *heads, lse.view(heads[1].shape[:-1]), ctx.is_causal, default_scale(q), 0
-        )
-        return (*(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True)), None)
+        run = _launch_backward if ctx.direct else flash_backward
+        made = run(*heads, lse.view(heads[1].shape[:-1]), *ctx.how)
+        if q.dim() != 4:
+            made = tuple(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
+        return (*made, None, None, None)

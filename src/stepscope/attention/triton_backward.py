@@ -164,9 +164,7 @@ def _gather_queries(
         grad_p = outer_product(value, value_e, g, g_e, BLOCK_E, PRECISION)
         drop = tl.load(delta + i, mask=i < M, other=0.0)
         grad_s = p * (grad_p - drop[None, :])
-        grad_k, grad_k_e = add_product(
-            grad_k, grad_k_e, grad_s, query, query_e, BLOCK_E, PRECISION
-        )
+        grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, query_e, BLOCK_E, PRECISION)
     return grad_k, grad_k_e, grad_v, grad_v_e
 
 

@@ -83,8 +83,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
-        problem = _Problem(causal, shift, q.shape[1] // max(1, k.shape[1]))
-        _run("forward", problem, (q, k, v), (out, lse), (out,), scale)
+        problem = Problem(causal, shift, q.shape[1] // max(1, k.shape[1]))
+        run_pass("forward", problem, (q, k, v), (out, lse), (out,), scale)
     return out, lse
 
 
@@ -96,14 +96,14 @@ def backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    problem = _Problem(causal, shift, q.shape[1] // k.shape[1])
+    problem = Problem(causal, shift, q.shape[1] // k.shape[1])
     read = (q, k, v, grad)
-    _run("query", problem, read, (out, lse, delta, dq), (out, dq), scale)
-    _run("key_value", problem, read, (lse, delta, dk, dv), (dk, dv), scale)
+    run_pass("query", problem, read, (out, lse, delta, dq), (out, dq), scale)
+    run_pass("key_value", problem, read, (lse, delta, dk, dv), (dk, dv), scale)
     return dq, dk, dv
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     causal: bool
     shift: int
     queries_per_key: int
@@ -126,8 +126,8 @@ _BY_QUERIES = (True, False, False, True)
 """Whether q, k, v, grad are cut into tiles of queries."""
 
 
-def _run(
-    kind: Pass, problem: _Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+def run_pass(
+    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float,
 ) -> None:  # fmt: skip
     """`read` are fetched by tiles, `rest` are the kernel's other tensors, `strided` those of them
@@ -137,21 +137,20 @@ def _run(
         return
     if read[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(read[0].device):
-            _run(kind, problem, read, rest, strided, scale)
+            run_pass(kind, problem, read, rest, strided, scale)
         return
     key = (
         kind, problem, read[0].dtype, read[0].device.index, read[0].shape, read[1].shape[2],
         _float32_precision(), *[x.stride() for x in read], *[x.stride() for x in strided],
         *[x.data_ptr() % _TMA_ALIGNMENT == 0 for x in read],
-        *[x.data_ptr() % _TMA_ALIGNMENT == 0 for x in rest],
+        *[x.data_ptr() % _TMA_ALIGNMENT == 0 for x in rest], _forced.get(kind),
     )  # fmt: skip
-    prepared = None if _forced else _PREPARED.get(key)
+    prepared = _PREPARED.get(key)
     if prepared is None:
         prepared = _fitting_launch(kind, problem, read, rest, strided, scale)
-        if not _forced:
-            if len(_PREPARED) >= _MOST_PREPARED:
-                _PREPARED.clear()
-            _PREPARED[key] = prepared
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[key] = prepared
     else:
         tile = prepared.launch.tile
         sources = _sources(kind, tile, read, prepared.tma)
@@ -161,7 +160,7 @@ def _run(
 
 
 def _fitting_launch(
-    kind: Pass, problem: _Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float,
 ) -> _Prepared:  # fmt: skip
     """Launch with the best tile that this GPU can hold."""
@@ -179,7 +178,7 @@ def _fitting_launch(
 
 
 def _first_launch(
-    kind: Pass, problem: _Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float, tile: Tile,
 ) -> _Prepared:  # fmt: skip
     q, k = read[:2]

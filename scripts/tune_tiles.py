@@ -1,0 +1,223 @@
+"""Time tiles of the attention kernels on the GPU that is here, side by side with torch's own.
+
+    python scripts/tune_tiles.py --shape 1,16,16384,64 --out tiles.json
+    python scripts/tune_tiles.py --shape 4,16,4096,128 --pass key_value --m 32 64 --warps 4 8
+
+Every combination of the values is a candidate. They are compiled in several processes at once;
+those that spill too much or do not fit are dropped. The others run in turns, so that all see the
+same clocks, and every result is held against a peer's: a tile that is fast and wrong is not listed.
+The winners go into `src/stepscope/attention/tiles.py` by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from stepscope.attention import attention, triton_launch
+from stepscope.attention.tiles import Pass, Tile, tiles
+
+PASSES: tuple[Pass, ...] = ("forward", "query", "key_value")
+FIELDS = ("m", "n", "warps", "stages", "group", "hold", "registers", "precision")
+CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+WAIT_CYCLES = 4_000_000
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    seq: int
+    head: int
+
+
+class Candidate(NamedTuple):
+    kind: Pass
+    tile: Tile
+
+
+class Bench:
+    """Tensors of one shape, what a peer makes of them, and each pass of ours by itself."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, causal: bool) -> None:
+        torch.manual_seed(0)
+        self.causal = causal
+        self.scale = shape.head**-0.5
+        self.q, self.k, self.v = (
+            torch.randn(tuple(shape), device="cuda", dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        self.grad = torch.randn_like(self.q)
+        self.read = (self.q.detach(), self.k.detach(), self.v.detach(), self.grad)
+        how: dict[str, Any] = {"scale": self.scale, "causal": causal, "shift": 0}
+        self.out, self.lse = triton_launch.forward(*self.read[:3], **how)
+        self.delta = (self.out.float() * self.grad.float()).sum(-1)
+        self.made = [torch.empty_like(self.q) for _ in range(4)]
+
+    def run(self, candidate: Candidate) -> tuple[Tensor, ...]:
+        """That pass alone."""
+        out, dq, dk, dv = self.made
+        with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
+            launch = triton_launch.run_pass
+            problem = triton_launch.Problem(self.causal, 0, 1)
+            if candidate.kind == "forward":
+                lse = torch.empty_like(self.lse)
+                launch("forward", problem, self.read[:3], (out, lse), (out,), self.scale)
+                return (out,)
+            if candidate.kind == "query":
+                rest = (self.out, self.lse, torch.empty_like(self.delta), dq)
+                launch("query", problem, self.read, rest, (self.out, dq), self.scale)
+                return (dq,)
+            rest = (self.lse, self.delta, dk, dv)
+            launch("key_value", problem, self.read, rest, (dk, dv), self.scale)
+            return (dk, dv)
+
+    def expected(self, peer: str) -> dict[Pass, tuple[Tensor, ...]]:
+        out = attention(self.q, self.k, self.v, is_causal=self.causal, impl=peer)
+        dq, dk, dv = torch.autograd.grad(out, (self.q, self.k, self.v), self.grad)
+        return {"forward": (out.detach(),), "query": (dq,), "key_value": (dk, dv)}
+
+
+def candidates(asked: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> Iterator[Candidate]:
+    for kind in asked.passes:
+        best = tiles(kind, shape.head, dtype.itemsize, torch.cuda.get_device_capability())[0]
+        given = [getattr(asked, field) or [getattr(best, field)] for field in FIELDS]
+        combined = (
+            best._replace(**dict(zip(FIELDS, values, strict=True)))
+            for values in itertools.product(*given)
+        )
+        yield from (Candidate(kind, tile) for tile in dict.fromkeys((best, *combined)))
+
+
+def _warm(work: tuple[Shape, str, bool, list[Candidate]]) -> None:
+    """In a process of its own: leave the compiled kernels in Triton's cache."""
+    shape, dtype, causal, share = work
+    bench = Bench(shape, getattr(torch, dtype), causal)
+    for candidate in share:
+        try:
+            bench.run(candidate)
+        except Exception as error:  # the main process meets it again and says so
+            print(f"{candidate}: {str(error).splitlines()[0][:100]}")
+
+
+def compile_all(shape: Shape, dtype: str, causal: bool, wanted: list[Candidate], jobs: int) -> None:
+    shares = [wanted[i::jobs] for i in range(jobs) if wanted[i::jobs]]
+    with multiprocessing.get_context("spawn").Pool(len(shares)) as pool:
+        pool.map(_warm, [(shape, dtype, causal, share) for share in shares])
+
+
+def error_of(made: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(made, expected, strict=True)
+    )
+
+
+def usable(
+    bench: Bench, wanted: list[Candidate], expected: dict[Pass, tuple[Tensor, ...]], spills: int
+) -> Iterator[tuple[Candidate, dict[str, Any]]]:
+    for candidate in wanted:
+        row: dict[str, Any] = {"pass": candidate.kind, **candidate.tile._asdict()}
+        for tensor in bench.made:
+            tensor.fill_(float("nan"))
+        try:
+            with triton_launch.recorded_launches() as launches:
+                made = bench.run(candidate)
+        except OutOfResources as error:
+            print(f"{candidate.kind} {tuple(candidate.tile)}: does not fit ({error})")
+            continue
+        except Exception as error:
+            print(f"{candidate.kind} {tuple(candidate.tile)}: {str(error).splitlines()[0][:100]}")
+            continue
+        kernel = next(x.kernel for x in launches if x.kind == candidate.kind)
+        row |= {
+            "registers_used": kernel.n_regs,
+            "spills": kernel.n_spills,
+            "shared": kernel.metadata.shared,
+            "error": error_of(made, expected[candidate.kind]),
+        }
+        if not row["error"] < CLOSE[bench.q.dtype]:
+            print(f"{candidate.kind} {tuple(candidate.tile)}: WRONG by {row['error']:.2e}")
+        elif row["spills"] <= spills:
+            yield candidate, row
+
+
+def timed_in_turns(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Median milliseconds of each, one after the other in every round."""
+    spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for _ in range(rounds):
+        # The queue stays full, so that no kernel waits for the host within its span.
+        torch.cuda._sleep(WAIT_CYCLES)
+        for call, held in zip(calls, spans, strict=True):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
+            held.append((first, last))
+    torch.cuda.synchronize()
+    return [statistics.median(a.elapsed_time(b) for a, b in held[1:]) for held in spans]
+
+
+def tune(asked: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
+    dtype = getattr(torch, asked.dtype)
+    wanted = list(candidates(asked, shape, dtype))
+    compile_all(shape, asked.dtype, asked.causal, wanted, asked.jobs)
+    bench = Bench(shape, dtype, asked.causal)
+    kept = list(usable(bench, wanted, bench.expected(asked.peer), asked.spills))
+    calls: list[Callable[[], object]] = []
+    for candidate, _ in kept:
+        calls.append(lambda candidate=candidate: bench.run(candidate))  # type: ignore[misc]
+    peer_out = attention(bench.q, bench.k, bench.v, is_causal=asked.causal, impl=asked.peer)
+    inputs = (bench.q, bench.k, bench.v)
+    calls.append(lambda: attention(*inputs, is_causal=asked.causal, impl=asked.peer))
+    calls.append(lambda: torch.autograd.grad(peer_out, inputs, bench.grad, retain_graph=True))
+    times = timed_in_turns(calls, asked.rounds)
+    rows = [row | {"ms": ms} for (_, row), ms in zip(kept, times, strict=False)]
+    rows.sort(key=lambda row: (PASSES.index(row["pass"]), row["ms"]))
+    print(f"\n{tuple(shape)} {asked.dtype} {asked.peer}: {times[-2]:.3f} + {times[-1]:.3f} ms")
+    for kind in asked.passes:
+        for row in [row for row in rows if row["pass"] == kind][: asked.top]:
+            layout = " ".join(f"{field} {row[field]}" for field in FIELDS)
+            print(
+                f"  {kind:<10} {row['ms']:.3f} ms  {layout} | {row['registers_used']} registers,"
+                f" {row['spills']} spilled, {row['shared'] >> 10} KiB, error {row['error']:.1e}"
+            )
+    peer_row = {"pass": asked.peer, "forward_ms": times[-2], "backward_ms": times[-1]}
+    return [{"shape": list(shape), "dtype": asked.dtype, **row} for row in (*rows, peer_row)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", default=["1,16,16384,64"], help="B,H,S,D")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--pass", dest="passes", nargs="+", default=list(PASSES), choices=PASSES)
+    parser.add_argument("--peer", default="sdpa_cudnn", help="the implementation to compare with")
+    parser.add_argument("--full", dest="causal", action="store_false", help="without a causal mask")
+    parser.add_argument("--spills", type=int, default=64, help="most spilled registers")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--top", type=int, default=8, help="rows to print for each pass")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--out", type=Path, help="write every row there as JSON")
+    for field in FIELDS:
+        kind = str if field == "precision" else int
+        parser.add_argument(f"--{field}", type=kind, nargs="+", default=[])
+    asked = parser.parse_args()
+    rows = [row for text in asked.shape for row in tune(asked, Shape(*map(int, text.split(","))))]
+    if asked.out:
+        asked.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
