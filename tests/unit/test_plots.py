@@ -205,3 +205,28 @@ def test_names_are_spread_apart_in_order(places: list[float]) -> None:
         for a, x in zip(places, moved, strict=True)
         for b, y in zip(places, moved, strict=True)
     )
+
+
+def heights(drawing: str) -> dict[str, list[float]]:
+    """Heights of the bars by colour, in points."""
+    found: dict[str, list[float]] = {}
+    for path in ElementTree.fromstring(drawing).iter(f"{SVG}path"):
+        colour = re.search(r"--curve-\d", path.get("fill", ""))
+        if colour and path.get("clip-path"):
+            ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d", ""))]
+            found.setdefault(colour.group(), []).append(max(ys) - min(ys))
+    return found
+
+
+def test_stacks_stand_on_one_another() -> None:
+    drawing = svg(
+        figure(
+            Curve(label="matmul", x=("forward", "backward"), y=(2.0, 4.0)),
+            Curve(label="softmax", x=("backward",), y=(1.0,)),
+            kind="stacks",
+        )
+    )
+    drawn = heights(drawing)
+    assert [len(drawn[f"--curve-{n}"]) for n in (1, 2)] == [2, 1]
+    assert drawn["--curve-1"][1] == pytest.approx(4 * drawn["--curve-2"][0], rel=1e-3)
+    assert {"2.00", "5.00", "matmul", "softmax", "forward", "backward"} <= set(texts(drawing))

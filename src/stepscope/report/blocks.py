@@ -73,13 +73,42 @@ class Mark(Data, frozen=True):
 class Figure(Data, tag="figure", frozen=True):
     name: str
     title: str
-    kind: Literal["lines", "bars"]
+    kind: Literal["lines", "bars", "stacks"]
+    """`stacks` are bars that stand on one another: parts of a whole, none negative."""
     curves: tuple[Curve, ...]
     x_label: str
     y_label: str
     x_log: bool = False
     y_log: bool = False
     marks: tuple[Mark, ...] = ()
+    caption: str = ""
+
+
+class Stretch(Data, frozen=True):
+    """A stretch of a lane; its group decides its colour."""
+
+    start: float
+    end: float
+    label: str
+    group: str = ""
+
+
+class Lane(Data, frozen=True):
+    """One row of a timeline."""
+
+    label: str
+    stretches: tuple[Stretch, ...]
+    look: Literal["named", "grouped", "gaps"] = "grouped"
+    """`named`: each says its name. `grouped`: a colour for each group. `gaps`: what is missing."""
+
+
+class Timeline(Data, tag="timeline", frozen=True):
+    """What happened when, one lane below the other."""
+
+    name: str
+    title: str
+    lanes: tuple[Lane, ...]
+    x_label: str
     caption: str = ""
 
 
@@ -90,7 +119,7 @@ class Finding(Data, tag="finding", frozen=True):
     tone: Tone = "info"
 
 
-Block = Table | Figure | Finding
+Block = Table | Figure | Timeline | Finding
 
 
 class Section(Data, frozen=True):

@@ -14,9 +14,20 @@ import re
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.report.blocks import Cell, Column, Figure, Interval, Page, Section, Spread, Table
+from stepscope.report.blocks import (
+    Cell,
+    Column,
+    Figure,
+    Interval,
+    Page,
+    Section,
+    Spread,
+    Table,
+    Timeline,
+)
 from stepscope.report.figure_data import data_table
 from stepscope.report.format import cell_text, header_unit
+from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.text import is_numeric
 
@@ -99,6 +110,8 @@ class Builder:
                     blocks.append(("table", self.table(block)))
                 case Figure():
                     blocks.append(("figure", self.figure(block)))
+                case Timeline():
+                    blocks.append(("figure", self.timeline(block)))
                 case _:
                     blocks.append(("finding", block))
         return SectionView(anchor, section.title, section.question, blocks)
@@ -139,6 +152,13 @@ class Builder:
         drawing = Markup(svg(figure, prefix=f"{anchor}-svg"))
         data = self.table(numbers)._replace(title="", caption="", filtered=False) if shown else None
         return FigureView(anchor, figure.title, figure.caption, drawing, data)
+
+    def timeline(self, timeline: Timeline) -> FigureView:
+        from markupsafe import Markup
+
+        anchor = self.anchor(timeline.name)
+        drawing = Markup(lanes_svg(timeline, prefix=f"{anchor}-svg"))
+        return FigureView(anchor, timeline.title, timeline.caption, drawing, None)
 
 
 def html_page(page: Page) -> str:

@@ -112,7 +112,7 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
     keys: list[Any] = []
     for index in range(len(figure.curves)):
         colour = CURVES[index % len(CURVES)]
-        if figure.kind == "bars":
+        if figure.kind != "lines":
             keys.append(Patch(color=colour))
         else:
             marker = MARKERS[index % len(MARKERS)]

@@ -64,16 +64,17 @@ def svg(figure: Figure, prefix: str = "figure") -> str:
 
 def _draw(axes: Axes, figure: Figure) -> None:
     keys = categories(figure)
-    named = figure.kind == "bars" or any(isinstance(key, str) for key in keys)
+    named = figure.kind != "lines" or any(isinstance(key, str) for key in keys)
     places = {key: float(index if named else key) for index, key in enumerate(keys)}
     log_x = figure.x_log and not named
     held = [_points(curve, places, log_x=log_x, log_y=figure.y_log) for curve in figure.curves]
+    floors = _floors(held) if figure.kind == "stacks" else {}
     if not any(held):
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", color=SOFT, ha="center")
         return
     labels = [names.short(curve.label) for curve in figure.curves]
-    y_ticks = _scale_y(axes, figure, held)
+    y_ticks = _scale_y(axes, figure, [_tops(held, floors)] if floors else held)
     left, right, bottom, top = names.width_of(y_ticks) + 8, 4.0, 28.0, 22.0
     if named:
         bottom += names.name_categories(axes, keys, WIDTH - left - right) - FONT_SIZE
@@ -84,8 +85,10 @@ def _draw(axes: Axes, figure: Figure) -> None:
     if figure.kind == "lines":
         _lines(axes, held)
         ends = None if alone else names.end_names(labels, _paths(axes, held))
-    else:
+    elif figure.kind == "bars":
         _bars(axes, held)
+    else:
+        _stacks(axes, held, floors)
     title = (
         f"{clean(figure.y_label)} · {labels[0]}" if alone and labels[0] else clean(figure.y_label)
     )
@@ -133,7 +136,7 @@ def _scale_y(axes: Axes, figure: Figure, held: list[list[Point]]) -> list[str]:
         ticks = log_ticks(extremes, limits, own=False)
         axes.set_yscale("log")
     else:
-        limits = linear_limits(extremes, from_zero=figure.kind == "bars")
+        limits = linear_limits(extremes, from_zero=figure.kind != "lines")
         ticks = linear_ticks(*limits)
     texts = [tick(value) for value in ticks]
     axes.set_ylim(*limits)
@@ -216,6 +219,51 @@ def _bars(axes: Axes, held: list[list[Point]]) -> None:
                 color=INK,
                 fontsize=FONT_SIZE - 1,
             )
+
+
+Floors = dict[tuple[int, float], float]
+"""Where the part of a curve begins in the stack at a place."""
+
+
+def _floors(held: list[list[Point]]) -> Floors:
+    floors: Floors = {}
+    heights: dict[float, float] = {}
+    for index, points in enumerate(held):
+        for p in points:
+            floors[index, p.x] = heights.get(p.x, 0.0)
+            heights[p.x] = floors[index, p.x] + max(0.0, p.y)
+    return floors
+
+
+def _tops(held: list[list[Point]], floors: Floors) -> list[Point]:
+    return [
+        Point(p.x, floors[index, p.x] + max(0.0, p.y), 0.0, 0.0)
+        for index, points in enumerate(held)
+        for p in points
+    ]
+
+
+def _stacks(axes: Axes, held: list[list[Point]], floors: Floors) -> None:
+    for index, points in enumerate(held):
+        axes.bar(
+            [p.x for p in points],
+            [max(0.0, p.y) for p in points],
+            width=0.5,
+            bottom=[floors[index, p.x] for p in points],
+            color=CURVES[index % len(CURVES)],
+            edgecolor=PAPER,
+            linewidth=0.6,
+            hatch="" if index < len(CURVES) else "///",
+            zorder=2,
+        )
+    tops: dict[float, float] = {}
+    for p in _tops(held, floors):
+        tops[p.x] = max(tops.get(p.x, 0.0), p.y)
+    for x, top in tops.items() if len(tops) <= _MOST_BAR_NUMBERS else ():
+        axes.annotate(
+            number(float(top), 3), (x, top), xytext=(0, 3), textcoords="offset points",
+            ha="center", va="bottom", color=INK, fontsize=FONT_SIZE - 1,
+        )  # fmt: skip
 
 
 def _error_bars(points: list[Point]) -> list[list[float]] | None:

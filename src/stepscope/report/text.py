@@ -17,6 +17,7 @@ from stepscope.report.blocks import (
     Page,
     Spread,
     Table,
+    Timeline,
 )
 from stepscope.report.figure_data import data_table
 from stepscope.report.format import cell_text, header
@@ -118,12 +119,18 @@ def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
                 yield markdown(block)
             case Figure():
                 yield _md_figure(block)
+            case Timeline():
+                yield _md_unshown(block)
 
 
 def _md_figure(figure: Figure) -> str:
     table = data_table(figure)
     if figure.curves and len(table.rows) <= MOST_FIGURE_ROWS:
         return markdown(table)
+    return _md_unshown(figure)
+
+
+def _md_unshown(figure: Figure | Timeline) -> str:
     caption = f": {_md(figure.caption)}" if figure.caption else ""
     return f"*Figure, not shown here: {_md(figure.title)}*{caption}"
 

@@ -1,0 +1,147 @@
+"""A timeline as inline SVG: one lane below the other, the time along the bottom.
+
+Every stretch names itself and its length where the pointer rests; one that is wide enough says its
+name. Widths are those of `names.py`: estimated from the number of letters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from stepscope.report.axes import linear_ticks
+from stepscope.report.blocks import Lane, Stretch, Timeline
+from stepscope.report.format import number, tick
+from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
+from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
+
+WIDTH = 760.0
+_LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
+_RIGHT = 8.0
+_GAP_COLOURS = (MARK, SOFT, GRID)
+
+
+def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
+    """`prefix` must be a name that no other drawing of the page has."""
+    lanes = [_drawable(lane) for lane in timeline.lanes]
+    lanes = [lane for lane in lanes if lane.stretches]
+    colours = _colours(lanes)
+    left = width_of([short(lane.label) for lane in lanes]) + 10
+    legend_rows, keys = _legend(colours, left)
+    top = legend_rows * LEGEND_ROW + (4 if legend_rows else 0)
+    height = top + len(lanes) * (_LANE + _GAP) + _AXIS
+    root = Element("svg", {"viewBox": f"0 0 {WIDTH:g} {height:g}"})
+    root.extend(keys)
+    ends = [stretch for lane in lanes for stretch in lane.stretches]
+    if ends:
+        first, last = min(s.start for s in ends), max(s.end for s in ends)
+        scale = (WIDTH - left - _RIGHT) / (last - first)
+        bottom = height - _AXIS
+        root.extend(_axis(timeline.x_label, first, last, left, scale, top, bottom))
+        for place, lane in enumerate(lanes):
+            y = top + place * (_LANE + _GAP)
+            root.append(_text(short(lane.label), left - 8, y + _LANE / 2, SOFT, "end"))
+            for stretch in lane.stretches:
+                x = left + (stretch.start - first) * scale
+                wide = (stretch.end - stretch.start) * scale
+                root.append(_box(lane, stretch, x, y, wide, colours, timeline.x_label))
+    else:
+        root.append(_text("no data", WIDTH / 2, height / 2, SOFT, "middle"))
+    drawing = ElementTree.tostring(root, encoding="unicode")
+    listed = ", ".join(clean(lane.label) for lane in lanes)
+    return inline_svg(
+        drawing, prefix=prefix, title=clean(timeline.title),
+        description=f"{clean(timeline.x_label)} of: {listed}",
+    )  # fmt: skip
+
+
+def _drawable(lane: Lane) -> Lane:
+    """Without what has no length or no place on an axis."""
+    kept = tuple(
+        s for s in lane.stretches
+        if math.isfinite(s.start) and math.isfinite(s.end) and s.end > s.start
+    )  # fmt: skip
+    return Lane(label=lane.label, stretches=kept, look=lane.look)
+
+
+def _colours(lanes: list[Lane]) -> dict[tuple[str, str], str]:
+    """A colour for every group, in the order in which they appear."""
+    colours: dict[tuple[str, str], str] = {}
+    for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
+        groups = dict.fromkeys(
+            stretch.group for lane in lanes if lane.look == look for stretch in lane.stretches
+        )
+        for place, group in enumerate(groups):
+            colours[look, group] = palette[place % len(palette)]
+    return colours
+
+
+def _legend(colours: dict[tuple[str, str], str], left: float) -> tuple[int, list[Element]]:
+    elements: list[Element] = []
+    x, rows = left, 1 if colours else 0
+    for (look, group), colour in colours.items():
+        text = short(group) if look == "grouped" else f"idle: {short(group)}"
+        needed = _KEY + 6 + width_of([text]) + 12
+        if x > left and x + needed > WIDTH:
+            x, rows = left, rows + 1
+        y = (rows - 1) * LEGEND_ROW
+        elements.append(_rectangle(x, y + 2, _KEY, _KEY, colour))
+        elements.append(_text(text, x + _KEY + 5, y + 2 + _KEY / 2, INK))
+        x += needed
+    return rows, elements
+
+
+def _axis(
+    label: str, first: float, last: float, left: float, scale: float, top: float, bottom: float
+) -> Iterator[Element]:
+    for value in linear_ticks(first, last, most=10):
+        x = left + (value - first) * scale
+        line = {"x1": f"{x:.2f}", "x2": f"{x:.2f}", "y1": f"{top:g}", "y2": f"{bottom:g}",
+                "stroke": GRID, "stroke-width": "0.7"}  # fmt: skip
+        yield Element("line", line)
+        yield _text(tick(value), x, bottom + 8, SOFT, "middle")
+    yield _text(clean(label), (left + WIDTH) / 2, bottom + 22, SOFT, "middle")
+
+
+def _box(
+    lane: Lane,
+    stretch: Stretch,
+    x: float,
+    y: float,
+    wide: float,
+    colours: dict[tuple[str, str], str],
+    unit: str,
+) -> Element:
+    named = lane.look == "named"
+    colour = PAPER if named else colours[lane.look, stretch.group]
+    group = Element("g")
+    box = _rectangle(x, y, max(wide, 0.4), _LANE, colour)
+    if named:
+        box.attrib.update({"stroke": SOFT, "stroke-width": "0.7"})
+    group.append(box)
+    tip = Element("title")
+    length = number(float(stretch.end - stretch.start), 3)
+    tip.text = f"{clean(stretch.label)}: {length} {clean(unit)}"
+    group.append(tip)
+    letters = int((wide - 4) / LETTER)
+    text = clean(stretch.label)
+    if letters >= min(len(text), 5) and text:
+        light = not named and colour != GRID
+        fitting = text if len(text) <= letters else f"{text[: letters - 1]}…"
+        group.append(_text(fitting, x + wide / 2, y + _LANE / 2, PAPER if light else INK, "middle"))
+    return group
+
+
+def _rectangle(x: float, y: float, wide: float, high: float, colour: str) -> Element:
+    size = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{wide:.2f}", "height": f"{high:.2f}"}
+    return Element("rect", size | {"fill": colour})
+
+
+def _text(text: str, x: float, y: float, colour: str, anchor: str = "start") -> Element:
+    # The middle of small letters is a third of the size above the line they stand on.
+    place = {"x": f"{x:.2f}", "y": f"{y + FONT_SIZE * 0.34:.2f}", "font-size": f"{FONT_SIZE:g}"}
+    element = Element("text", place | {"fill": colour, "text-anchor": anchor})
+    element.text = text
+    return element

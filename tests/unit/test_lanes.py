@@ -1,0 +1,106 @@
+"""Timelines as SVG: where bars stand, what they say, and what they survive."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from sample_page import HOSTILE
+from stepscope.report.blocks import Lane, Page, Section, Stretch, Table, Timeline
+from stepscope.report.html import html_page
+from stepscope.report.lanes import WIDTH, lanes_svg
+from stepscope.report.text import markdown_page
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def stretch(start: float, end: float, label: str = "k", group: str = "matmul") -> Stretch:
+    return Stretch(start=start, end=end, label=label, group=group)
+
+
+def timeline(*lanes: Lane) -> Timeline:
+    return Timeline(name="t", title="One step", lanes=lanes, x_label="ms", caption="Seen once.")
+
+
+STEP = timeline(
+    Lane(label="host", stretches=(stretch(0, 5, "forward"), stretch(5, 10, "back")), look="named"),
+    Lane(label="device", stretches=(stretch(1, 5), stretch(6, 10, "s", "softmax"))),
+    Lane(label="idle", stretches=(stretch(5, 6, "host", "host"),), look="gaps"),
+)
+
+
+def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
+    """Tip, left, width and fill of every stretch."""
+    found = []
+    for group in ElementTree.fromstring(drawing).iter(f"{SVG}g"):
+        box, tip = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
+        assert box is not None
+        assert tip is not None
+        found.append((tip.text or "", float(box.get("x", "")), float(box.get("width", "")),
+                      box.get("fill", "")))  # fmt: skip
+    return found
+
+
+def texts(drawing: str) -> list[str]:
+    return [t.text or "" for t in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
+
+
+def test_stretches_stand_where_their_times_are() -> None:
+    drawn = {tip: (left, wide) for tip, left, wide, _ in boxes(lanes_svg(STEP))}
+    origin, whole = drawn["forward: 5.00 ms"][0], 2 * drawn["forward: 5.00 ms"][1]
+    assert drawn["k: 4.00 ms"] == pytest.approx((origin + whole / 10, whole * 0.4), abs=0.02)
+    assert drawn["host: 1.00 ms"] == pytest.approx((origin + whole / 2, whole * 0.1), abs=0.02)
+    assert origin + whole < WIDTH
+
+
+def test_groups_have_colours_and_a_legend() -> None:
+    drawing = lanes_svg(STEP)
+    fills = {tip.split(":")[0]: fill for tip, _, _, fill in boxes(drawing)}
+    assert len({fills["k"], fills["s"], fills["host"], fills["forward"]}) == 4
+    assert all(fill.startswith("var(--") for fill in fills.values())
+    shown = texts(drawing)
+    assert {"matmul", "softmax", "idle: host", "device", "host", "idle"} <= set(shown)
+    assert {"forward", "back"} <= set(shown)
+    assert {"0", "2", "10", "ms"} <= set(shown)
+
+
+def test_a_name_that_does_not_fit_is_in_the_tip_only() -> None:
+    drawing = lanes_svg(timeline(Lane(label="d", stretches=(
+        stretch(0, 100, "wide enough"), stretch(100, 100.5, "too narrow for this")))))  # fmt: skip
+    assert "wide enough" in texts(drawing)
+    assert not [text for text in texts(drawing) if text.startswith("too")]
+    assert "too narrow for this: 0.500 ms" in [tip for tip, *_ in boxes(drawing)]
+
+
+@pytest.mark.parametrize(
+    "lanes",
+    [
+        (),
+        (Lane(label="empty", stretches=()),),
+        (Lane(label="nothing", stretches=(stretch(3, 3),)),),
+        (Lane(label="odd", stretches=(stretch(math.nan, 3), stretch(0, math.inf))),),
+    ],
+)
+def test_a_timeline_without_data_says_so(lanes: tuple[Lane, ...]) -> None:
+    assert texts(lanes_svg(timeline(*lanes))) == ["no data"]
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "\x00\x1b[31m\ud7ff", "</title><script>"])
+def test_hostile_names_are_text(text: str) -> None:
+    lane = Lane(label=text, stretches=(stretch(0, 10, text, text),))
+    drawing = lanes_svg(timeline(lane))
+    assert "<script" not in drawing
+    assert len(boxes(drawing)) == 1
+
+
+def test_a_page_holds_a_timeline() -> None:
+    page = Page(
+        title="P", subtitle="", headline=Table(name="h", title="H", columns=(), rows=()),
+        sections=(Section(name="s", title="S", question="?", blocks=(STEP, STEP)),),
+    )  # fmt: skip
+    html = html_page(page)
+    assert html.count("One step</strong>") == 2
+    assert html.count('id="t-svg-title"') == html.count('id="t-2-svg-title"') == 1
+    assert "*Figure, not shown here: One step*: Seen once." in markdown_page(page)
