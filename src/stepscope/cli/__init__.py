@@ -21,6 +21,7 @@ COMMANDS = {
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
     "compare": "hold two runs or two records against each other; a gate for CI",
+    "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
     "list": "studies, presets, sizes, and the runs that are stored",
     "doctor": "what this machine has, what is missing, and how to get it",
 }

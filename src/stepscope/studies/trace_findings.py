@@ -1,0 +1,164 @@
+"""What the summary of a trace says, in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stepscope.analysis.trace.summary import KernelRow, Summary
+from stepscope.report.blocks import Finding
+from stepscope.report.format import count, duration, percent
+
+HOST_LIMITS_FROM = 0.25
+"""From this share of idle time without a launch on, the host is what to look at first."""
+
+_WORTH = 0.05
+_TENSOR = "tensor cores"
+
+
+def trace_findings(summary: Summary) -> tuple[Finding, ...]:
+    return (
+        _account(summary),
+        *_idle(summary),
+        *_matmul(summary),
+        _top_kernel(summary),
+        *_units(summary),
+        _attribution(summary),
+        *_uneven(summary),
+    )
+
+
+def _account(summary: Summary) -> Finding:
+    wall = summary.wall_ms
+    what = "the device works" if summary.on_device else "operators run"
+    text = (
+        f"A step takes {duration(wall)}: {what} for {percent(summary.busy_ms / wall)} of it,"
+        f" in {count(summary.launches)} {'kernels' if summary.on_device else 'operators'}."
+    )
+    if summary.doubt:
+        return Finding(text=f"{text} The ledger does not close: {summary.doubt}.", tone="warn")
+    share = percent(summary.residual_ms / wall)
+    return Finding(text=f"{text} The ledger closes with a residual of {share}.", tone="good")
+
+
+def _idle(summary: Summary) -> Iterator[Finding]:
+    wall = summary.wall_ms
+    host, waits, queue, between = (
+        summary.idle_of(cause) / wall for cause in ("host", "synchronisation", "queue", "between")
+    )
+    if host >= HOST_LIMITS_FROM:
+        yield Finding(
+            text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
+            " run, because the next kernel was not launched before the one before it had ended. A"
+            " lower precision or faster kernels cannot help with that part; fewer launches can"
+            " (a larger batch, torch.compile, a CUDA graph).",
+            tone="warn",
+        )
+    elif host >= _WORTH:
+        yield Finding(text=f"The device waits for launches for {percent(host)} of the step.")
+    if waits >= 0.01:
+        meanwhile = summary.waited_busy_ms / summary.waited_ms if summary.waited_ms else 0.0
+        yield Finding(
+            text=f"The device is idle while the host waits for it, for {percent(waits)} of the"
+            f" step. In all the host waits {duration(summary.waited_ms)} in a step, and during"
+            f" {percent(meanwhile)} of that the device works.",
+            tone="warn" if waits >= _WORTH else "info",
+        )
+    if queue >= _WORTH:
+        yield Finding(
+            text=f"For {percent(queue)} of the step the device is between two kernels that were"
+            " both launched in time: many short kernels, or a stream that waits for another."
+        )
+    if between >= _WORTH:
+        yield Finding(
+            text=f"No operator runs for {percent(between)} of the step: Python and the dispatcher."
+        )
+
+
+def _matmul(summary: Summary) -> Iterator[Finding]:
+    busy = summary.busy_ms
+    if busy <= 0:
+        return
+    shares = sorted(
+        ((summary.class_ms(kind), kind) for kind in {line.kind for line in summary.lines}),
+        reverse=True,
+    )
+    largest = ", ".join(f"{kind} {percent(ms / busy)}" for ms, kind in shares[:4] if ms > 0)
+    yield Finding(text=f"Of the time in which something runs: {largest}.")
+
+
+def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
+    """Name, milliseconds and count in a step, of all phases together or of one; longest first."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in summary.kernels:
+        if phase in (None, row.phase):
+            ms, times = found.get(row.kernel, (0.0, 0.0))
+            found[row.kernel] = (ms + row.ms, times + row.count)
+    return sorted(((k, ms, n) for k, (ms, n) in found.items()), key=lambda one: -one[1])
+
+
+def _top_kernel(summary: Summary) -> Finding:
+    total = sum(row.ms for row in summary.kernels)
+    name, ms, times = top_kernels(summary)[0]
+    about = next(row for row in summary.kernels if row.kernel == name)
+    unit = f" on {about.unit}" if about.unit else ""
+    return Finding(
+        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {count(times)}"
+        f" calls, {percent(ms / total if total else 0.0)} of all"
+        f" {'kernel' if summary.on_device else 'operator'} time."
+    )
+
+
+def _units(summary: Summary) -> Iterator[Finding]:
+    """Whether the matrix products use tensor cores, as far as their names tell."""
+    products: list[KernelRow] = [
+        row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
+    ]
+    total = sum(row.ms for row in products)
+    if not summary.on_device or total < _WORTH * summary.busy_ms:
+        return
+    without = sum(row.ms for row in products if _TENSOR not in row.unit)
+    if without >= 0.5 * total:
+        yield Finding(
+            text=f"{percent(without / total)} of the time of matrix products is spent on FP32 or"
+            " FP64 cores, not on tensor cores: TF32, bfloat16 or float16 would use those.",
+            tone="warn",
+        )
+    else:
+        yield Finding(
+            text=f"{percent(1 - without / total)} of the time of matrix products is spent on"
+            " tensor cores."
+        )
+
+
+def _attribution(summary: Summary) -> Finding:
+    shares = summary.shares
+    text = (
+        f"Known of the time of all {'kernels' if summary.on_device else 'operators'}: the class"
+        f" for {percent(shares.kind)}, the phase for {percent(shares.phase)}"
+    )
+    if shares.module > 0:
+        text += f", the part of the model for {percent(shares.module)}"
+    if shares.backward_module > 0:
+        text += f" (of the backward {percent(shares.backward_module)})"
+    return Finding(text=f"{text}.")
+
+
+def _uneven(summary: Summary) -> Iterator[Finding]:
+    steps = sorted(summary.steps)
+    median = steps[len(steps) // 2]
+    if len(steps) >= 3 and steps[-1] > 1.5 * median:
+        yield Finding(
+            text=f"The steps are uneven: the longest takes {duration(steps[-1])}, the median"
+            f" {duration(median)}.",
+            tone="warn",
+        )
+    if summary.outliers:
+        worst = summary.outliers[0]
+        what = f"; {worst.different[0]}" if worst.different else ""
+        where = f" in {worst.where}" if worst.where else ""
+        yield Finding(
+            text=f"{len(summary.outliers)} instances took far longer than their peers:"
+            f" {worst.kernel}{where} took {duration(worst.us / 1e3)} against"
+            f" {duration(worst.median_us / 1e3)}{what}.",
+            tone="warn",
+        )

@@ -1,0 +1,171 @@
+"""`stepscope trace`: tables and a page from a file, one line for a bad one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.cli import main
+from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.trace_view import comparison_table, trace_blocks
+from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def run(tmp_path: Path, *words: str | Path) -> int:
+    return main(["trace", *map(str, words), "--out", str(tmp_path / "out")])
+
+
+def test_it_prints_the_ledger_and_writes_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, training_step(steps=3).write(tmp_path / "t.json.gz")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The ledger closes with a residual of 0.0 %" in said
+    assert "host: nothing was launched" in said
+    assert "ampere_sgemm_128x64_tn" in said
+    assert "block */attention" in said
+    page = (tmp_path / "out" / "trace.html").read_text()
+    assert "3 steps on NVIDIA H200, written by torch.profiler" in page
+    assert page.count("<svg") == 2
+
+
+def test_an_export_of_nsight_gives_the_same_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, nsight_file(tmp_path / "report.sqlite")) == 0
+    said = capsys.readouterr().out
+    assert "cutlass_80_simt_sgemm" in said
+    assert "synchronisation: the host waits" in said
+
+
+def test_it_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, training_step().write(tmp_path / "t.json"), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["summary"]["steps"] == [1.0]
+    assert told["against"] is None
+    assert Path(told["report"]).exists()
+
+
+def test_two_traces_are_compared_by_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = training_step(blocks=4).write(tmp_path / "eager.json")
+    fast = training_step(blocks=2).write(tmp_path / "compiled.json")
+    assert run(tmp_path, fast, "--against", slow) == 0
+    assert "eager.json against compiled.json" in capsys.readouterr().out
+    table = comparison_table(
+        *(summarize(training_step(blocks=n).read()) for n in (4, 2)), names=("a", "b")
+    )
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["matmul"] == pytest.approx((0.32, 0.16, -0.16, 0.5))
+    assert rows["step"] == pytest.approx((1.0, 1.0, 0.0, 1.0))
+    changes = [abs(row[3]) for row in table.rows[:-1]]
+    assert changes == sorted(changes, reverse=True)
+
+
+def test_a_kernel_name_cannot_leave_its_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = training_step()
+    trace.range(EVIL, 0, 1000)
+    trace.kernel(EVIL, 600, 700, launch=(12, 13))
+    trace.kernel("\x1b[31m[bold]red", 700, 800, launch=(13, 14))
+    assert run(tmp_path, trace.write(tmp_path / "t.json")) == 0
+    page = (tmp_path / "out" / "trace.html").read_text()
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    assert "\x1b[31m" not in capsys.readouterr().out
+
+
+def bad_files(folder: Path) -> dict[str, Path]:
+    whole = training_step().text().encode()
+    contents = {
+        "truncated": whole[: len(whole) // 2],
+        "empty": b"",
+        "words": b"not a trace at all",
+        "no-kernels": b'{"traceEvents": []}',
+        "deep": b'{"traceEvents": [{"ph": "X", "args": {"a":' + b"[" * 10_000,
+        "bomb.gz": gzip.compress(b'{"traceEvents": [' + b'{"ph": "X"},' * (2 << 20)),
+    }
+    files = {}
+    for name, content in contents.items():
+        files[name] = folder / name
+        files[name].write_bytes(content)
+    files["other.sqlite"] = folder / "other.sqlite"
+    with sqlite3.connect(files["other.sqlite"]) as database:
+        database.execute("CREATE TABLE songs (name TEXT)")
+    files["missing"] = folder / "missing"
+    return files
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["truncated", "empty", "words", "no-kernels", "deep", "bomb.gz", "other.sqlite", "missing"],
+)
+def test_a_bad_file_is_one_line_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run(tmp_path, bad_files(tmp_path)[name]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("stepscope: ")
+    assert err.count("\n") == 1
+    assert name in err
+    assert not (tmp_path / "out").exists()
+
+
+def findings(trace: ChromeTrace) -> str:
+    blocks = trace_blocks(summarize(trace.read()))
+    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+
+
+def busy_step() -> ChromeTrace:
+    """The device is always behind the host."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 60)
+    trace.operator("aten::mm", 0, 60)
+    for place in range(20):
+        trace.kernel(SGEMM, 4 + 50.0 * place, 54 + 50.0 * place, launch=(place * 2, place * 2 + 1))
+    return trace
+
+
+def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
+    assert "The host limits this step: for 28.0 % of it" in findings(training_step())
+    assert "The host limits" not in findings(busy_step())
+    assert "waits for launches" not in findings(busy_step())
+
+
+def test_products_on_plain_cores_are_pointed_out() -> None:
+    assert "100.0 % of the time of matrix products is spent on FP32 or FP64" in findings(
+        busy_step()
+    )
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 60)
+    trace.kernel("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN", 10, 50, launch=(1, 2))
+    assert "100.0 % of the time of matrix products is spent on tensor cores" in findings(trace)
+
+
+def test_an_open_ledger_is_a_warning() -> None:
+    trace = training_step()
+    trace.kernel("mystery", 900, 950)
+    assert "The ledger does not close: 6.8% of the time is kernels" in findings(trace)
+
+
+def test_blocks_are_whole() -> None:
+    blocks = trace_blocks(summarize(training_step(blocks=3, steps=2).read()), "x")
+    assert len([block for block in blocks if isinstance(block, Timeline)]) == 1
+    for block in blocks:
+        if isinstance(block, Table):
+            assert {len(row) for row in block.rows} == {len(block.columns)}
+            assert block.name.startswith("x-")
+        if isinstance(block, Figure):
+            assert block.kind == "stacks"
+            shown = sum(sum(curve.y) for curve in block.curves)
+            assert shown == pytest.approx(1.0)
