@@ -101,6 +101,10 @@ def grid_cases(
     )
 
 
+def is_short(shape: Shape) -> bool:
+    return shape.batch * shape.heads == 1 and shape.seq <= _SHORT
+
+
 def race_cases(
     study: str, shapes: Sequence[Shape], racers: Sequence[str], effort: dict[str, Any]
 ) -> Iterator[Case]:
@@ -108,8 +112,7 @@ def race_cases(
         if name not in IMPLEMENTATION_NAMES:
             raise unknown_name("attention", name, IMPLEMENTATION_NAMES)
     for shape in shapes if racers else ():
-        short = shape.batch * shape.heads == 1 and shape.seq <= _SHORT
-        in_a_row = _CALLS_IN_A_ROW if short else 0
+        in_a_row = _CALLS_IN_A_ROW if is_short(shape) else 0
         yield Case(
             study=study,
             key=f"race_{shape.key}",

@@ -100,8 +100,13 @@ def _with_fewer_stages(tile: Tile) -> Iterator[Tile]:
 def _processor(properties: Any) -> dict[str, Quantity]:
     """What one streaming multiprocessor has for all blocks that run on it at a time."""
     return {
-        "sm.registers": Quantity(value=properties.regs_per_multiprocessor, unit="registers"),
+        "sm.registers": Quantity(value=_registers(properties), unit="registers"),
         "sm.shared_bytes": Quantity(value=properties.shared_memory_per_multiprocessor, unit="B"),
         "sm.threads": Quantity(value=properties.max_threads_per_multi_processor, unit="threads"),
         "sm.count": Quantity(value=properties.multi_processor_count, unit="multiprocessors"),
     }
+
+
+def _registers(properties: Any) -> int:
+    """Every GPU of the last ten years has the same; not every torch tells."""
+    return int(getattr(properties, "regs_per_multiprocessor", 65536))
