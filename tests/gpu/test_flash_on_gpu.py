@@ -1,0 +1,98 @@
+"""The flash study on a GPU: which kernels ran, what the compiler made of ours, tiles and races."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sample_records import record
+from stepscope.analysis.foreign_kernels import foreign_kernels, owner
+from stepscope.measure.device import Device, pick_device
+from stepscope.measure.kernels import profile_kernels
+from stepscope.studies.base import CaseSkipped, Measurement
+from stepscope.studies.flash import STUDY, FlashFlags
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.device: Device = pick_device("cuda")
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+def measured(changes: dict[str, Any] | None = None, **flags: Any) -> Measurement:
+    case = STUDY.cases(FlashFlags(**flags))[0]
+    return STUDY.measure(case.config | (changes or {}), Bench())
+
+
+def cell(attention: str, dtype: str = "bfloat16") -> Measurement:
+    return measured(
+        part=("grid",), attention=(attention,), dtype=(dtype,), seq=(1024,), head=(64,), shape=()
+    )
+
+
+def test_the_profiler_names_and_times_a_kernel():
+    a = torch.randn(512, 512, device="cuda")
+    runs = profile_kernels(lambda: torch.softmax(a, dim=-1), pick_device("cuda"))
+    assert runs
+    assert any("softmax" in run.name.lower() for run in runs)
+    assert all(0.0 < run.ms < 10.0 for run in runs)
+
+
+@pytest.mark.parametrize(
+    "name", ["triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "tiled"]
+)
+def test_each_runs_its_own_kernels(name: str):
+    made = cell(name)
+    seen = record(config={"attention": name}, notes=made.notes)
+    assert made.notes["kernels.forward"]
+    assert made.notes["kernels.backward"]
+    assert foreign_kernels(seen) is None, made.notes
+    assert [(s.name, s.clock) for s in made.series] == [
+        (mode, clock) for mode in ("both", "forward", "backward") for clock in ("device", "host")
+    ]
+    # Three inputs, the output's gradient and three gradients of 1024 × 64 are a floor.
+    assert made.quantities["peak_bytes"].value >= 7 * 1024 * 64 * 2
+    assert made.quantities["error.output"].value < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_our_kernels_tell_registers_and_tiles(dtype: str):
+    held = cell("triton", dtype).quantities
+    for kernel in ("forward", "query", "key_value"):
+        assert 0 < held[f"{kernel}.registers"].value <= 255
+        assert held[f"{kernel}.spills"].value >= 0
+        assert held[f"{kernel}.tile_m"].value >= 16
+
+
+def test_what_takes_no_float32_says_so():
+    shapes = {"part": ("race",), "race": ("1x2x512x64:float32",)}
+    with pytest.raises(CaseSkipped, match="sdpa_flash: refused"):
+        measured(racers=("sdpa_flash",), **shapes)
+
+
+def test_a_race_has_every_clock_and_names_the_kernels():
+    racers = ("triton", "sdpa_flash", "sdpa_cudnn", "auto")
+    many = measured(part=("race",), race=("1x4x512x64",), racers=racers)
+    assert {s.name for s in many.series if s.clock == "device"} == set(racers)
+    assert owner(many.notes["kernels.triton"].split("; ")[0]) == "triton"
+    short = measured(part=("race",), race=("1x1x128x64",), racers=racers)
+    assert {s.name for s in short.series} >= {f"{name}.wall" for name in racers}
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
+def test_tiles_are_timed_or_do_not_fit(kernel: str):
+    made = measured({"pass": kernel, "sizes": [32, 64]}, part=("tiles",), tile_head=(64,))
+    told = {series.name for series in made.series} | set(made.notes)
+    assert told == {"chosen", "32x32", "32x64", "64x32", "64x64"}
+    (chosen,) = [series for series in made.series if series.name == "chosen"]
+    assert len(chosen.values) == 7
+    assert made.quantities["sm.registers"].value == 65536
+    assert made.quantities["chosen.registers"].value > 0
