@@ -135,6 +135,8 @@ def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> Non
     made = measured(part=("race",), race=("1x2x64x16:float32",), racers=("sdpa", "tiled"))
     assert made.notes == {"out.tiled": "failed: RuntimeError: planted"}
     assert [series.name for series in made.series] == ["sdpa"]
+    with pytest.raises(RuntimeError, match="tiled: failed: RuntimeError: planted"):
+        measured(part=("race",), race=("1x2x64x16:float32",), racers=("flex", "tiled"))
 
 
 def test_a_race_of_nobody_is_skipped_with_every_reason() -> None:

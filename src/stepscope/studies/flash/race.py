@@ -33,7 +33,9 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
             continue
         racers[name] = step
     if not racers:
-        raise CaseSkipped("; ".join(f"{key[4:]}: {reason}" for key, reason in notes.items()))
+        said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in notes.items())
+        broken = any(why.startswith("failed") for why in notes.values())
+        raise RuntimeError(said) if broken else CaseSkipped(said)
     if "auto" in racers:
         notes["auto"] = _choice(shared)
     timing = time_in_turns(
