@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
+from stepscope.ranges import named
 
 
 class Linear(nn.Linear):
@@ -156,11 +157,16 @@ class CausalSelfAttention(nn.Module):
         self.output = Linear(d_model, d_model, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
-        q = self.rotary(self._split_heads(self.query(x)))
-        k = self.rotary(self._split_heads(self.key(x)))
-        v = self._split_heads(self.value(x))
-        heads = self.attend(q, k, v, is_causal=True)
-        out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
+        with named("projections"):
+            q = self._split_heads(self.query(x))
+            k = self._split_heads(self.key(x))
+            v = self._split_heads(self.value(x))
+        with named("rotary"):
+            q, k = self.rotary(q), self.rotary(k)
+        with named("core"):
+            heads = self.attend(q, k, v, is_causal=True)
+        with named("projections"):
+            out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
         return out
 
     def _split_heads(self, x: Tensor) -> Tensor:  # -> (batch, heads, seq, d_head)

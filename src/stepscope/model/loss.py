@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.ranges import named
+
 
 def cross_entropy(
     logits: Tensor,  # (..., vocab)
     targets: Tensor,  # (...)
 ) -> Tensor:
     """Mean over tokens of -log p(target), in float32 at least."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide.flatten(0, -2), targets.flatten())
+    with named("loss"):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(wide.flatten(0, -2), targets.flatten())

@@ -20,6 +20,7 @@ from stepscope.model.layers import (
     RotaryEmbedding,
     SwiGLU,
 )
+from stepscope.ranges import named
 
 
 class Block(nn.Module):
@@ -42,8 +43,14 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
-        x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        with named("norm"):
+            read = self.attention_norm(x)
+        with named("attention"):
+            x = x + self.attention(read)
+        with named("norm"):
+            read = self.feed_forward_norm(x)
+        with named("feed-forward"):
+            out: Tensor = x + self.feed_forward(read)
         return out
 
 
@@ -78,8 +85,13 @@ class TransformerLM(nn.Module):
                 f"sequence of {tokens.shape[-1]} tokens in a model for {self.context}: "
                 "build the model with a larger context"
             )
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        with named("embedding"):
+            x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            with named(f"block {number}"):
+                x = block(x)
+        with named("norm"):
+            x = self.norm(x)
+        with named("head"):
+            logits: Tensor = self.head(x)
         return logits

@@ -17,7 +17,7 @@ from stepscope.report.format import number, tick
 from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
 from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
 
-WIDTH = 760.0
+WIDTH = 600.0
 _LANE, _GAP, _AXIS, _KEY = 18.0, 6.0, 30.0, 10.0
 _RIGHT = 8.0
 _GAP_COLOURS = (MARK, SOFT, GRID)
@@ -36,7 +36,7 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
     root.extend(keys)
     ends = [stretch for lane in lanes for stretch in lane.stretches]
     if ends:
-        first, last = min(s.start for s in ends), max(s.end for s in ends)
+        first, last = min(0.0, *(s.start for s in ends)), max(s.end for s in ends)
         scale = (WIDTH - left - _RIGHT) / (last - first)
         bottom = height - _AXIS
         root.extend(_axis(timeline.x_label, first, last, left, scale, top, bottom))

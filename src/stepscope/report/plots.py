@@ -252,7 +252,7 @@ def _stacks(axes: Axes, held: list[list[Point]], floors: Floors) -> None:
             bottom=[floors[index, p.x] for p in points],
             color=CURVES[index % len(CURVES)],
             edgecolor=PAPER,
-            linewidth=0.6,
+            linewidth=0.3,
             hatch="" if index < len(CURVES) else "///",
             zorder=2,
         )

@@ -76,9 +76,9 @@ def class_figure(summary: Summary, name: str) -> Figure:
     for kind in (*CLASSES, *causes):
         of_kind = {line.phase: line.ms for line in summary.lines if _counts(line, kind)}
         if of_kind:
-            at = [place for place in places if place in of_kind]
             label = kind.partition(":")[0] if kind in causes else kind
-            curves.append(Curve(label=label, x=tuple(at), y=tuple(of_kind[p] for p in at)))
+            heights = tuple(of_kind.get(place, 0.0) for place in places)
+            curves.append(Curve(label=label, x=tuple(places), y=heights))
     return Figure(
         name=f"{name}-classes",
         title="Classes of work in each phase",

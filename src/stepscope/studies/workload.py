@@ -238,7 +238,9 @@ class TrainingStep:
         return missing
 
     def _forward(self) -> None:
-        with self._autocast():
+        from stepscope.ranges import named
+
+        with named("forward"), self._autocast():
             self.logits = self.model(self.tokens)
 
     def _loss(self) -> None:
@@ -248,13 +250,19 @@ class TrainingStep:
         self.loss = cross_entropy(self.logits, self.targets)
 
     def _backward(self) -> None:
+        from stepscope.ranges import named
+
         assert self.loss is not None
-        self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+        with named("backward"):
+            self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
 
     def _optimize(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        from stepscope.ranges import named
+
+        with named("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
 
 
 def refuse_beyond_host_memory(needed: int, device: Device) -> None:

@@ -49,7 +49,7 @@ def read_host(trace: Trace) -> Host:
     marked = _has_forward_mark(trace)
     is_step = [STEP_MARK.match(name) is not None for name in names]
     says_module = [
-        own is None and not step and not name.startswith(_MACHINERY)
+        own in (None, LOSS) and not step and not name.startswith(_MACHINERY)
         for name, own, step in zip(names, own_phase, is_step, strict=True)
     ]
     phase, path = [UNKNOWN] * len(spans), [0] * len(spans)

@@ -1,8 +1,8 @@
 """Instances that took far longer than their peers, with what was different about them.
 
-Peers are the instances of the same kernel, launched by the same operator in the same phase for the
-same part of the model: other blocks and other steps, but mostly the same shapes. Where no range
-names the part of the model nothing says which instances are peers, and none are held apart.
+Peers are the instances of the same kernel that the same operator launches as the first, second, …
+of its kind for the same part of the model, in other blocks and in other steps: they have the same
+shapes. Where no range names the part of the model nothing says who are peers, and none is listed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepscope.analysis.trace.model import Ints
-from stepscope.analysis.trace.statistics import Instances, groups
+from stepscope.analysis.trace.statistics import Instances, groups, turns
 from stepscope.analysis.trace.summary import Outlier
 
 _FEWEST_PEERS = 8
@@ -28,7 +28,9 @@ def outliers(held: Instances) -> tuple[Outlier, ...]:
     operator = held.work.operator[held.index]
     found: list[tuple[float, int, float, int]] = []
     nowhere = held.modules[0].index("")
-    for (_, _, module, _), members in groups(held.name, held.phase, held.module, operator):
+    path = held.work.path[held.index]
+    turn = turns(held.step, held.name, held.phase, path, operator)
+    for (_, _, module, *_), members in groups(held.name, held.phase, held.module, operator, turn):
         if len(members) < _FEWEST_PEERS or module == nowhere:
             continue
         length = held.length[members]

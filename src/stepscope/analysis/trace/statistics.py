@@ -81,13 +81,32 @@ def groups(*keys: Ints) -> Iterator[tuple[tuple[int, ...], Ints]]:
     """Every combination of the keys that occurs, with where it does."""
     if not len(keys[0]):
         return
-    joint = np.zeros(len(keys[0]), np.int64)
-    for key in keys:
-        joint = joint * (int(key.max()) + 2) + key + 1
+    joint = _joint(*keys)
     order = np.argsort(joint, kind="stable")
     edges = np.flatnonzero(np.diff(joint[order])) + 1
     for members in np.split(order, edges):
         yield tuple(int(key[members[0]]) for key in keys), members
+
+
+def turns(*keys: Ints) -> Ints:
+    """Whether each entry is the first (0), second (1), … of those with the same keys."""
+    if not len(keys[0]):
+        return keys[0]
+    joint = _joint(*keys)
+    order = np.argsort(joint, kind="stable")
+    place = np.arange(len(order))
+    begins = np.concatenate(([True], np.diff(joint[order]) != 0))
+    turn = np.zeros(len(order), np.int64)
+    turn[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
+    return turn
+
+
+def _joint(*keys: Ints) -> Ints:
+    """One number for each combination."""
+    joint = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        joint = joint * (int(key.max()) + 2) + key + 1
+    return joint
 
 
 def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:

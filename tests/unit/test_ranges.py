@@ -1,0 +1,118 @@
+"""Named ranges: nothing while nobody listens, names in a trace when someone does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from stepscope import ranges
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.host import PHASES
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.work import find_work
+from stepscope.attention.reference import reference_attention
+from stepscope.measure.capture import capture
+from stepscope.measure.device import CpuDevice
+from stepscope.model import ModelConfig, TransformerLM
+from stepscope.ranges import named
+from stepscope.studies.workload import TrainingStep, Workload
+
+CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)
+
+
+def tiny_step(**changes: str) -> TrainingStep:
+    fields = {"attention": "reference", "compile": "no", "optimizer": "torch"} | changes
+    workload = Workload(
+        size="tiny", table="2025", context=16, batch=2, dtype="float32", mode="train-step",
+        overrides={"d_model": 32, "d_ff": 64, "vocab": 50, "n_heads": 2}, **fields,
+    )  # fmt: skip
+    return TrainingStep(workload, CpuDevice())
+
+
+def run(step: TrainingStep) -> None:
+    for phase in step.phases():
+        phase.run()
+
+
+def test_nobody_listens_so_nothing_is_made() -> None:
+    assert named("a") is named("b")
+    with named("a"):
+        pass
+
+
+def test_a_range_is_shown_by_a_profiler_also_where_it_fails() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        with pytest.raises(ValueError, match="x"), named("outer"):
+            raise ValueError("x")
+        with named("after"):
+            torch.ones(2)
+    assert {"outer", "after"} <= {event.key for event in seen.key_averages()}
+
+
+def test_nsight_gets_ranges_that_hold_for_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda name: said.append(name) or 7)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda handle: said.append(handle))
+    monkeypatch.setattr(ranges, "_nvtx_on", True)
+    with named("block 0"):
+        said.append("inside")
+    assert said == ["block 0", "inside", 7]
+
+
+def test_marks_for_nsight_need_a_build_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_nvtx_on", False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    ranges.mark_for_nsight(True)
+    assert not ranges._nvtx_on
+
+
+def test_the_model_compiles_into_one_graph_and_not_again_under_a_profiler() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    plain = TransformerLM(CONFIG, attention=reference_attention)
+    model = torch.compile(plain, backend=counter, fullgraph=True)
+    tokens = torch.randint(50, (1, 16))
+    alone = model(tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        under = model(tokens)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(alone, under)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    step = tiny_step()
+    run(step)
+    path = tmp_path_factory.mktemp("traces") / "tiny.json.gz"
+    return capture(lambda: run(step), CpuDevice(), path, steps=3, before=step.reset)
+
+
+class TestCapture:
+    def test_it_holds_the_steps_asked_for(self, trace: Path) -> None:
+        summary = summarize(read_trace(trace))
+        assert len(summary.steps) == 3
+        assert not summary.on_device
+        assert summary.doubt == ""
+        assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
+
+    def test_every_phase_and_part_is_named(self, trace: Path) -> None:
+        work = find_work(read_trace(trace))
+        assert {PHASES[p] for p in work.phase.tolist()} >= set(PHASES[:4])
+        parts = {"/".join(work.host.paths[p]) for p in work.path.tolist()}
+        block = {"norm", "attention/projections", "attention/rotary", "attention/core",
+                 "feed-forward"}  # fmt: skip
+        assert {"embedding", "norm", "head"} | {f"block 1/{part}" for part in block} <= parts
+
+    def test_the_backward_goes_to_the_parts_that_made_it(self, trace: Path) -> None:
+        work = find_work(read_trace(trace))
+        assert work.attribution().backward_module > 0.9
+        uses = {(u.phase, u.module, u.kernel): u for u in summarize(read_trace(trace)).uses}
+        core = "block */attention/core"
+        assert uses["forward", core, "aten::bmm"].count == 2 * 2
+        assert uses["backward", core, "aten::bmm"].count == 2 * 4
+        assert uses["forward", "block */feed-forward", "aten::mm"].count == 2 * 3
+        assert uses["backward", "block */feed-forward", "aten::mm"].count == 2 * 6
+        assert uses["forward", core, "aten::_softmax"].places == 2
