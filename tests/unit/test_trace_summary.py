@@ -102,7 +102,7 @@ def test_without_ranges_nothing_says_who_are_peers() -> None:
 def test_the_timeline_shows_phases_ranges_kernels_and_gaps() -> None:
     rows = {row.label: row.bars for row in of(training_step(blocks=2)).timeline}
     assert list(rows) == ["host", "ranges", "within", "device", "device idle"]
-    assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1"]
+    assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1", "loss"]
     assert [bar.label for bar in rows["within"]] == ["attention", "attention"]
     assert {bar.group for bar in rows["host"]} == {"forward", "loss", "backward", "optimizer"}
     assert {bar.group for bar in rows["device"]} == {"matmul", "elementwise", "optimizer"}
