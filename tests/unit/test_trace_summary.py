@@ -156,3 +156,10 @@ def test_on_a_cpu_an_operator_that_calls_others_is_counted_once() -> None:
     assert (rows["aten::linear"].count, rows["aten::linear"].average_us) == (1, 20)
     assert (rows["aten::mm"].count, rows["aten::mm"].average_us) == (1, 30)
     assert [row.label for row in of(trace).timeline] == ["host", "operators"]
+
+
+def test_phases_follow_one_another() -> None:
+    phases = of(training_step(blocks=2, steps=2)).phases
+    assert phases == pytest.approx(
+        {"forward": 0.185, "loss": 0.045, "backward": 0.203, "optimizer": 0.059}
+    )

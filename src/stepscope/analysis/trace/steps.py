@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.work import NO_CALL, Work
 
@@ -63,3 +64,19 @@ def step_of(work: Work, steps: tuple[Step, ...]) -> Ints:
     place = np.searchsorted(starts, work.start, side="right") - 1
     inside = (place >= 0) & (work.start < ends[np.maximum(place, 0)]) if len(steps) else place >= 0
     return np.where(inside, place, -1)
+
+
+def phase_walls(work: Work, steps: tuple[Step, ...]) -> dict[str, float]:
+    """Milliseconds of a step from the end of the phase before to the last work of each phase."""
+    place = step_of(work, steps)
+    walls: dict[str, float] = {}
+    for number, step in enumerate(steps):
+        inside = place == number
+        reached = step.start
+        for code, phase in enumerate(PHASES[:UNKNOWN]):
+            own = inside & (work.phase == code)
+            if own.any():
+                last = max(reached, int(work.end[own].max()))
+                walls[phase] = walls.get(phase, 0.0) + (last - reached) / 1e6 / len(steps)
+                reached = last
+    return walls

@@ -9,7 +9,7 @@ from stepscope.analysis.trace.ledger import ledgers, total
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import find_steps
+from stepscope.analysis.trace.steps import find_steps, phase_walls
 from stepscope.analysis.trace.summary import Line, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
 from stepscope.analysis.trace.work import find_work
@@ -33,6 +33,7 @@ def summarize(trace: Trace, where: str = "the trace") -> Summary:
         device=trace.device_name,
         on_device=trace.on_device,
         steps=tuple(step.length / 1e6 for step in steps),
+        phases=phase_walls(work, steps),
         lines=tuple(
             Line(phase=phase, kind=kind, ms=length / in_ms)
             for phase, kind, length in account.lines()

@@ -101,6 +101,8 @@ class Summary(Piece, frozen=True):
     """Kernels of a device; otherwise operators of a CPU."""
     steps: tuple[float, ...]
     """Wall time of each step in milliseconds."""
+    phases: dict[str, float]
+    """Wall time of each phase in milliseconds, idle time included."""
     lines: tuple[Line, ...]
     doubt: str
     """Why the ledger does not close; empty where it does."""
