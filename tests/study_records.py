@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 
 from sample_records import environment, record, times
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.summary import encode
 from stepscope.model.config import precision
-from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
 from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
 from stepscope.studies.registry import find_study
+from trace_files import ChromeTrace, operator_step, training_step
 
 
 def matrix_ceiling(form: str, value: float) -> Ceiling:
@@ -71,6 +74,49 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         case=case.key,
         config=case.config,
         **{"series": () if failed else series, "ceilings": (matrix_ceiling("float32", 50e12),)}
+        | changes,
+    )
+
+
+def profile_record(
+    mode: str = "train-step",
+    *,
+    size: str = "small",
+    context: int = 512,
+    dtype: str = "float32",
+    batch: int = 4,
+    step: float = 1.0,
+    trace: ChromeTrace | None = None,
+    experiments: dict[str, float] | None = None,
+    **changes: Any,
+) -> Record:
+    """One mode of one training step that took `step` ms, with the summary of that trace."""
+    study = find_study("profile")
+    flags = study.flags(
+        size=(size,), context=(context,), dtype=(dtype,), batch=(batch,), mode=(mode,)
+    )
+    (case,) = study.cases(flags)
+    on_cpu = changes.get("environment", environment()).device_kind == "cpu"
+    if trace is None:
+        trace = operator_step() if on_cpu else training_step(blocks=2)
+    failed = changes.get("status", "ok") != "ok"
+    clock: Clock = "host" if on_cpu else "device"
+    phases = {"forward": 0.3, "backward": 0.5} if mode != "forward" else {}
+    series = [times("step", step, "host"), times("step", step, clock)]
+    series += [times(name, step * share, clock) for name, share in phases.items()]
+    series += [times(name, ms, clock) for name, ms in (experiments or {}).items()]
+    return record(
+        study="profile",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "notes": {} if failed else {"profile": encode(summarize(trace.read()))},
+            "ceilings": (
+                matrix_ceiling("float32", 50e12),
+                Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured"),
+            ),
+        }
         | changes,
     )
 

@@ -121,6 +121,30 @@ def training_step(blocks: int = 2, steps: int = 1) -> ChromeTrace:
     return trace
 
 
+def operator_step() -> ChromeTrace:
+    """A step of 1,000 µs on a CPU: operators instead of kernels, no thread of the engine."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 1000)
+    trace.range("forward", 0, 400)
+    trace.range("block 0", 10, 300)
+    trace.range("attention", 20, 250)
+    trace.range("core", 30, 240)
+    trace.operator("aten::bmm", 40, 100, sequence=1)
+    trace.operator("aten::_softmax", 110, 150, sequence=2)
+    trace.operator("aten::bmm", 160, 220, sequence=3)
+    trace.range("head", 310, 390)
+    trace.operator("aten::mm", 320, 380, sequence=4)
+    trace.range("backward", 400, 900)
+    for place, (name, sequence) in enumerate((("Mm", 4), ("Bmm", 3), ("Softmax", 2), ("Bmm", 1))):
+        at = 410 + 100.0 * place
+        node = f"autograd::engine::evaluate_function: {name}Backward0"
+        trace.operator(node, at, at + 90, sequence=sequence, back=1)
+        trace.operator("aten::bmm", at + 5, at + 85)
+    trace.range("optimizer", 900, 1000)
+    trace.operator("aten::_foreach_add_", 910, 990)
+    return trace
+
+
 NSIGHT_SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE TARGET_INFO_GPU (id INTEGER NOT NULL, name TEXT);

@@ -17,6 +17,7 @@ from study_records import (
     attention_record,
     benchmark_record,
     flash_record,
+    profile_record,
     race_record,
     tiles_record,
     warmup_record,
@@ -63,6 +64,20 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
         "flash": flash_records(),
+        "profile": [
+            *(
+                profile_record(mode, context=context, dtype=dtype)
+                for mode in modes
+                for context in (128, 512)
+                for dtype in ("float32", "bfloat16")
+            ),
+            profile_record("forward", size="medium"),
+            profile_record(experiments={"graph_replay": 0.3, "larger_batch": 1.1}, size="large"),
+            *(
+                profile_record(size="xl", batch=place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=1)
+            ),
+        ],
         "warmup": [
             *(warmup_record(COLD, warmup) for warmup in (0, 1, 2)),
             *(
@@ -174,6 +189,7 @@ class TestViews:
             "benchmark": benchmark_record,
             "warmup": lambda **how: warmup_record(COLD, **how),
             "attention": attention_record,
+            "profile": profile_record,
             "flash": flash_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
@@ -188,4 +204,4 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
-    assert names == ["benchmark", "warmup", "attention", "flash", "machine", "records"]
+    assert names == ["benchmark", "warmup", "profile", "attention", "flash", "machine", "records"]

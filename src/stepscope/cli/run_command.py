@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import signal
 import sys
@@ -79,6 +80,8 @@ def _run(options: RunOptions, wanted: tuple[Case, ...] | str, words: Sequence[st
         raise UsageError("there is no case to measure", "give every flag at least one value")
     # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A study that traces keeps its traces beside the store; its worker inherits this.
+    os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
         if isinstance(wanted, str):
             cases = preset_cases(wanted, runner.environment)

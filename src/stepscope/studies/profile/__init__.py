@@ -1,0 +1,129 @@
+"""Where does the time of a step go: which kernels, for which part of the model, and when idle?
+
+    stepscope run profile --size small xl --context 128 512
+
+Each mode is a case of its own, in a process of its own, because a profiler leaves the host slower
+than it was. The step is timed first, without the profiler; then it is traced, and the trace is
+added up. On a GPU two experiments show whether the host limits the step: four times the batch,
+which has the same number of launches, and the replay of the step as a CUDA graph, which has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
+
+
+class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to trace: every combination of the values is a case."""
+
+    mode: tuple[Mode, ...] = MODES
+    """forward (inference), forward-backward, train-step."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples without the profiler."""
+    traced: int = 3
+    """Steps under the profiler."""
+    experiments: bool = True
+    """On a GPU: also a larger batch and a CUDA graph, to see whether the host limits."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.traced < 1:
+            raise UsageError(
+                f"steps is {self.steps} and traced {self.traced}", "both must be at least 1"
+            )
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+
+
+class Profile(Study[ProfileFlags]):
+    name = "profile"
+    title = "Where the time goes"
+    question = (
+        "Which kernels take the time of a step, for which part of the model,"
+        " and what keeps the device from working all the time?"
+    )
+    examples = (
+        "stepscope run profile --size small --context 128 512 1024",
+        "stepscope run profile --size xl --dtype float32 bfloat16 --mode train-step",
+        "stepscope run profile --size tiny --context 64 --device cpu",
+    )
+    flags = ProfileFlags
+    fresh_process = True
+
+    def cases(self, flags: ProfileFlags) -> tuple[Case, ...]:
+        effort = {
+            "warmup": flags.warmup,
+            "steps": flags.steps,
+            "traced": flags.traced,
+            "experiments": flags.experiments,
+        }
+        return tuple(
+            Case(
+                study=self.name,
+                key=workload.key,
+                config=msgspec.to_builtins(workload) | effort,
+                needs=workload.needs(),
+            )
+            for workload in workloads(flags, flags.mode)
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.studies.profile.tracing import measure_profile
+
+        return measure_profile(config, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.profile.view import profile_blocks
+
+        return profile_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[ProfileFlags]]:
+        course = ("small", "medium", "large")
+        sizes_2025 = (*course, "xl", "2.7b")
+        both = ("float32", "bfloat16")
+        if environment.device_kind == "cpu":
+            quick = ProfileFlags(
+                size=("tiny", "mini"), context=(64,), batch=(2,), warmup=1, steps=5, traced=2
+            )
+        else:
+            quick = ProfileFlags(size=("small",), context=(128, 512), dtype=both)
+        seeds = (
+            ProfileFlags(size=sizes_2025, context=(128,), batch=(1, 4)),
+            ProfileFlags(size=sizes_2025, context=(256, 512, 1024)),
+        )
+        course_2026 = ProfileFlags(
+            size=(*course, "xl", "10b"), table="2026", context=(128, 512), dtype=both
+        )
+        published = ProfileFlags(size=("small", "xl", "2.7b"), context=(512,), dtype=both)
+        compiled = ProfileFlags(
+            size=("small", "xl", "2.7b"), dtype=("bfloat16",), compile=("block",),
+            optimizer=("torch-fused",), mode=("forward", "train-step"),
+        )  # fmt: skip
+        return {
+            "quick": (quick,),
+            "seeds": seeds,
+            "cs336-2026": (course_2026,),
+            "h200": (
+                published,
+                compiled,
+                ProfileFlags(size=("small", "xl"), context=(128, 1024)),
+                ProfileFlags(
+                    size=sizes_2025, context=(128,), batch=(1, 4),
+                    mode=("forward", "forward-backward"),
+                ),
+            ),
+            "full": (*seeds, course_2026, published, compiled),
+        }  # fmt: skip
+
+
+STUDY = Profile()

@@ -1,0 +1,164 @@
+"""Sentences that answer the study's question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.blocks import Finding
+from stepscope.report.format import count, duration, number, percent, rate
+from stepscope.studies.profile.answers import (
+    AGREES_WITHIN,
+    attention_core,
+    grew_instead,
+    matmul_share,
+    top_kernel,
+)
+from stepscope.studies.profile.rows import Group
+from stepscope.studies.trace_findings import HOST_LIMITS_FROM, top_kernels
+
+_MATTERS = 0.03
+_BYTES_SET_THE_TIME = 0.4
+
+
+def profile_findings(found: Sequence[Group]) -> tuple[Finding, ...]:
+    """Of the longest step that was traced, and of every step that the host limits."""
+    if not found:
+        return ()
+    lead = max(found, key=lambda group: group.fullest().summary.wall_ms)
+    return (
+        *_closing(found),
+        *_host_limits(found),
+        *_agreement(lead),
+        *_top(lead),
+        *_others(lead),
+        *_shares(lead),
+        *_softmax(lead),
+    )
+
+
+def _closing(found: Sequence[Group]) -> Iterator[Finding]:
+    traced = [one for group in found for one in group.modes.values()]
+    still_open = [one for one in traced if one.summary.doubt]
+    worst = max(one.summary.residual_ms / one.summary.wall_ms for one in traced)
+    if not still_open:
+        yield Finding(
+            text=f"The time of all {len(traced)} traced steps is accounted for: what is not"
+            f" explained is at most {percent(worst)} of a step.",
+            tone="good",
+        )
+    for one in still_open:
+        yield Finding(
+            text=f"The ledger of {one.workload.name} ({one.workload.mode}) does not close:"
+            f" {one.summary.doubt}.",
+            tone="warn",
+        )
+
+
+def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
+    for group in found:
+        traced = group.fullest()
+        share = traced.host_share()
+        if not traced.summary.on_device or share < HOST_LIMITS_FROM:
+            continue
+        proof = []
+        larger, times = traced.larger_batch_ratio(), traced.larger_batch()
+        if larger is not None and times is not None:
+            proof.append(
+                f"{number(times, 2)} times the batch takes {number(larger, 3)} times as long"
+            )
+        graph = traced.graph_ratio()
+        if graph is not None:
+            proof.append(f"a graph replay takes {number(graph, 2)} times as long")
+        text = (
+            f"{group.name}, {traced.workload.mode}: the host limits this step; for"
+            f" {percent(share)} of it the device has nothing to run. A lower precision cannot help"
+            " until there are fewer launches"
+        )
+        shown = f": {', and '.join(proof)}." if proof else "."
+        yield Finding(text=text + shown, tone="warn")
+
+
+def _agreement(group: Group) -> Iterator[Finding]:
+    traced = group.modes.get("forward") or group.fullest()
+    timer, seen = traced.timer_ms("forward"), traced.traced_ms("forward")
+    if not timer or not seen:
+        return
+    differ = seen / timer - 1
+    text = (
+        f"The forward of {group.name} takes {duration(timer)} by the timer and {duration(seen)}"
+        f" under the profiler ({differ * 100:+.0f} %)"
+    )
+    if abs(differ) < AGREES_WITHIN:
+        yield Finding(text=f"{text}: they agree.", tone="good")
+    else:
+        yield Finding(
+            text=f"{text}: they do not agree. The profiler lengthens what the host does for each"
+            " operator, so the timer's is the time to quote, and the profile's shares are.",
+        )
+
+
+def _top(group: Group) -> Iterator[Finding]:
+    top = top_kernel(group)
+    if top is None:
+        return
+    unit = f" ({top.unit})" if top.unit else ""
+    again = ""
+    if top.also_first_in_backward is not None:
+        same = "is the same" if top.also_first_in_backward else "is another one"
+        again = f" With the backward, the first {same}."
+    yield Finding(
+        text=f"In the forward of {group.name}, {top.kernel}{unit} takes the most time:"
+        f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.{again}"
+    )
+
+
+def _others(group: Group) -> Iterator[Finding]:
+    summary = group.fullest().summary
+    classes = {row.kernel: row.kind for row in summary.kernels}
+    total = sum(row.ms for row in summary.kernels)
+    others = [
+        f"{name} {percent(ms / total)}"
+        for name, ms, _ in top_kernels(summary)
+        if classes[name] != "matmul" and ms > _MATTERS * total
+    ]
+    if others:
+        mode = group.fullest().workload.mode
+        yield Finding(text=f"Besides matrix products ({mode}): {', '.join(others[:5])}.")
+
+
+def _shares(group: Group) -> Iterator[Finding]:
+    forward, full = group.modes.get("forward"), group.fullest()
+    less, more = matmul_share(forward), matmul_share(full)
+    grew = grew_instead(forward, full)
+    if less is None or more is None or grew is None:
+        return
+    kind, by = grew
+    yield Finding(
+        text=f"Matrix products are {percent(less)} of the work in inference and {percent(more)} in"
+        f" {full.workload.mode} of {group.name}; {kind} grew most instead,"
+        f" by {by * 100:.1f} points."
+    )
+
+
+def _softmax(group: Group) -> Iterator[Finding]:
+    core = attention_core(group)
+    if core is None:
+        return
+    in_time = core.softmax_ms / core.matmul_ms
+    in_flops = core.softmax_flops / core.matmul_flops
+    text = (
+        f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as long as"
+        f" the two matrix products with {percent(in_flops)} of their FLOPs"
+    )
+    record = (group.modes.get("forward") or group.fullest()).record
+    ceiling = record.ceiling("memory.copy")
+    if ceiling is not None:
+        least_ms = core.softmax_bytes / ceiling.value * 1e3
+        share = least_ms / core.softmax_ms
+        text += (
+            f". To read and write every score takes {duration(least_ms)} at the"
+            f" {rate(ceiling.value, 'B/s')} that a copy reaches here: {percent(share)} of its time"
+        )
+        if share >= _BYTES_SET_THE_TIME:
+            text += ", so bytes set it and not FLOPs"
+    yield Finding(text=f"{text}.")

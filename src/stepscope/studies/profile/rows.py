@@ -1,0 +1,107 @@
+"""Records of the profile study with what their traces say, grouped by training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.analysis.limits import median_ms
+from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.model.config import precision
+from stepscope.records.schema import Record
+from stepscope.studies.workload import Mode, Workload
+
+
+class Traced(NamedTuple):
+    """One mode of a training step."""
+
+    record: Record
+    workload: Workload
+    summary: Summary
+
+    def timer_ms(self, phase: str) -> float | None:
+        """By the timer, without the profiler; the step from start to idle by the host's clock."""
+        if phase == "step":
+            return median_ms(self.record, "step", "host")
+        if phase == "forward" and self.workload.mode == "forward":
+            return median_ms(self.record, "step")
+        return median_ms(self.record, phase)
+
+    def traced_ms(self, phase: str) -> float | None:
+        return self.summary.wall_ms if phase == "step" else self.summary.phases.get(phase)
+
+    @property
+    def overhead(self) -> float | None:
+        """What the profiler adds to the step, as a share of it."""
+        bare = self.timer_ms("step")
+        return None if not bare else self.summary.wall_ms / bare - 1
+
+    def host_share(self) -> float:
+        return self.summary.idle_of("host") / self.summary.wall_ms
+
+    def graph_ratio(self) -> float | None:
+        """The replay of all but the optimizer, over the same part launched kernel by kernel."""
+        replay = median_ms(self.record, "graph_replay")
+        phases = ("step",) if self.workload.mode == "forward" else ("forward", "loss", "backward")
+        parts = [median_ms(self.record, phase) for phase in phases]
+        return _ratio(replay, sum(p for p in parts if p is not None) if all(parts) else None)
+
+    def larger_batch_ratio(self) -> float | None:
+        return _ratio(median_ms(self.record, "larger_batch"), median_ms(self.record, "step"))
+
+    def larger_batch(self) -> float | None:
+        held = self.record.quantity("larger_batch")
+        return None if held is None else held / self.workload.batch
+
+
+class Group(NamedTuple):
+    """The modes of one training step that were traced."""
+
+    workload: Workload
+    modes: dict[Mode, Traced]
+
+    def key(self) -> tuple[str, int, int, str, str]:
+        w = self.workload
+        extras = [
+            *([] if w.table == "2025" else [w.table]),
+            *([] if w.attention == "reference" else [w.attention]),
+            *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
+            *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
+            *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
+        ]
+        return w.size, w.context, w.batch, w.dtype, ", ".join(extras)
+
+    def fullest(self) -> Traced:
+        """The mode with the most phases."""
+        return next(
+            self.modes[m] for m in ("train-step", "forward-backward", "forward") if m in self.modes
+        )
+
+    @property
+    def name(self) -> str:
+        return self.workload.name
+
+    def layers(self) -> int:
+        return self.workload.model().n_layers
+
+    def element_bytes(self) -> int:
+        """Of what the softmax reads: autocast lets it compute in float32."""
+        return 2 if precision(self.workload.dtype).weights == "bfloat16" else 4
+
+
+def groups(records: Sequence[Record]) -> list[Group]:
+    found: dict[tuple[str, int, int, str, str], Group] = {}
+    for record in records:
+        if record.status != "ok" or "profile" not in record.notes:
+            continue
+        workload = msgspec.convert(record.config, Workload)
+        traced = Traced(record, workload, decode(record.notes["profile"]))
+        group = Group(workload, {})
+        found.setdefault(group.key(), group).modes[workload.mode] = traced
+    return list(found.values())
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None

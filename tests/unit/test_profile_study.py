@@ -1,0 +1,220 @@
+"""The profile study: what it measures on a CPU, and what it says of traces with known numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sample_records import environment
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.summary import decode
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
+from stepscope.studies.profile.rows import groups
+from stepscope.studies.registry import find_study
+from study_records import profile_record
+from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
+
+ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
+STUDY = find_study("profile")
+
+
+class Bench:
+    device = CpuDevice()
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        del done, total, what
+
+
+def findings(*records: Record) -> str:
+    return " ".join(b.text for b in STUDY.view(records) if isinstance(b, Finding))
+
+
+def table(name: str, *records: Record) -> list[dict[str, object]]:
+    (found,) = (b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name)
+    titles = [column.title for column in found.columns]
+    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+
+
+def busy_step(blocks: int = 12) -> ChromeTrace:
+    """A forward that the device is always behind with: seven products and a softmax a block."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 3_000)
+    trace.range("forward", 0, 3_000)
+    clock = 100.0
+    for block in range(blocks):
+        at = 200.0 * block
+        trace.range(f"block {block}", at, at + 190)
+        kernels = [("attention/projections", SGEMM)] * 4 + [("feed-forward", SGEMM)] * 3
+        kernels += [("attention/core", "cutlass_80_simt_sgemm_128x64_8x5_nt_align1")] * 2
+        kernels += [("attention/core", "void at::native::softmax_warp_forward<float>(float*)")]
+        for place, (part, kernel) in enumerate(kernels):
+            begin = at + 15 * place
+            inside = part.split("/")
+            for depth, name in enumerate(inside):
+                trace.range(name, begin + depth, begin + 14 - depth)
+            trace.operator("aten::mm" if kernel == SGEMM else "aten::bmm", begin + 3, begin + 10)
+            length = 100.0 if kernel == SGEMM else 20.0
+            trace.kernel(kernel, clock, clock + length, launch=(begin + 4, begin + 6))
+            clock += length
+    trace.range("head", 2_500, 2_600)
+    trace.operator("aten::mm", 2_510, 2_550)
+    trace.kernel(SGEMM, clock, clock + 400, launch=(2_520, 2_525))
+    return trace
+
+
+def test_modes_of_a_step_are_one_group() -> None:
+    records = [profile_record(mode) for mode in ("forward", "forward-backward", "train-step")]
+    (group,) = groups([*records, profile_record(status="oom", reason="no")])
+    assert list(group.modes) == ["forward", "forward-backward", "train-step"]
+    assert group.fullest().workload.mode == "train-step"
+    assert len(groups([*records, profile_record(batch=1), profile_record(dtype="tf32")])) == 3
+
+
+def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
+    record = profile_record("forward", trace=busy_step())
+    (group,) = groups([record])
+    top = top_kernel(group)
+    assert top is not None
+    assert (top.kernel, top.unit, top.calls) == (SGEMM, "FP32 cores", 85)
+    assert top.story == "12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)"
+    assert top.share == pytest.approx((84 * 100 + 400) / (84 * 100 + 400 + 12 * 60))
+    assert top.also_first_in_backward is None
+    assert "in 85 calls = 12 blocks × 7" in findings(record)
+    assert count_story(group.fullest().summary, "no such kernel", 12) == ""
+
+
+def test_the_first_kernel_of_the_backward_may_be_another() -> None:
+    trace = training_step()
+    trace.operator("autograd::engine::evaluate_function: X", 800, 900, 101, sequence=0, back=1)
+    trace.kernel(ADD, 810, 990, launch=(802, 804), thread=101)
+    forward, both = profile_record("forward"), profile_record("forward-backward", trace=trace)
+    assert "With the backward, the first is another one." in findings(forward, both)
+    assert "With the backward, the first is the same." in findings(forward, profile_record())
+
+
+def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> None:
+    (group,) = groups([profile_record("forward", trace=busy_step())])
+    core = attention_core(group)
+    assert core is not None
+    assert (core.matmul_ms, core.softmax_ms) == (pytest.approx(0.48), pytest.approx(0.24))
+    scores = 4 * 12 * 512 * 512 * 12
+    assert core.softmax_flops == 5 * scores
+    assert core.matmul_flops == 2 * 2 * 64 * scores
+    assert core.softmax_bytes == 2 * 4 * scores
+    assert "0.50 times as long as the two matrix products with 2.0 % of their FLOPs" in findings(
+        profile_record("forward", trace=busy_step())
+    )
+    # 1.21 GB at 4 TB/s are 0.3 ms.
+    assert "takes 302 µs at the 4.00 TB/s" in findings(profile_record("forward", trace=busy_step()))
+
+
+def test_without_an_attention_written_out_nothing_is_said_of_its_softmax() -> None:
+    (group,) = groups([profile_record()])
+    assert attention_core(group) is None
+    assert "softmax takes" not in findings(profile_record())
+
+
+def test_timer_and_profiler_stand_side_by_side() -> None:
+    (row,) = table("profile-timer", profile_record("forward", step=0.180), profile_record(step=0.9))
+    assert row["forward, timer"] == pytest.approx(0.180)
+    assert row["forward, profiler"] == pytest.approx(0.185)
+    assert row["backward, timer"] == pytest.approx(0.45)
+    assert row["backward, profiler"] == pytest.approx(0.203)
+    assert row["profiler adds"] == pytest.approx(1 / 0.9 - 1, rel=1e-3)
+    assert "(+3 %): they agree" in findings(profile_record("forward", step=0.180))
+    assert "(-54 %): they do not agree" in findings(profile_record("forward", step=0.4))
+
+
+def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> None:
+    tried = {"graph_replay": 0.38, "larger_batch": 1.1}
+    slow = profile_record(
+        "forward", trace=training_step(), experiments=tried,
+        quantities=profile_record().quantities | {"larger_batch": _sequences(16)},
+    )  # fmt: skip
+    said = findings(slow)
+    assert "the host limits this step; for 28.0 % of it the device has nothing to run" in said
+    assert "4.0 times the batch takes 1.10 times as long" in said
+    assert "a graph replay takes 0.38 times as long" in said
+    (row,) = table("profile-ledger", slow)
+    assert row["as a graph"] == pytest.approx(0.38)
+    assert "the host limits" not in findings(profile_record("forward", trace=busy_step()))
+
+
+def _sequences(value: float) -> object:
+    from stepscope.records.schema import Quantity
+
+    return Quantity(value=value, unit="sequences")
+
+
+def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
+    record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
+    (group,) = groups([record])
+    assert group.fullest().graph_ratio() == pytest.approx(0.5)
+
+
+def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
+    forward = profile_record("forward", trace=busy_step())
+    (row,) = table("profile-matmul", forward, profile_record())
+    assert row["inference"] == pytest.approx(1 - 240 / 9520)
+    assert row["whole step"] == pytest.approx(160 / 240)
+    assert row["forward and backward"] is None
+    assert str(row["grew instead"]).startswith("elementwise by")
+
+
+def test_an_open_ledger_is_told_for_the_step_that_has_it() -> None:
+    trace = training_step()
+    trace.kernel("mystery", 900, 950)
+    said = findings(profile_record(), profile_record(context=128, trace=trace))
+    assert "The ledger of small at context 128 in float32 (train-step) does not close" in said
+    assert "is accounted for" not in said
+    assert "The time of all 1 traced steps is accounted for" in findings(profile_record())
+
+
+def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
+    (row,) = table("profile-ledger", profile_record(environment=ON_CPU, trace=operator_step()))
+    assert {"host", "waits", "queue", "as a graph"} & row.keys() == set()
+    assert row["working"] == pytest.approx(0.66)
+    assert row["between"] == pytest.approx(0.34)
+
+
+@pytest.mark.parametrize("how", [{"steps": 0}, {"traced": 0}, {"warmup": -1}])
+def test_impossible_efforts_are_refused(how: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        STUDY.flags(**how)
+
+
+def test_a_real_step_is_timed_traced_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_TRACES", str(tmp_path / "traces"))
+    flags = STUDY.flags(
+        size=("tiny",), context=(16,), batch=(1,), mode=("train-step",), vocab=64, d_model=32,
+        d_ff=64, heads=2, warmup=1, steps=2, traced=2,
+    )  # fmt: skip
+    (case,) = STUDY.cases(flags)
+    measured = STUDY.measure(case.config, Bench())
+    names = {series.name for series in measured.series}
+    assert {"step", "forward", "loss", "backward", "optimizer", "traced"} <= names
+    assert "graph_replay" not in names
+    summary = decode(measured.notes["profile"])
+    assert len(summary.steps) == 2
+    assert summary.doubt == ""
+    assert set(summary.phases) == {"forward", "loss", "backward", "optimizer"}
+    assert measured.notes["trace"] == f"{case.key}.json.gz"
+    kept = read_trace(tmp_path / "traces" / measured.notes["trace"])
+    assert "block 1" in kept.names
+
+
+def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
+    flags = STUDY.flags(
+        size=("tiny",), context=(8,), batch=(1,), mode=("forward",), vocab=32, d_model=16,
+        d_ff=16, heads=2, warmup=0, steps=1, traced=1,
+    )  # fmt: skip
+    (case,) = STUDY.cases(flags)
+    assert set(STUDY.measure(case.config, Bench()).notes) == {"profile"}
