@@ -22,6 +22,7 @@ COMMANDS = {
     "import": "add the records of a JSON Lines file to the store",
     "compare": "hold two runs or two records against each other; a gate for CI",
     "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
+    "profile-nsys": "record a training step with Nsight Systems and read the recording",
     "list": "studies, presets, sizes, and the runs that are stored",
     "doctor": "what this machine has, what is missing, and how to get it",
 }
@@ -75,7 +76,7 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
-    module = importlib.import_module(f"stepscope.cli.{name}_command")
+    module = importlib.import_module(f"stepscope.cli.{name.replace('-', '_')}_command")
     return int(module.main(rest))
 
 

@@ -1,0 +1,59 @@
+"""The program that Nsight Systems watches: warm up, then steps between cudaProfilerStart and Stop.
+
+    python -m stepscope.studies.profile.nsight_steps CONFIG
+
+CONFIG is a case of the profile study as JSON, as `stepscope profile-nsys` writes it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.studies.workload import TrainingStep, Workload
+
+
+class Watched(Workload, frozen=True, kw_only=True):
+    warmup: int = 5
+    traced: int = 3
+
+
+def main(words: list[str]) -> None:
+    import torch
+
+    from stepscope.measure.device import pick_device
+    from stepscope.ranges import mark_for_nsight, named
+
+    config = read_config(words)
+    device = pick_device("cuda")
+    step = TrainingStep(config, device)
+
+    def run() -> None:
+        for phase in step.phases():
+            phase.run()
+        device.synchronize()
+
+    for _ in range(config.warmup):
+        run()
+        step.reset()
+    mark_for_nsight(True)
+    torch.cuda.cudart().cudaProfilerStart()  # type: ignore[no-untyped-call]
+    for number in range(config.traced):
+        with named(f"step {number}"):
+            run()
+        step.reset()
+        device.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
+
+
+def read_config(words: list[str]) -> Watched:
+    try:
+        return msgspec.json.decode(words[0], type=Watched)
+    except (IndexError, msgspec.DecodeError) as error:
+        raise StepscopeError(f"one case as JSON is needed: {error}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""`stepscope profile-nsys`: the commands it prints are whole, and it runs them where it can."""
+
+from __future__ import annotations
+
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+
+from stepscope.cli import main
+from stepscope.errors import StepscopeError
+from stepscope.studies.profile.nsight_steps import read_config
+
+STEP = ("--size", "small", "--context", "128", "--dtype", "bfloat16", "--mode", "forward")
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_it_prints_commands_that_record_export_and_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile-nsys", *STEP, "--no-run", "--out", str(tmp_path)]) == 0
+    record, export, read = printed(capsys)
+    assert record[:2] == ["nsys", "profile"]
+    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop"} <= set(record)
+    assert any(word.startswith("--trace=cuda,nvtx") for word in record)
+    config = read_config(record[-1:])
+    assert (config.size, config.context, config.dtype) == ("small", 128, "bfloat16")
+    assert (config.mode, config.warmup, config.traced) == ("forward", 5, 3)
+    report = tmp_path / "traces" / config.key
+    assert f"--output={report}" in record
+    assert export[-1] == f"{report}.nsys-rep"
+    assert read[3:5] == ["trace", f"{report}.sqlite"]
+
+
+def test_without_nsys_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["profile-nsys", *STEP, "--out", str(tmp_path)]) == 0
+    assert "nsys is not installed here" in capsys.readouterr().err
+
+
+def test_a_recording_that_fails_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "nsys"
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert main(["profile-nsys", *STEP, "--out", str(tmp_path)]) == 1
+    assert "nsys ended with exit code 3" in capsys.readouterr().err
+
+
+def test_one_step_is_recorded_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile-nsys", "--size", "small", "xl", "--no-run"]) == 2
+    assert "2 steps are asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["{"], ['{"size": 3}']])
+def test_a_config_that_is_none_is_refused(words: list[str]) -> None:
+    with pytest.raises(StepscopeError, match="one case as JSON is needed"):
+        read_config(words)
