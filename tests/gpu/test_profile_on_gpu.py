@@ -1,0 +1,79 @@
+"""Traces of real steps on a GPU: the ledger closes, and nearly all kernel time is attributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.records.schema import Series
+from stepscope.studies.base import Measurement
+from stepscope.studies.registry import find_study
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+
+class Bench:
+    def __init__(self) -> None:
+        from stepscope.measure.device import pick_device
+
+        self.device = pick_device("cuda")
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        del done, total, what
+
+
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: object) -> Measurement:
+    monkeypatch.setenv("STEPSCOPE_TRACES", str(folder))
+    study = find_study("profile")
+    (case,) = study.cases(study.flags(**flags))
+    return study.measure(case.config, Bench())
+
+
+def median(measurement: Measurement, name: str, clock: str = "device") -> float:
+    held: Series = next(
+        s for s in measurement.series if s.name == name and s.clock == clock
+    )  # fmt: skip
+    return sorted(held.values)[len(held.values) // 2]
+
+
+@pytest.mark.parametrize("compiled", ["no", "block"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["forward", "train-step"])
+def test_the_ledger_closes_and_kernels_are_attributed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, dtype: str, compiled: str
+) -> None:
+    found = measured(
+        tmp_path, monkeypatch, size=("small",), context=(512,), dtype=(dtype,), mode=(mode,),
+        compile=(compiled,),
+    )  # fmt: skip
+    summary: Summary = decode(found.notes["profile"])
+    assert summary.on_device
+    assert summary.doubt == ""
+    assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
+    assert summary.shares.kind >= 0.98
+    assert summary.shares.launch >= 0.99
+    if mode == "train-step":
+        assert summary.shares.backward_module >= 0.95
+    # Kernels take as long with the profiler as without it: busy time cannot exceed the timer's.
+    assert summary.busy_ms <= median(found, "step", "host") * 1.1
+
+
+def test_the_host_limits_a_small_step_and_a_graph_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(
+        tmp_path, monkeypatch, size=("small",), context=(128,), mode=("forward-backward",)
+    )
+    summary = decode(found.notes["profile"])
+    assert "graph_replay" not in found.notes, found.notes["graph_replay"]
+    assert "larger_batch" not in found.notes, found.notes["larger_batch"]
+    assert summary.idle_of("host") / summary.wall_ms > 0.25
+    assert median(found, "graph_replay") < 0.8 * median(found, "step")
+    assert median(found, "larger_batch") < 2.0 * median(found, "step")
