@@ -132,3 +132,14 @@ def test_on_a_cpu_an_operator_has_the_time_that_it_does_not_hand_on() -> None:
         ("aten::add", 60, 80),
     ]
     assert [path for *_, path in told(work)] == ["", "inner", "", ""]
+
+
+def test_of_several_devices_the_busiest_is_accounted_for() -> None:
+    trace = training_step(blocks=1)
+    trace.kernel(SGEMM, 0, 500, launch=(0, 1))
+    trace.events[-1]["args"]["device"] = 3
+    trace.kernel(ADD, 500, 900, launch=(0, 1))
+    trace.events[-1]["args"]["device"] = 3
+    work = find_work(trace.read())
+    assert [work.trace.names[name] for name in work.name] == [SGEMM, ADD]
+    assert len(work) == 2

@@ -36,6 +36,8 @@ _SHOWN = {
     "dirty": "uncommitted changes",
 }
 
+_LONGEST_NOTE = 2_000
+
 
 def make_page(records: Sequence[Record]) -> Page:
     """The page of these records. Pure: nothing is measured here."""
@@ -199,9 +201,16 @@ def _details(record: Record) -> str:
         value = getattr(record, name)
         if name == "series":
             lines += [f"series {s.name}, {s.clock} clock: {_json(s)}" for s in record.series]
+        elif name == "notes":
+            lines += [f"note {key}: {_short(text)}" for key, text in record.notes.items()]
         elif name not in ("environment", "ceilings"):
             lines.append(f"{name}: {_json(value)}")
     return "\n".join(lines)
+
+
+def _short(note: str) -> str:
+    """A note may hold a whole profile, which the page shows in a better form."""
+    return note if len(note) <= _LONGEST_NOTE else f"{len(note):,} characters, see the record"
 
 
 def _json(value: object) -> str:

@@ -123,13 +123,13 @@ def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:
                 kind=about.kind,
                 unit=about.unit,
                 phase=PHASES[phase],
-                ms=float(us.sum()) / 1e3 / steps,
-                count=len(us) / steps,
-                average_us=float(us.mean()),
-                median_us=float(np.median(us)),
+                ms=round(float(us.sum()) / 1e3 / steps, 6),
+                count=round(len(us) / steps, 4),
+                average_us=round(float(us.mean()), 3),
+                median_us=round(float(np.median(us)), 3),
                 least_us=float(us.min()),
                 most_us=float(us.max()),
-                deviation_us=float(us.std(ddof=1)) if len(us) > 1 else 0.0,
+                deviation_us=round(float(us.std(ddof=1)), 3) if len(us) > 1 else 0.0,
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.phase)))
@@ -155,8 +155,8 @@ def uses(held: Instances) -> tuple[Use, ...]:
             max(places, len(np.unique(path[members]))),
         )
     rows = [
-        Use(kernel=kernel, kind=kind, phase=phase, module=module, role=role, ms=ms / steps,
-            count=count / steps, places=places)
+        Use(kernel=kernel, kind=kind, phase=phase, module=module, role=role,
+            ms=round(ms / steps, 6), count=round(count / steps, 4), places=places)
         for (kernel, kind, phase, module, role), (ms, count, places) in found.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.module, row.phase)))

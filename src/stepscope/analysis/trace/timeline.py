@@ -131,8 +131,8 @@ def _joined(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Ba
             held.append(now)
     return tuple(
         Bar(
-            start=(bar.start - step.start) / 1e6,
-            end=(bar.end - step.start) / 1e6,
+            start=round((bar.start - step.start) / 1e6, 4),
+            end=round((bar.end - step.start) / 1e6, 4),
             label=bar.label,
             group=bar.group,
         )

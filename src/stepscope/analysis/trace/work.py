@@ -9,7 +9,7 @@ import numpy as np
 
 from stepscope.analysis.kernel_names import CLASSES, Description, describe, describe_operator
 from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER, UNKNOWN, Host, read_host
-from stepscope.analysis.trace.model import NO_NUMBER, Ints, Trace
+from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
 from stepscope.analysis.trace.nesting import NOBODY, innermost
 
 NO_CALL = -1
@@ -116,7 +116,7 @@ def find_work(trace: Trace) -> Work:
 
 
 def _kernels(trace: Trace, host: Host) -> Work:
-    kernels, calls = trace.kernels, trace.calls
+    kernels, calls = _busiest_device(trace.kernels), trace.calls
     call = _launching_call(kernels.correlation, calls.correlation)
     span = np.full(len(kernels), NOBODY, np.int64)
     known = call != NO_CALL
@@ -126,6 +126,15 @@ def _kernels(trace: Trace, host: Host) -> Work:
         trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
         _classes(kernels.name, trace, on_device=True), call, span,
     )  # fmt: skip
+
+
+def _busiest_device(kernels: Kernels) -> Kernels:
+    """A step is accounted for on one device: the one that works most."""
+    devices, of = np.unique(kernels.device, return_inverse=True)
+    if len(devices) == 1:
+        return kernels
+    own = of == np.bincount(of, weights=kernels.end - kernels.start).argmax()
+    return Kernels(**{name: column[own] for name, column in vars(kernels).items()})
 
 
 def _launching_call(wanted: Ints, correlations: Ints) -> Ints:
