@@ -65,6 +65,7 @@ class _File(msgspec.Struct):
     deviceProperties: list[_Device] = []  # noqa: N815
 
 
+_Row = tuple[float, float, str, Identity, int, Identity, Identity, int, int]
 _KINDS = {
     "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
     "Kernel": "kernel", "Memcpy": "kernel", "Memset": "kernel",
@@ -84,11 +85,7 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
         )
     with _no_collection():
         events, device_name = _decoded(data, where)
-        held: dict[str, list[_Event]] = {kind: [] for kind in _KINDS.values()}
-        keep = {category: held[kind].append for category, kind in _KINDS.items()}
-        for event in events:
-            if event.ph == "X" and event.cat in keep:
-                keep[event.cat](event)
+        held = _split(events)
         del events
         if not held["kernel"] and not held["operator"]:
             raise StepscopeError(
@@ -129,57 +126,64 @@ def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
     return file.traceEvents, next((d.name for d in file.deviceProperties), "")
 
 
-def _kernels(events: Sequence[_Event], names: Names) -> Kernels:
-    if not events:
-        return NO_KERNELS
-    start, end = _times(events)
+def _split(events: list[_Event]) -> dict[str, list[_Row]]:
+    """What is needed of each event by its kind, in one pass while the event is at hand."""
+    held: dict[str, list[_Row]] = {kind: [] for kind in _KINDS.values()}
+    keep = {category: held[kind].append for category, kind in _KINDS.items()}.get
     nothing = _Arguments()
-    arguments = [event.args or nothing for event in events]
+    for event in events:
+        add = keep(event.cat)
+        if add is not None and event.ph == "X":
+            own = event.args or nothing
+            add(
+                (event.ts, event.dur, event.name, event.tid, own.correlation, own.device,
+                 own.stream, own.sequence, own.forward_thread)
+            )  # fmt: skip
+    return held
+
+
+def _kernels(rows: list[_Row], names: Names) -> Kernels:
+    if not rows:
+        return NO_KERNELS
+    ts, dur, name, _, correlation, device, stream, _, _ = zip(*rows, strict=True)
+    start, end = _times(ts, dur)
     return ordered_kernels(
-        name=names.numbers([event.name for event in events]),
+        name=names.numbers(name),
         start=start,
         end=end,
-        device=_identities([a.device for a in arguments]),
-        stream=_identities([a.stream for a in arguments]),
-        correlation=_column([a.correlation for a in arguments]),
+        device=_identities(device),
+        stream=_identities(stream),
+        correlation=_column(correlation),
     )
 
 
-def _calls(events: Sequence[_Event], names: Names) -> Calls:
-    if not events:
+def _calls(rows: list[_Row], names: Names) -> Calls:
+    if not rows:
         return NO_CALLS
-    start, end = _times(events)
-    return Calls(
-        name=names.numbers([event.name for event in events]),
-        start=start,
-        end=end,
-        thread=_identities([event.tid for event in events]),
-        correlation=_column([e.args.correlation if e.args else NO_NUMBER for e in events]),
-    )
+    ts, dur, name, tid, correlation, *_ = zip(*rows, strict=True)
+    start, end = _times(ts, dur)
+    return Calls(names.numbers(name), start, end, _identities(tid), _column(correlation))
 
 
-def _spans(operators: Sequence[_Event], ranges: Sequence[_Event], names: Names) -> Spans:
-    events = [*operators, *ranges]
-    if not events:
+def _spans(operators: list[_Row], ranges: list[_Row], names: Names) -> Spans:
+    rows = operators + ranges
+    if not rows:
         return NO_SPANS
-    start, end = _times(events)
-    is_range = np.zeros(len(events), np.bool_)
-    is_range[len(operators) :] = True
-    arguments = [event.args for event in events]
+    ts, dur, name, tid, _, _, _, sequence, forward_thread = zip(*rows, strict=True)
+    start, end = _times(ts, dur)
     return ordered_spans(
-        name=names.numbers([event.name for event in events]),
+        name=names.numbers(name),
         start=start,
         end=end,
-        thread=_identities([event.tid for event in events]),
-        is_range=is_range,
-        sequence=_column([a.sequence if a else NO_NUMBER for a in arguments]),
-        in_backward=_column([a.forward_thread if a else 0 for a in arguments]) > 0,
+        thread=_identities(tid),
+        is_range=np.arange(len(rows)) >= len(operators),
+        sequence=_column(sequence),
+        in_backward=_column(forward_thread) > 0,
     )
 
 
-def _times(events: Sequence[_Event]) -> tuple[Ints, Ints]:
-    start = np.array([event.ts for event in events], np.float64)
-    length = np.array([event.dur for event in events], np.float64)
+def _times(ts: Sequence[float], dur: Sequence[float]) -> tuple[Ints, Ints]:
+    start, length = np.array(ts, np.float64), np.array(dur, np.float64)
     if not (np.abs(start).max() < _LATEST_US and np.abs(length).max() < _LATEST_US):
         raise ValueError("a time is out of range")
     first = np.rint(start * 1e3).astype(np.int64)
