@@ -182,6 +182,21 @@ def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
     assert row["between"] == pytest.approx(0.34)
 
 
+def test_formats_of_the_same_step_are_compared_by_class() -> None:
+    slow = profile_record(trace=training_step(blocks=4))
+    fast = profile_record(dtype="bfloat16", trace=training_step(blocks=2))
+    rows = {
+        row["class or cause"]: row
+        for row in table("profile-comparison-1", slow, fast, profile_record(context=128))
+    }
+    assert rows["matmul"]["float32, eager"] == pytest.approx(0.32)
+    assert rows["matmul"]["bfloat16, eager"] == pytest.approx(0.16)
+    assert rows["matmul"]["ratio"] == pytest.approx(0.5)
+    assert len(rows) == 7
+    named = [b.name for b in STUDY.view([slow, fast]) if isinstance(b, Table)]
+    assert "profile-comparison-2" not in named
+
+
 @pytest.mark.parametrize("how", [{"steps": 0}, {"traced": 0}, {"warmup": -1}])
 def test_impossible_efforts_are_refused(how: dict[str, int]) -> None:
     with pytest.raises(UsageError):

@@ -92,9 +92,11 @@ class Profile(Study[ProfileFlags]):
         sizes_2025 = (*course, "xl", "2.7b")
         both = ("float32", "bfloat16")
         if environment.device_kind == "cpu":
+            # Every case is a process of its own, which takes longer to start than to measure.
             quick = ProfileFlags(
-                size=("tiny", "mini"), context=(64,), batch=(2,), warmup=1, steps=5, traced=2
-            )
+                size=("tiny",), context=(64,), batch=(2,), warmup=1, steps=5, traced=2,
+                mode=("forward", "train-step"),
+            )  # fmt: skip
         else:
             quick = ProfileFlags(size=("small",), context=(128, 512), dtype=both)
         seeds = (

@@ -103,5 +103,24 @@ def groups(records: Sequence[Record]) -> list[Group]:
     return list(found.values())
 
 
+def pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
+    """Groups that differ in one thing only: the number format, or whether they are compiled."""
+    return [
+        (first, second)
+        for place, first in enumerate(found)
+        for second in found[place + 1 :]
+        if _differ_in(first.workload, second.workload) in (["dtype"], ["compile"])
+        and set(first.modes) & set(second.modes)
+    ]
+
+
+def _differ_in(first: Workload, second: Workload) -> list[str]:
+    return [
+        name
+        for name in first.__struct_fields__
+        if name != "mode" and getattr(first, name) != getattr(second, name)
+    ]
+
+
 def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
