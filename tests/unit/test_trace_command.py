@@ -169,3 +169,25 @@ def test_blocks_are_whole() -> None:
             assert block.kind == "stacks"
             shown = sum(sum(curve.y) for curve in block.curves)
             assert shown == pytest.approx(1.0)
+
+
+def test_products_of_linear_layers_are_told_apart() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 30, sequence=1)
+    trace.kernel(SGEMM, 10, 50, launch=(1, 2))
+    trace.operator("autograd::engine::evaluate_function: MmBackward0", 30, 90, sequence=1, back=1)
+    for place, layout in enumerate(("nn", "nt")):
+        at = 40 + 20 * place
+        trace.operator("aten::mm", at, at + 15)
+        trace.kernel(f"ampere_sgemm_128x64_{layout}", 60 + 40 * place, 90 + 40 * place,
+                     launch=(at + 1, at + 2))  # fmt: skip
+    (table,) = (
+        block
+        for block in trace_blocks(summarize(trace.read()))
+        if isinstance(block, Table) and block.name == "trace-roles"
+    )
+    assert [row[0] for row in table.rows] == ["forward", "dX", "dW"]
+    numbers = [row[1:] for row in table.rows]
+    assert numbers == [
+        pytest.approx(row) for row in ((0.04, 0.4, 1), (0.03, 0.3, 1), (0.03, 0.3, 1))
+    ]

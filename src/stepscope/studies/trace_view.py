@@ -34,6 +34,7 @@ def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
         *([timeline_block(summary, name)] if summary.timeline else []),
         kernel_table(summary, name),
         *([module_table(summary, name)] if any(use.module for use in summary.uses) else []),
+        *role_tables(summary, name),
         *([outlier_table(summary.outliers, name)] if summary.outliers else []),
     )
 
@@ -171,6 +172,36 @@ def module_table(summary: Summary, name: str) -> Table:
         ),
         caption="A backward is counted for the part whose forward made it.",
     )
+
+
+def role_tables(summary: Summary, name: str) -> list[Table]:
+    """The products of linear layers: forward, towards the input (dX), towards the weight (dW)."""
+    roles = ("forward", "dX", "dW")
+    held = {
+        role: [use for use in summary.uses if use.kind == "matmul" and use.role == role]
+        for role in roles
+    }
+    if not (held["dX"] and held["dW"]):
+        return []
+    total = sum(use.ms for uses in held.values() for use in uses)
+    rows: list[tuple[Cell, ...]] = []
+    for role, uses in held.items():
+        ms = sum(use.ms for use in uses)
+        rows.append((role, ms, ms / total if total else None, sum(use.count for use in uses)))
+    return [
+        Table(
+            name=f"{name}-roles",
+            title="Products of linear layers",
+            columns=(
+                Column(title="product"),
+                Column(title="time", kind="number", unit="ms"),
+                Column(title="share", kind="percent"),
+                Column(title="count", kind="count"),
+            ),
+            rows=tuple(rows),
+            caption="Told apart by the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
+        )
+    ]
 
 
 def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:

@@ -57,9 +57,10 @@ def _closing(found: Sequence[Group]) -> Iterator[Finding]:
 def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
     for group in found:
         traced = group.fullest()
-        share = traced.host_share()
-        if not traced.summary.on_device or share < HOST_LIMITS_FROM:
+        if not traced.host_limits(HOST_LIMITS_FROM):
             continue
+        bare = traced.idle_without_profiler
+        share = traced.host_share() if bare is None else bare
         proof = []
         larger, times = traced.larger_batch_ratio(), traced.larger_batch()
         if larger is not None and times is not None:
@@ -70,9 +71,10 @@ def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
         if graph is not None:
             proof.append(f"a graph replay takes {number(graph, 2)} times as long")
         text = (
-            f"{group.name}, {traced.workload.mode}: the host limits this step; for"
-            f" {percent(share)} of it the device has nothing to run. A lower precision cannot help"
-            " until there are fewer launches"
+            f"{group.name}, {traced.workload.mode}: the host limits this step; the device is idle"
+            f" for {percent(share)} of it, and in the trace nothing was launched in time for"
+            f" {percent(traced.host_share())}. A lower precision cannot help until there are fewer"
+            " launches"
         )
         shown = f": {', and '.join(proof)}." if proof else "."
         yield Finding(text=text + shown, tone="warn")

@@ -41,6 +41,25 @@ class Traced(NamedTuple):
     def host_share(self) -> float:
         return self.summary.idle_of("host") / self.summary.wall_ms
 
+    @property
+    def idle_without_profiler(self) -> float | None:
+        """The share of the timed step that the traced kernels do not fill.
+
+        The profiler makes the host slower and leaves kernels as they are, so idle time in a trace
+        is more than there is without it.
+        """
+        bare = self.timer_ms("step")
+        return None if not bare else max(0.0, 1 - self.summary.busy_ms / bare)
+
+    def host_limits(self, least: float) -> bool:
+        """In the trace by its launches, and without the profiler by what kernels leave empty."""
+        bare = self.idle_without_profiler
+        return (
+            self.summary.on_device
+            and self.host_share() >= least
+            and (bare is None or bare >= least)
+        )
+
     def graph_ratio(self) -> float | None:
         """The replay of all but the optimizer, over the same part launched kernel by kernel."""
         replay = median_ms(self.record, "graph_replay")

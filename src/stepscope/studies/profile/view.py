@@ -64,7 +64,7 @@ def _ledger_table(found: Sequence[Group]) -> Table:
         return (
             *key_cells(group, found), traced.workload.mode, wall, summary.busy_ms / wall,
             summary.residual_ms / wall, summary.launches, *(share or None for share in idle),
-            traced.graph_ratio(), traced.larger_batch_ratio(),
+            traced.idle_without_profiler, traced.graph_ratio(), traced.larger_batch_ratio(),
         )  # fmt: skip
 
     table = Table(
@@ -81,6 +81,11 @@ def _ledger_table(found: Sequence[Group]) -> Table:
             Column(title="waits", kind="percent", hint="idle while the host waits"),
             Column(title="queue", kind="percent", hint="idle between two launched kernels"),
             Column(title="between", kind="percent", hint="on a CPU: no operator runs"),
+            Column(
+                title="idle, timed",
+                kind="percent",
+                hint="of the step without the profiler: what the same kernels do not fill",
+            ),
             Column(title="as a graph", kind="number", hint="time of a replay over the time now"),
             Column(title="batch × 4", kind="number", hint="time with it over the time now"),
         ),
