@@ -62,6 +62,7 @@ class Bench:
         how: dict[str, Any] = {"scale": self.scale, "causal": causal, "shift": 0}
         self.out, self.lse = triton_launch.forward(*self.read[:3], **how)
         self.delta = (self.out.float() * self.grad.float()).sum(-1)
+        self.factor = torch.ones_like(self.delta)
         self.made = [torch.empty_like(self.q) for _ in range(4)]
 
     def run(self, candidate: Candidate) -> tuple[Tensor, ...]:
@@ -69,22 +70,24 @@ class Bench:
         out, dq, dk, dv = self.made
         with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
             launch = triton_launch.run_pass
-            problem = triton_launch.Problem(self.causal, 0, 1)
+            how = (self.scale, self.causal, 0)
             if candidate.kind == "forward":
-                lse = torch.empty_like(self.lse)
-                launch("forward", problem, self.read[:3], (out, lse), (out,), self.scale)
+                rest = (out, torch.empty_like(self.lse))
+                launch("forward", self.read[:3], rest, (out,), *how)
                 return (out,)
             if candidate.kind == "query":
-                rest = (self.out, self.lse, torch.empty_like(self.delta), dq)
-                launch("query", problem, self.read, rest, (self.out, dq), self.scale)
+                delta, factor = torch.empty_like(self.delta), torch.empty_like(self.factor)
+                rest = (self.out, self.lse, delta, factor, dq)
+                launch("query", self.read, rest, (self.out, dq), *how)
                 return (dq,)
-            rest = (self.lse, self.delta, dk, dv)
-            launch("key_value", problem, self.read, rest, (dk, dv), self.scale)
+            rest = (self.lse, self.delta, self.factor, dk, dv)
+            launch("key_value", self.read, rest, (dk, dv), *how)
             return (dk, dv)
 
-    def expected(self, peer: str) -> dict[Pass, tuple[Tensor, ...]]:
-        out = attention(self.q, self.k, self.v, is_causal=self.causal, impl=peer)
-        dq, dk, dv = torch.autograd.grad(out, (self.q, self.k, self.v), self.grad)
+    def expected(self, peer: str, dtype: torch.dtype) -> dict[Pass, tuple[Tensor, ...]]:
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+        out = attention(*inputs, is_causal=self.causal, impl=peer)
+        dq, dk, dv = torch.autograd.grad(out, inputs, self.grad.to(dtype))
         return {"forward": (out.detach(),), "query": (dq,), "key_value": (dk, dv)}
 
 
@@ -173,7 +176,16 @@ def tune(asked: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
     wanted = list(candidates(asked, shape, dtype))
     compile_all(shape, asked.dtype, asked.causal, wanted, asked.jobs)
     bench = Bench(shape, dtype, asked.causal)
-    kept = list(usable(bench, wanted, bench.expected(asked.peer), asked.spills))
+    expected = bench.expected(asked.peer, dtype)
+    if dtype == torch.float32:
+        # Accurate to the last place or not is the question here, so the truth has more of them.
+        theirs, expected = expected, bench.expected("reference", torch.float64)
+        for name, made in ((asked.peer, theirs), ("reference", bench.expected("reference", dtype))):
+            errors = ", ".join(
+                f"{kind} {error_of(made[kind], expected[kind]):.2e}" for kind in made
+            )
+            print(f"error of {name}: {errors}")
+    kept = list(usable(bench, wanted, expected, asked.spills))
     calls: list[Callable[[], object]] = []
     for candidate, _ in kept:
         calls.append(lambda candidate=candidate: bench.run(candidate))  # type: ignore[misc]

@@ -18,12 +18,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 
 
-# Gradients that miss the policy in the interpreter. delta = rowsum(dO∘O) is rounded apart from the
-# dP it is taken from; where a row sees few keys nearly all of dP - delta cancels, and the
-# reference, which sums P∘dP, keeps more of what is left.
-misses = pytest.mark.xfail(
-    not ON_GPU, strict=True, reason="float32: 2.2 to 20× of at most 2×; float16: 6× of 1.5×"
-)
+# Gradients that miss the policy in the interpreter, which has no fused multiply-add: the output's
+# own error enters delta = rowsum(dO∘O), while the reference sums P∘dP.
+misses = pytest.mark.xfail(not ON_GPU, strict=True, reason="float32: 2.1 to 2.4× of at most 2×")
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
@@ -64,7 +61,8 @@ def test_a_single_key(rows: int, dtype: torch.dtype) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dq, dk, dv = torch.autograd.grad(triton(*leaves), leaves, grad)
     summed = grad.double().sum(-2, keepdim=True)
-    torch.testing.assert_close(dv.double(), summed, atol=1e-2 if rows > 1 else 0.0, rtol=2e-3)
+    one_unit = torch.finfo(dtype).eps * summed.abs().max().item()
+    torch.testing.assert_close(dv.double(), summed, atol=one_unit if rows > 1 else 0.0, rtol=0.0)
     terms = (grad.abs() * v.abs()).sum().item() * max(q.abs().max(), k.abs().max()).item()
     for gradient in (dq, dk):
         assert gradient.abs().max() <= 2 * torch.finfo(torch.float32).eps * terms
@@ -73,7 +71,7 @@ def test_a_single_key(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [1, 3, 16, 40, 59, 64, 72, 80, 111, 128, 256])
 def test_any_head_dimension(d: int, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if (d, dtype) == (256, torch.float32):
+    if d in (1, 256) and dtype == torch.float32:
         request.applymarker(misses)
     q, k, v, grad = inputs(70, 70, d, dtype=dtype)
     check_against_float64(triton, q, k, v, grad, is_causal=True)
@@ -96,12 +94,7 @@ def test_any_head_dimension(d: int, dtype: torch.dtype, request: pytest.FixtureR
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_unequal_lengths(
-    rows: int, keys: int, align: str | None, dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
-    far = {(33, 97, None), (2, 130, "top-left"), (130, 2, "bottom-right")}
-    if (rows, keys, align) in far and (dtype == torch.float32 or rows == 130):
-        request.applymarker(misses)
+def test_unequal_lengths(rows: int, keys: int, align: str | None, dtype: torch.dtype) -> None:
     q, k, v, grad = inputs(rows, keys, 24, dtype=dtype)
     causal = align is not None
     check_against_float64(triton, q, k, v, grad, is_causal=causal, causal_align=align)
@@ -308,6 +301,7 @@ class TestRefusals:
 
     def test_a_cpu_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
         q, k, v = (x.cpu() for x in inputs(16, 16, 16)[:3])
         with pytest.raises(ValueError, match="needs a GPU"):
             triton(q, k, v)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from stepscope.attention.inputs import checked_inputs
+from stepscope.attention.inputs import autocast_is_on, checked_inputs
 from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
     PREFERENCE,
     AttentionFunction,
     Implementation,
+    Inputs,
     implementation,
 )
 
-_LOADED: dict[Callable[[], AttentionFunction], AttentionFunction] = {}
-"""Import statements take microseconds even the second time."""
+_DECIDED: dict[tuple[object, ...], AttentionFunction] = {}
+"""Which function a call was sent to: at short lengths deciding anew would take longer than the GPU
+does."""
+_MOST_DECIDED = 4096
 
 
 def attention(
@@ -42,27 +45,50 @@ def attention(
     Bad inputs, and inputs that the named implementation refuses, are a ValueError; an unknown name
     is a UsageError. A named implementation never falls back to another.
     """
-    entry = None if impl == AUTO else implementation(impl)
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
-    if entry is None:
-        entry = _first_that_takes(q, k, v, is_causal, scale, causal_align)
-    else:
-        refusal = entry.refuses(q, k, v, is_causal, scale, causal_align)
-        if refusal is not None:
-            raise ValueError(f"impl={impl!r} cannot take this input: {refusal}")
-    function = _LOADED.get(entry.load)
+    # The compiler runs this once for a graph, and its shapes may be symbols.
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or autocast_is_on(q):
+        return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, None)
+    try:
+        key = (
+            impl, is_causal, scale, causal_align, q.shape, k.shape, v.shape,
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        )  # fmt: skip
+        function = _DECIDED.get(key)
+    except (AttributeError, TypeError):
+        # No tensor, or nothing that hashes: the check below says what is wrong.
+        key, function = None, None
     if function is None:
-        function = _LOADED[entry.load] = entry.load()
+        return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, key)
     return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
 
 
-def _first_that_takes(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
-) -> Implementation:
+def _decide_and_attend(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None,
+    causal_align: str | None, impl: str, key: tuple[object, ...] | None,
+) -> Tensor:  # fmt: skip
+    """Check, decide, compute; what was decided is kept under the key, if there is one."""
+    entry = None if impl == AUTO else implementation(impl)
+    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
+    inputs = (q, k, v, is_causal, scale, causal_align)
+    if entry is None:
+        entry = _first_that_takes(*inputs)
+    else:
+        refusal = entry.refuses(*inputs)
+        if refusal is not None:
+            raise ValueError(f"impl={impl!r} cannot take this input: {refusal}")
+    function = entry.load()
+    if key is not None and entry.decides_by_shape:
+        if len(_DECIDED) >= _MOST_DECIDED:
+            _DECIDED.clear()
+        _DECIDED[key] = function
+    return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
+
+
+def _first_that_takes(*inputs: *Inputs) -> Implementation:
     refusals = []
     for name in PREFERENCE:
         entry = IMPLEMENTATIONS[name]
-        refusal = entry.refuses(q, k, v, is_causal, scale, causal_align)
+        refusal = entry.refuses(*inputs) or entry.leaves(*inputs)
         if refusal is None:
             return entry
         refusals.append(f"{name}: {refusal}")
@@ -76,6 +102,8 @@ class Verdict:
     name: str
     refusal: str | None
     """Why it cannot take the input; None where it can."""
+    leaves: str | None = None
+    """Why `auto` passes it by all the same."""
 
     @property
     def takes(self) -> bool:
@@ -93,9 +121,12 @@ class Explanation:
     def __str__(self) -> str:
         width = max(len(verdict.name) for verdict in self.verdicts)
         order = ", ".join(self.preference)
-        lines = [f"auto takes {self.chosen or 'nothing'}: the first that can of {order}"]
+        lines = [f"auto takes {self.chosen or 'nothing'}: the first that is good for it of {order}"]
         for verdict in self.verdicts:
-            lines.append(f"  {verdict.name:<{width}}  {verdict.refusal or 'can take this input'}")
+            said = verdict.refusal or "can take this input"
+            if verdict.takes and verdict.leaves:
+                said += f"; auto passes it by: {verdict.leaves}"
+            lines.append(f"  {verdict.name:<{width}}  {said}")
         return "\n".join(lines)
 
 
@@ -112,11 +143,13 @@ def explain(
 
     A bad input is a ValueError, as in `attention`.
     """
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
+    inputs = (
+        *checked_inputs(q, k, v, is_causal, scale, causal_align), is_causal, scale, causal_align
+    )  # fmt: skip
     verdicts = tuple(
-        Verdict(name, entry.refuses(q, k, v, is_causal, scale, causal_align))
+        Verdict(name, entry.refuses(*inputs), entry.leaves(*inputs))
         for name, entry in IMPLEMENTATIONS.items()
     )
-    taking = {verdict.name for verdict in verdicts if verdict.takes}
+    taking = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}
     chosen = next((name for name in PREFERENCE if name in taking), None)
     return Explanation(chosen=chosen, preference=PREFERENCE, verdicts=verdicts)

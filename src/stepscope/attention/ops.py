@@ -9,6 +9,7 @@ Python costs more host time than a short attention takes on the GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from stepscope.attention.inputs import as_four_dims, checked_inputs, default_sca
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.tiles import MAX_HEAD
 
+FEWEST_PRODUCTS = 1 << 31
+"""Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
 TINY_SCALE = 1e-30
 """Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
 
@@ -139,7 +142,10 @@ def triton_attention(
     factor = factor or TINY_SCALE
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
     if _launches_directly(q, k, v):
-        return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
+        q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
+        return _launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
     heads = [as_four_dims(x) for x in (q, k, v)]
     out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
     return out.view(q.shape)
@@ -164,6 +170,26 @@ def refuses(
         return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD}"
     if v.shape[-1] != q.shape[-1]:
         return f"the head dimension of v is {v.shape[-1]}, that of q {q.shape[-1]}: must be equal"
+    return None
+
+
+def leaves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
+    causal_align: str | None,  # noqa: ARG001
+) -> str | None:
+    """Where something else is the better choice though the kernels could do it."""
+    if q.device.type != "cuda":
+        return "on a CPU the kernels run in Triton's interpreter, which is for tests"
+    products = q.numel() * k.shape[-2]
+    if products < FEWEST_PRODUCTS:
+        return (
+            f"{products:.1e} products are done before the host could launch them"
+            f" (below {FEWEST_PRODUCTS:.1e})"
+        )
     return None
 
 
@@ -193,9 +219,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
         direct = _launches_directly(q, k, v)
-        run = _launch_forward if direct else flash_forward
-        made: tuple[Tensor, Tensor] = run(*map(as_four_dims, (q, k, v)), is_causal, scale, shift)
-        out, lse = made
+        run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
+        out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
         if q.dim() != 4:
             out, lse = out.view(q.shape), lse.view(q.shape[:-1])
         ctx.how = (is_causal, scale, shift)
@@ -208,7 +233,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
-        run = _launch_backward if ctx.direct else flash_backward
+        run: Callable[..., tuple[Tensor, ...]] = _launch_backward if ctx.direct else flash_backward
         made = run(*heads, lse.view(heads[1].shape[:-1]), *ctx.how)
         if q.dim() != 4:
             made = tuple(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))

@@ -50,6 +50,11 @@ class Implementation:
     description: str
     refuses: Callable[[Unpack[Inputs]], str | None] = takes_everything
     """(q, k, v, is_causal, scale, causal_align): why it cannot take a valid input, or None."""
+    leaves: Callable[[Unpack[Inputs]], str | None] = takes_everything
+    """Why `auto` passes it by for an input that it could take, or None."""
+    decides_by_shape: bool = True
+    """Both follow from shapes, formats, devices and settings, so that one answer serves all calls
+    that have them in common."""
 
     @property
     def function(self) -> AttentionFunction:
@@ -104,6 +109,12 @@ def _triton_refuses(*inputs: *Inputs) -> str | None:
     return refuses(*inputs)
 
 
+def _triton_leaves(*inputs: *Inputs) -> str | None:
+    from stepscope.attention.ops import leaves
+
+    return leaves(*inputs)
+
+
 def _load_flex() -> AttentionFunction:
     from stepscope.attention.flex import flex_attention_by_mask
 
@@ -139,6 +150,7 @@ def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool)
         refuses=refuses,
         saves_scores=saves_scores,
         description=description,
+        decides_by_shape=False,
     )
 
 
@@ -168,6 +180,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             name="triton",
             load=_load_triton,
             refuses=_triton_refuses,
+            leaves=_triton_leaves,
             saves_scores=False,
             description="FlashAttention-2 in Triton, forward and backward",
         ),
@@ -193,14 +206,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     )
 }
 
-PREFERENCE: tuple[str, ...] = ("sdpa", "reference")
-"""What `auto` takes: the first that does not refuse."""
+PREFERENCE: tuple[str, ...] = ("triton", "sdpa", "reference")
+"""What `auto` takes: the first that neither refuses the input nor leaves it to the next."""
 
 _AUTO_ENTRY = Implementation(
     name=AUTO,
     load=_load_auto,
     saves_scores=False,
-    description=f"the first that takes the input of: {', '.join(PREFERENCE)}",
+    description=f"the first that is good for the input of: {', '.join(PREFERENCE)}",
 )
 
 IMPLEMENTATION_NAMES: tuple[str, ...] = (AUTO, *IMPLEMENTATIONS)

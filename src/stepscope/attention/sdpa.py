@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head
 from stepscope.attention.masking import Sight
+from stepscope.attention.reference import reference_attention
 from stepscope.attention.registry import AttentionFunction
 
 _HEADLINES = {
@@ -92,7 +93,8 @@ def refusal(
         try:
             choice = call.choice()
         except RuntimeError as error:
-            return _reasons([str(w.message) for w in caught], backend) or str(error)
+            said = _reasons([str(w.message) for w in caught], backend)
+            return said or f"torch has no kernel of it for {q.dtype} on {q.device} ({error})"
     return None if choice == int(backend) else f"torch would take {SDPBackend(choice).name} instead"
 
 
@@ -105,6 +107,11 @@ def _attend(
     causal_align: str | None,
     backend: SDPBackend | None,
 ) -> Tensor:
+    if not q.numel() or not k.numel():
+        # Nothing to compute, and torch's CPU kernel divides by a count of zero heads: a crash.
+        return reference_attention(
+            q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align
+        )
     call = _Call.of(q, k, v, is_causal, causal_align, backend)
     out = functional.scaled_dot_product_attention(
         call.q, call.k, call.v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale,

@@ -3,6 +3,12 @@
 P is made again from the log-sum-exp. With delta = rowsum(dO∘O), dS = P∘(dO Vᵀ - delta). The first
 kernel walks the keys for a tile of queries (dQ) and leaves delta; the second walks the queries for
 a tile of keys (dK, dV). Letters as in the forward.
+
+EXACT (float32): a log-sum-exp in float32 is off by half a unit in its last place, and all of a row
+with it; the first kernel sees whole rows, so it leaves the factor that makes them sum to one.
+WHOLE: all keys that any row sees are in one tile. Then rows are normalised, and delta is summed as
+rowsum(P∘dP), within the tile: with few keys nearly all of dP - delta cancels, and only terms made
+from the same dP leave what is right.
 """
 
 from __future__ import annotations
@@ -11,7 +17,6 @@ import triton
 import triton.language as tl
 
 from stepscope.attention.triton_memory import (
-    LOG2_E,
     add_product,
     held,
     load_tile,
@@ -20,38 +25,18 @@ from stepscope.attention.triton_memory import (
     store_tile,
     zeros,
 )
-
-
-@triton.jit
-def _probabilities(scores, level, scale, EXACT: tl.constexpr):
-    """exp of the scaled scores less the log-sum-exp. EXACT changes the base after the difference:
-    one more operation for each score, no rounding at the size of the scores."""
-    if EXACT:
-        p = tl.math.exp2((scores * scale - level) * LOG2_E)
-    else:
-        p = tl.math.exp2(scores * (scale * LOG2_E) - level * LOG2_E)
-    return p
-
-
-@triton.jit
-def _row_sums(a, b, EXACT: tl.constexpr):
-    """rowsum(a∘b); products of 16-bit numbers are exact in float32, those of float32 are not."""
-    if EXACT:
-        sums = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1).to(tl.float32)
-    else:
-        sums = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
-    return sums
+from stepscope.attention.triton_softmax import never_zero, probabilities, row_sums
 
 
 @triton.jit
 def _gather_keys(
-    grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e, k_strides, v_strides,
-    batch, key_head, row, start, stop, scale, N, D, shift,
+    grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
+    k_strides, v_strides, batch, key_head, row, start, stop, scale, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of a query tile what the keys from start to stop give."""
+    """Add to dQ of a query tile, and to its rows' sums, what the keys from start to stop give."""
     for n in tl.range(start, stop, BLOCK_N):
         key, key_e = load_tile(
             k, k_e, k_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
@@ -60,7 +45,7 @@ def _gather_keys(
             v, v_e, v_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
         )
         scores = outer_product(query, query_e, key, key_e, BLOCK_E, PRECISION)
-        p = _probabilities(scores, level[:, None], scale, EXACT)
+        p = probabilities(scores, level[:, None], scale, EXACT)
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
             seen = (j < N)[None, :]
@@ -69,23 +54,28 @@ def _gather_keys(
                 seen = seen & (j[None, :] <= i[:, None] + shift)
             p = tl.where(seen, p, 0.0)
         grad_p = outer_product(g, g_e, value, value_e, BLOCK_E, PRECISION)
+        if WHOLE:
+            p = p / never_zero(tl.sum(p, 1))[:, None]
+            drop = tl.sum(p * grad_p, 1)
+        elif EXACT:
+            mass += tl.sum(p, 1)
         grad_s = p * (grad_p - drop[:, None])
         grad_q, grad_q_e = add_product(grad_q, grad_q_e, grad_s, key, key_e, BLOCK_E, PRECISION)
-    return grad_q, grad_q_e
+    return grad_q, grad_q_e, mass
 
 
 @triton.jit
 def query_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, dq, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, dq, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
     H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile, and delta of its rows for the kernel that comes after."""
+    """dQ of one query tile, and delta and factor of its rows for the kernel that comes after."""
     tile, bh = place(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
     key_head = head // G
@@ -102,32 +92,39 @@ def query_kernel(
         o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, row, M, D,
         BLOCK_M, BLOCK_D, BLOCK_E, True, False,
     )  # fmt: skip
-    drop = _row_sums(out, g, EXACT)
+    rows_before = bh.to(tl.int64) * M
+    drop = row_sums(out, g, EXACT)
     if BLOCK_E > 0:
-        drop += _row_sums(out_e, g_e, EXACT)
-    tl.store(delta + bh.to(tl.int64) * M + i, drop, mask=i < M)
+        drop += row_sums(out_e, g_e, EXACT)
+    tl.store(delta + rows_before + i, drop, mask=i < M)
     query, query_e = load_tile(
         q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D,
         BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
     )  # fmt: skip
     query, query_e = held(query, dq, HOLD), held(query_e, dq, HOLD)
-    level = tl.load(lse + bh.to(tl.int64) * M + i, mask=i < M, other=0.0)
+    level = tl.load(lse + rows_before + i, mask=i < M, other=0.0)
     full = N // BLOCK_N * BLOCK_N
     stop = N
     if CAUSAL:
         full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
         stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
     grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
-    grad_q, grad_q_e = _gather_keys(
-        grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
+    mass = tl.zeros([BLOCK_M], dtype=tl.float32)
+    grad_q, grad_q_e, mass = _gather_keys(
+        grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
         k_strides, v_strides, batch, key_head, row, 0, full, scale, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, TMA, PRECISION, EXACT,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
-    grad_q, grad_q_e = _gather_keys(
-        grad_q, grad_q_e, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
+    grad_q, grad_q_e, mass = _gather_keys(
+        grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
         k_strides, v_strides, batch, key_head, row, full, stop, scale, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, TMA, PRECISION, EXACT,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
+    if EXACT and not WHOLE:
+        share = 1.0 / never_zero(mass)
+        tl.store(factor + rows_before + i, share, mask=i < M)
+        grad_q = grad_q * share[:, None]
+        grad_q_e = grad_q_e * share[:, None]
     store_tile(
         dq, grad_q * scale, grad_q_e * scale, (dq_stride_b, dq_stride_h, dq_stride_m),
         batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
@@ -137,9 +134,10 @@ def query_kernel(
 @triton.jit
 def _gather_queries(
     grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
-    lse, delta, q_strides, g_strides, batch, head, col, start, stop, scale, M, D, shift,
+    lse, delta, factor, q_strides, g_strides, batch, head, col, start, stop, scale, M, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a key tile what the query rows from start to stop give.
 
@@ -153,16 +151,21 @@ def _gather_queries(
         )
         level = tl.load(lse + i, mask=i < M, other=0.0)
         scores = outer_product(key, key_e, query, query_e, BLOCK_E, PRECISION)
-        p = _probabilities(scores, level[None, :], scale, EXACT)
+        p = probabilities(scores, level[None, :], scale, EXACT)
+        j = col + tl.arange(0, BLOCK_N)
         if MASKED:
-            j = col + tl.arange(0, BLOCK_N)
             p = tl.where(j[:, None] <= i[None, :] + shift, p, 0.0)
+        if WHOLE:
+            p = tl.where((j < N)[:, None], p, 0.0)
+            p = p / never_zero(tl.sum(p, 0))[None, :]
+        elif EXACT:
+            p *= tl.load(factor + i, mask=i < M, other=0.0)[None, :]
         g, g_e = load_tile(
             grad, grad_e, g_strides, batch, head, m, M, D, BLOCK_M, BLOCK_D, BLOCK_E, True, TMA
         )
         grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, g_e, BLOCK_E, PRECISION)
         grad_p = outer_product(value, value_e, g, g_e, BLOCK_E, PRECISION)
-        drop = tl.load(delta + i, mask=i < M, other=0.0)
+        drop = tl.sum(p * grad_p, 0) if WHOLE else tl.load(delta + i, mask=i < M, other=0.0)
         grad_s = p * (grad_p - drop[None, :])
         grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, query_e, BLOCK_E, PRECISION)
     return grad_k, grad_k_e, grad_v, grad_v_e
@@ -170,14 +173,14 @@ def _gather_queries(
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, dk, dv, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, dk, dv, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
     H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile: all query heads that share the key head, in a fixed order."""
     tile, bk = place(n_tiles, GROUP, False)
@@ -210,16 +213,17 @@ def key_value_kernel(
         rows_before = (batch * H + head).to(tl.int64) * M
         grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
             grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
-            lse + rows_before, delta + rows_before, q_strides, g_strides,
-            batch, head, col, full, M, scale, M, D, shift,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, False, TMA, PRECISION, EXACT,
+            lse + rows_before, delta + rows_before, factor + rows_before, q_strides, g_strides,
+            batch, head, col, full, M, scale, M, N, D, shift,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
             grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
                 grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e,
-                q, q_e, grad, grad_e, lse + rows_before, delta + rows_before, q_strides, g_strides,
-                batch, head, col, start, tl.minimum(full, M), scale, M, D, shift,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, True, TMA, PRECISION, EXACT,
+                q, q_e, grad, grad_e, lse + rows_before, delta + rows_before, factor + rows_before,
+                q_strides, g_strides,
+                batch, head, col, start, tl.minimum(full, M), scale, M, N, D, shift,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(
         dk, grad_k * scale, grad_k_e * scale, (dk_stride_b, dk_stride_h, dk_stride_n),

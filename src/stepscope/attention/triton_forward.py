@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from stepscope.attention.triton_memory import (
-    LOG2_E,
     add_product,
     held,
     load_tile,
@@ -19,12 +18,13 @@ from stepscope.attention.triton_memory import (
     store_tile,
     zeros,
 )
+from stepscope.attention.triton_softmax import base_of, exponential, never_zero
 
 
 @triton.jit
 def _advance(
     acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-    batch, key_head, row, start, stop, base2, N, D, shift,
+    batch, key_head, row, start, stop, factor, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -32,7 +32,7 @@ def _advance(
     """Take the keys from start to stop into the running softmax of a query tile.
 
     `top` is the highest raw score of each row so far. EXACT takes the difference to it before the
-    scale: one more operation for each score, no rounding at the size of the scores.
+    factor: one more operation for each score, no rounding at the size of the scores.
     """
     for n in tl.range(start, stop, BLOCK_N):
         key, key_e = load_tile(
@@ -52,10 +52,10 @@ def _advance(
             # A row that has seen no key yet: any finite base keeps -inf - base from being NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
         if EXACT:
-            p = tl.math.exp2((scores - base[:, None]) * base2)
+            p = exponential((scores - base[:, None]) * factor, EXACT)
         else:
-            p = tl.math.exp2(scores * base2 - (base * base2)[:, None])
-        shrink = tl.math.exp2((top - base) * base2)
+            p = exponential(scores * factor - (base * factor)[:, None], EXACT)
+        shrink = exponential((top - base) * factor, EXACT)
         total = total * shrink + tl.sum(p, 1)
         value, value_e = load_tile(
             v, v_e, v_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
@@ -89,7 +89,7 @@ def forward_kernel(
         BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
     )  # fmt: skip
     query, query_e = held(query, o, HOLD), held(query_e, o, HOLD)
-    base2 = scale * LOG2_E
+    factor = base_of(scale, EXACT)
     # Key tiles before `full` are seen whole by every row; those up to `stop` in part.
     full = N // BLOCK_N * BLOCK_N
     stop = N
@@ -103,17 +103,17 @@ def forward_kernel(
     # The masked loop comes second: first, it makes the compiler serialise the matrix products.
     acc, acc_e, top, total = _advance(
         acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, 0, full, base2, N, D, shift,
+        batch, key_head, row, 0, full, factor, N, D, shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, TMA, PRECISION, EXACT,
     )  # fmt: skip
     acc, acc_e, top, total = _advance(
         acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, full, stop, base2, N, D, shift,
+        batch, key_head, row, full, stop, factor, N, D, shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, TMA, PRECISION, EXACT,
     )  # fmt: skip
 
     # A row that sees no key has total 0: its output is zero, its log-sum-exp minus infinity.
-    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = never_zero(total)[:, None]
     store_tile(
         o, acc / divisor, acc_e / divisor, (o_stride_b, o_stride_h, o_stride_m),
         batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,

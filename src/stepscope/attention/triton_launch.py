@@ -11,7 +11,7 @@ lengths that is the larger part of the time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 _TMA_ALIGNMENT = 16
 _MOST_PREPARED = 4096
+_WORTH_DESCRIBING = int(os.environ.get("WORTH", 1 << 33))
+"""Products of one matrix multiplication from which on tiles are fetched by descriptors."""
 
 
 class Launch(NamedTuple):
@@ -41,16 +43,37 @@ class Launch(NamedTuple):
     """Triton's compiled kernel (`n_regs`, `n_spills`, `metadata.shared`); None when interpreted."""
 
 
+class Problem(NamedTuple):
+    """What shapes, layouts and settings decide; the same problem takes the same kernel."""
+
+    kind: Pass
+    causal: bool
+    shift: int
+    q_shape: torch.Size
+    k_shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[tuple[int, ...], ...]
+    """Of the tensors that are read by tiles."""
+    aligned: bool
+    """Whether all of those start where the GPU's copy engine can."""
+    tf32: bool
+    """Whether torch was asked for TF32 (`torch.set_float32_matmul_precision`)."""
+    forced: Tile | None
+
+
 class _Prepared(NamedTuple):
-    """A compiled kernel with the arguments that the shapes fix."""
+    """A compiled kernel with the arguments that the problem fixes."""
 
     launch: Launch
-    grid: tuple[int, int, int]
+    start: Callable[..., None] | None
+    """Runs it; None in the interpreter."""
     fixed: tuple[Any, ...]
     tma: bool
+    parts: int
 
 
-_PREPARED: dict[tuple[Any, ...], _Prepared] = {}
+_PREPARED: dict[Problem, _Prepared] = {}
 _forced: dict[Pass, Tile] = {}
 _record: list[Launch] | None = None
 
@@ -83,8 +106,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
-        problem = Problem(causal, shift, q.shape[1] // max(1, k.shape[1]))
-        run_pass("forward", problem, (q, k, v), (out, lse), (out,), scale)
+        run_pass("forward", (q, k, v), (out, lse), (out,), scale, causal, shift)
     return out, lse
 
 
@@ -96,17 +118,13 @@ def backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    problem = Problem(causal, shift, q.shape[1] // k.shape[1])
+    # Only float32 has a factor; the other formats never touch it.
+    factor = torch.empty_like(lse) if q.dtype == torch.float32 else delta
     read = (q, k, v, grad)
-    run_pass("query", problem, read, (out, lse, delta, dq), (out, dq), scale)
-    run_pass("key_value", problem, read, (lse, delta, dk, dv), (dk, dv), scale)
+    how = (scale, causal, shift)
+    run_pass("query", read, (out, lse, delta, factor, dq), (out, dq), *how)
+    run_pass("key_value", read, (lse, delta, factor, dk, dv), (dk, dv), *how)
     return dq, dk, dv
-
-
-class Problem(NamedTuple):
-    causal: bool
-    shift: int
-    queries_per_key: int
 
 
 class _Kernel(NamedTuple):
@@ -127,111 +145,115 @@ _BY_QUERIES = (True, False, False, True)
 
 
 def run_pass(
-    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...], scale: float,
+    kind: Pass, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], strided: tuple[Tensor, ...],
+    scale: float, causal: bool, shift: int,
 ) -> None:  # fmt: skip
-    """`read` are fetched by tiles, `rest` are the kernel's other tensors, `strided` those of them
-    whose strides it takes."""
-    if INTERPRETED:
-        _first_launch(kind, problem, read, rest, strided, scale, _INTERPRETER_TILE)
+    """One kernel: `read` are fetched by tiles, `rest` are its other tensors, `strided` those of
+    them whose strides it takes. These were made here: their layout follows from `read`."""
+    q = read[0]
+    if not INTERPRETED and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            run_pass(kind, read, rest, strided, scale, causal, shift)
         return
-    if read[0].device.index != torch.cuda.current_device():
-        with torch.cuda.device(read[0].device):
-            run_pass(kind, problem, read, rest, strided, scale)
-        return
-    key = (
-        kind, problem, read[0].dtype, read[0].device.index, read[0].shape, read[1].shape[2],
-        _float32_precision(), *[x.stride() for x in read], *[x.stride() for x in strided],
-        *[x.data_ptr() % _TMA_ALIGNMENT == 0 for x in read],
-        *[x.data_ptr() % _TMA_ALIGNMENT == 0 for x in rest], _forced.get(kind),
+    starts = 0
+    for x in read:
+        starts |= x.data_ptr()
+    problem = Problem(
+        kind, causal, shift, q.shape, read[1].shape, q.dtype, q.device,
+        tuple([x.stride() for x in read]), starts % _TMA_ALIGNMENT == 0,
+        torch.get_float32_matmul_precision() != "highest", _forced.get(kind),
     )  # fmt: skip
-    prepared = _PREPARED.get(key)
-    if prepared is None:
-        prepared = _fitting_launch(kind, problem, read, rest, strided, scale)
-        if len(_PREPARED) >= _MOST_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[key] = prepared
+    prepared = _PREPARED.get(problem)
+    if prepared is None or prepared.start is None:
+        prepared = _fitting_launch(problem, read, rest, strided, scale)
+        if not INTERPRETED:
+            if len(_PREPARED) >= _MOST_PREPARED:
+                _PREPARED.clear()
+            _PREPARED[problem] = prepared
     else:
-        tile = prepared.launch.tile
-        sources = _sources(kind, tile, read, prepared.tma)
-        prepared.launch.kernel[prepared.grid](*sources, *rest, scale, *prepared.fixed)
+        sources: Sequence[Any] = [_descriptor(x) for x in read] if prepared.tma else read
+        second = sources if prepared.parts > 1 else _NO_SECOND_PART[: len(read)]
+        prepared.start(*sources, *second, *rest, scale, *prepared.fixed)
     if _record is not None:
         _record.append(prepared.launch)
 
 
+_NO_SECOND_PART = (None, None, None, None)
+
+
 def _fitting_launch(
-    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float,
 ) -> _Prepared:  # fmt: skip
     """Launch with the best tile that this GPU can hold."""
-    q = read[0]
-    if kind in _forced:
-        choices = [_forced[kind]]
+    if INTERPRETED:
+        choices = [_INTERPRETER_TILE]
+    elif problem.forced:
+        choices = [problem.forced]
     else:
-        choices = tiles(kind, q.shape[-1], q.element_size(), _capability(q.device))
+        width = problem.dtype.itemsize
+        choices = tiles(problem.kind, problem.q_shape[-1], width, _capability(problem.device))
     for tile in choices[:-1]:
         try:
-            return _first_launch(kind, problem, read, rest, strided, scale, tile)
+            return _first_launch(problem, read, rest, strided, scale, tile)
         except OutOfResources:
             continue
-    return _first_launch(kind, problem, read, rest, strided, scale, choices[-1])
+    return _first_launch(problem, read, rest, strided, scale, choices[-1])
 
 
 def _first_launch(
-    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float, tile: Tile,
 ) -> _Prepared:  # fmt: skip
-    q, k = read[:2]
-    kernel = _KERNELS[kind]
-    batch, heads, rows, head = q.shape
-    is_float32 = q.dtype == torch.float32
-    tma = _tma_ready(read)
+    kernel = _KERNELS[problem.kind]
+    batch, heads, rows, head = problem.q_shape
+    key_heads, keys = problem.k_shape[1:3]
+    is_float32 = problem.dtype == torch.float32
+    tma = _tma_ready(problem)
     tile = tile._replace(hold=tile.hold and not is_float32 and not INTERPRETED)
     if kernel.by_keys:
-        n_tiles, programs = triton.cdiv(k.shape[2], tile.n), batch * k.shape[1]
+        n_tiles, programs = triton.cdiv(keys, tile.n), batch * key_heads
     else:
         n_tiles, programs = triton.cdiv(rows, tile.m), batch * heads
-    precision = (_float32_precision() or tile.precision) if is_float32 else "tf32"
+    visible = min(keys, rows + problem.shift) if problem.causal else keys
+    whole = () if problem.kind == "forward" else (visible <= tile.n,)
+    first, second = columns(head)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
-        heads, problem.queries_per_key, rows, k.shape[2], head, problem.shift, n_tiles,
-        tile.m, tile.n, *columns(head), problem.causal, _group(tile, programs), tma, tile.hold,
-        precision, is_float32,
+        heads, heads // max(1, key_heads), rows, keys, head, problem.shift, n_tiles,
+        tile.m, tile.n, first, second, problem.causal, _group(tile, programs), tma, tile.hold,
+        *whole, "tf32" if problem.tf32 or not is_float32 else tile.precision, is_float32,
     )  # fmt: skip
     grid = (n_tiles * programs, 1, 1)
     layout = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:
         layout["maxnreg"] = tile.registers
-    compiled = kernel.function[grid](
-        *_sources(kind, tile, read, tma), *rest, scale, *fixed, **layout
-    )
-    return _Prepared(Launch(kind, tile, compiled), grid, fixed, tma)
+    # Held tensors are given as bits. Only the compiler looks at the type, so only here.
+    bits = [
+        x.view(torch.int16) if tile.hold and i in kernel.held else x for i, x in enumerate(read)
+    ]
+    sources: list[Any] = [*bits, *(bits if second else _NO_SECOND_PART[: len(bits)])]
+    if tma:
+        counts = [tile.m if by_queries else tile.n for by_queries in _BY_QUERIES]
+        parts = [(x, rows, first) for x, rows in zip(bits, counts, strict=False)]
+        parts += [(x, rows, second) for x, rows in zip(bits, counts, strict=False)]
+        sources = [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, count, wide])
+            if wide
+            else None
+            for x, count, wide in parts
+        ]
+    compiled = kernel.function[grid](*sources, *rest, scale, *fixed, **layout)
+    start = None if INTERPRETED else compiled[grid]
+    return _Prepared(Launch(problem.kind, tile, compiled), start, fixed, tma, 2 if second else 1)
 
 
-def _sources(kind: Pass, tile: Tile, read: tuple[Tensor, ...], tma: bool) -> list[Any]:
-    """What a kernel reads its tiles from: for each tensor the first part of its columns, then for
-    each the second, or None."""
-    first, second = columns(read[0].shape[-1])
-    if tile.hold:
-        held = _KERNELS[kind].held
-        read = tuple([x.view(torch.int16) if i in held else x for i, x in enumerate(read)])
-    if not tma:
-        return [*read, *(read if second else [None] * len(read))]
-    rows = [tile.m if by_queries else tile.n for by_queries in _BY_QUERIES]
-    sources = [_descriptor(x, rows[i], first) for i, x in enumerate(read)]
-    if second:
-        sources += [_descriptor(x, rows[i], second) for i, x in enumerate(read)]
-    else:
-        sources += [None] * len(read)
-    return sources
-
-
-def _descriptor(tensor: Tensor, rows: int, wide: int) -> TensorDescriptor:
+def _descriptor(tensor: Tensor) -> TensorDescriptor:
+    """Of a tensor for a kernel that was compiled for just such a one: past the constructor, whose
+    checks take as long as a launch, and without the sizes of tiles, which the kernel knows."""
     made = object.__new__(TensorDescriptor)
-    # Past its constructor: what that checks, `_tma_ready` has, and it takes as long as a launch.
     made.__dict__ = {
-        "base": tensor, "shape": tensor.shape, "strides": tensor.stride(),
-        "block_shape": [1, 1, rows, wide], "padding": "zero",
+        "base": tensor, "shape": tensor.shape, "strides": tensor.stride(), "padding": "zero",
     }  # fmt: skip
     return made
 
@@ -239,12 +261,6 @@ def _descriptor(tensor: Tensor, rows: int, wide: int) -> TensorDescriptor:
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _float32_precision() -> str | None:
-    """TF32 where torch was asked for it (`torch.set_float32_matmul_precision`), else the table's
-    way, which keeps float32 accuracy."""
-    return None if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _group(tile: Tile, programs: int) -> int:
@@ -255,14 +271,15 @@ def _group(tile: Tile, programs: int) -> int:
     return group
 
 
-def _tma_ready(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the GPU's copy engine can fetch tiles of all these: Hopper on, rows aligned."""
-    if INTERPRETED or _capability(tensors[0].device)[0] < 9:
+def _tma_ready(problem: Problem) -> bool:
+    """Whether the GPU's copy engine can fetch the tiles, and whether it is worth describing them to
+    it: Hopper on, rows aligned, and enough to do on the GPU that the host's part is hidden."""
+    if INTERPRETED or _capability(problem.device)[0] < 9:
         return False
-    return all(
-        t.numel() > 0
-        and t.data_ptr() % _TMA_ALIGNMENT == 0
-        and all(s * t.element_size() % _TMA_ALIGNMENT == 0 for s in t.stride()[:3])
-        and 0 not in t.stride()[:3]
-        for t in tensors
+    strides = [stride for of_one in problem.strides for stride in of_one[:3]]
+    return (
+        problem.aligned
+        and problem.q_shape.numel() * problem.k_shape[2] >= _WORTH_DESCRIBING
+        and 0 not in strides
+        and all(stride * problem.dtype.itemsize % _TMA_ALIGNMENT == 0 for stride in strides)
     )

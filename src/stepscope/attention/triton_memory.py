@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def place(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):

@@ -1,0 +1,65 @@
+"""Exponentials and probabilities, as exact as the format asks for.
+
+EXACT is for float32, where the GPU's own exp2 (2^-22) and a log-sum-exp rounded to one float32 are
+the largest errors; 16-bit formats see neither.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def base_of(scale, EXACT: tl.constexpr):
+    """What raw scores are multiplied with before `exponential`."""
+    return scale if EXACT else scale * LOG2_E
+
+
+@triton.jit
+def exponential(x, EXACT: tl.constexpr):
+    """exp(x) where EXACT, else 2^x by the GPU's own instruction."""
+    if EXACT:
+        # exp(x) = 2^i · exp(r), ln 2 in two parts so that r is exact. NaN stays NaN.
+        x = tl.where(x < -88.0, -88.0, x)
+        i = tl.floor(x * LOG2_E + 0.5)
+        r = x - i * 0.693359375
+        r = r - i * -0.00021219444170128554
+        y = 0.001381453825160861 * r + 0.00836874544620514
+        y = y * r + 0.04166838899254799
+        y = y * r + 0.1666652113199234
+        y = y * r + 0.4999999403953552
+        y = y * r + 1.0
+        y = y * r + 1.0
+        y = y * ((i.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    else:
+        y = tl.math.exp2(x)
+    return y
+
+
+@triton.jit
+def probabilities(scores, level, scale, EXACT: tl.constexpr):
+    """exp of the scaled scores less the log-sum-exp."""
+    if EXACT:
+        p = exponential(scores * scale - level, EXACT)
+    else:
+        p = exponential(scores * (scale * LOG2_E) - level * LOG2_E, EXACT)
+    return p
+
+
+@triton.jit
+def never_zero(x):
+    """For a division: the sum of a row that sees no key."""
+    return tl.where(x == 0.0, 1.0, x)
+
+
+@triton.jit
+def row_sums(a, b, EXACT: tl.constexpr):
+    """rowsum(a∘b); products of 16-bit numbers are exact in float32, those of float32 are not."""
+    if EXACT:
+        sums = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1).to(tl.float32)
+    else:
+        sums = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    return sums
