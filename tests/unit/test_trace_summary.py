@@ -163,3 +163,13 @@ def test_phases_follow_one_another() -> None:
     assert phases == pytest.approx(
         {"forward": 0.185, "loss": 0.045, "backward": 0.203, "optimizer": 0.059}
     )
+
+
+def test_a_bar_that_takes_in_a_short_neighbour_keeps_its_name() -> None:
+    trace = ChromeTrace()
+    trace.range("embedding", 0, 1)
+    trace.range("block 0", 1, 5_000)
+    trace.range("block 1", 5_000, 10_000)
+    trace.operator("aten::mm", 0, 10_000)
+    rows = {row.label: row.bars for row in of(trace).timeline}
+    assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1"]

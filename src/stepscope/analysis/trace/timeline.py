@@ -125,7 +125,8 @@ def _joined(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Ba
             and now.start - before.end < finest
             and min(now.length, before.length) < finest
         ):
-            joint = label if before.label == label else group
+            longer = max(before, now, key=lambda one: one.length)
+            joint = longer.label if longer.length >= finest else group
             held[-1] = Stretch(before.start, max(before.end, now.end), joint, group)
         else:
             held.append(now)
