@@ -20,7 +20,7 @@ def trace_findings(summary: Summary) -> tuple[Finding, ...]:
         _account(summary),
         *_idle(summary),
         *_matmul(summary),
-        _top_kernel(summary),
+        *_top_kernel(summary),
         *_units(summary),
         _attribution(summary),
         *_uneven(summary),
@@ -96,14 +96,16 @@ def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, f
     return sorted(((k, ms, n) for k, (ms, n) in found.items()), key=lambda one: -one[1])
 
 
-def _top_kernel(summary: Summary) -> Finding:
+def _top_kernel(summary: Summary) -> Iterator[Finding]:
     total = sum(row.ms for row in summary.kernels)
+    if total <= 0:
+        return
     name, ms, times = top_kernels(summary)[0]
     about = next(row for row in summary.kernels if row.kernel == name)
     unit = f" on {about.unit}" if about.unit else ""
-    return Finding(
+    yield Finding(
         text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {count(times)}"
-        f" calls, {percent(ms / total if total else 0.0)} of all"
+        f" calls, {percent(ms / total)} of all"
         f" {'kernel' if summary.on_device else 'operator'} time."
     )
 
@@ -114,7 +116,7 @@ def _units(summary: Summary) -> Iterator[Finding]:
         row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
     ]
     total = sum(row.ms for row in products)
-    if not summary.on_device or total < _WORTH * summary.busy_ms:
+    if not summary.on_device or total <= 0 or total < _WORTH * summary.busy_ms:
         return
     without = sum(row.ms for row in products if _TENSOR not in row.unit)
     if without >= 0.5 * total:

@@ -46,10 +46,10 @@ def top_kernel(group: Group) -> TopKernel | None:
     """Which kernel takes most of the forward, how often it runs and why so often."""
     traced = group.modes.get("forward") or group.fullest()
     ranked = top_kernels(traced.summary, "forward")
-    if not ranked:
+    total = sum(one[1] for one in ranked)
+    if total <= 0:
         return None
     name, ms, count = ranked[0]
-    total = sum(one[1] for one in ranked)
     about = next(row for row in traced.summary.kernels if row.kernel == name)
     fuller = group.modes.get("forward-backward") or group.modes.get("train-step")
     same = None if fuller is None else top_kernels(fuller.summary)[0][0] == name
