@@ -50,7 +50,7 @@ def compile_tile(
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": first, "BLOCK_E": second,
         "CAUSAL": causal,
         "GROUP": tile.group, "TMA": tma, "PRECISION": precision,
-        "EXACT": dtype == "fp32", "G": 1, "HOLD": tile.hold,
+        "EXACT": dtype == "fp32", "G": 1, "HOLD": tile.hold, "WHOLE": False,
     }  # fmt: skip
     signature = {}
     for name in kernel.arg_names:
@@ -69,7 +69,7 @@ def compile_tile(
                 signature[name] = f"*{format_}"
         elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
-        elif name in ("lse", "delta"):
+        elif name in ("lse", "delta", "factor"):
             signature[name] = "*fp32"
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
@@ -79,6 +79,7 @@ def compile_tile(
         for place, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or "stride" in name or (name == "D" and head % 16 == 0)
     }
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:

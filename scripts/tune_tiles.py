@@ -70,18 +70,19 @@ class Bench:
         out, dq, dk, dv = self.made
         with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
             launch = triton_launch.run_pass
-            how = (self.scale, self.causal, 0)
+            read = self.read[:3] if candidate.kind == "forward" else self.read
+            problem = triton_launch.Problem.of(read, self.causal, 0)
             if candidate.kind == "forward":
                 rest = (out, torch.empty_like(self.lse))
-                launch("forward", self.read[:3], rest, (out,), *how)
+                launch("forward", problem, read, rest, (out,), self.scale)
                 return (out,)
             if candidate.kind == "query":
                 delta, factor = torch.empty_like(self.delta), torch.empty_like(self.factor)
                 rest = (self.out, self.lse, delta, factor, dq)
-                launch("query", self.read, rest, (self.out, dq), *how)
+                launch("query", problem, read, rest, (self.out, dq), self.scale)
                 return (dq,)
             rest = (self.lse, self.delta, self.factor, dk, dv)
-            launch("key_value", self.read, rest, (dk, dv), *how)
+            launch("key_value", problem, read, rest, (dk, dv), self.scale)
             return (dk, dv)
 
     def expected(self, peer: str, dtype: torch.dtype) -> dict[Pass, tuple[Tensor, ...]]:

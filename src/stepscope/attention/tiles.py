@@ -49,19 +49,19 @@ def columns(head: int) -> tuple[int, int]:
 _HOPPER: dict[Pass, dict[int, Tile]] = {
     "forward": {
         64: Tile(64, 128, 4, 3, hold=True),
-        96: Tile(64, 64, 4, 3, hold=True),
+        96: Tile(64, 64, 4, 2),
         128: Tile(64, 64, 4, 3, group=4, hold=True),
         256: Tile(64, 32, 4, 2),
     },
     "query": {
         64: Tile(64, 128, 4, 3, hold=True),
-        96: Tile(64, 64, 4, 3, hold=True),
+        96: Tile(64, 64, 4, 2),
         128: Tile(64, 64, 4, 3, hold=True),
         256: Tile(64, 32, 8, 2),
     },
     "key_value": {
         64: Tile(128, 64, 4, 2),
-        96: Tile(64, 64, 4, 2),
+        96: Tile(128, 64, 4, 2),
         128: Tile(64, 64, 4, 2),
         256: Tile(32, 64, 8, 2),
     },

@@ -25,7 +25,7 @@ from stepscope.attention.triton_memory import (
     store_tile,
     zeros,
 )
-from stepscope.attention.triton_softmax import never_zero, probabilities, row_sums
+from stepscope.attention.triton_softmax import probabilities, row_sums, shared_by
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _gather_keys(
             p = tl.where(seen, p, 0.0)
         grad_p = outer_product(g, g_e, value, value_e, BLOCK_E, PRECISION)
         if WHOLE:
-            p = p / never_zero(tl.sum(p, 1))[:, None]
+            p = shared_by(p, tl.sum(p, 1)[:, None], EXACT)
             drop = tl.sum(p * grad_p, 1)
         elif EXACT:
             mass += tl.sum(p, 1)
@@ -121,7 +121,7 @@ def query_kernel(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
-        share = 1.0 / never_zero(mass)
+        share = shared_by(tl.full([BLOCK_M], 1.0, dtype=tl.float32), mass, EXACT)
         tl.store(factor + rows_before + i, share, mask=i < M)
         grad_q = grad_q * share[:, None]
         grad_q_e = grad_q_e * share[:, None]
@@ -157,7 +157,7 @@ def _gather_queries(
             p = tl.where(j[:, None] <= i[None, :] + shift, p, 0.0)
         if WHOLE:
             p = tl.where((j < N)[:, None], p, 0.0)
-            p = p / never_zero(tl.sum(p, 0))[None, :]
+            p = shared_by(p, tl.sum(p, 0)[None, :], EXACT)
         elif EXACT:
             p *= tl.load(factor + i, mask=i < M, other=0.0)[None, :]
         g, g_e = load_tile(

@@ -18,7 +18,7 @@ from stepscope.attention.triton_memory import (
     store_tile,
     zeros,
 )
-from stepscope.attention.triton_softmax import base_of, exponential, never_zero
+from stepscope.attention.triton_softmax import base_of, exponential, shared_by
 
 
 @triton.jit
@@ -113,9 +113,9 @@ def forward_kernel(
     )  # fmt: skip
 
     # A row that sees no key has total 0: its output is zero, its log-sum-exp minus infinity.
-    divisor = never_zero(total)[:, None]
     store_tile(
-        o, acc / divisor, acc_e / divisor, (o_stride_b, o_stride_h, o_stride_m),
+        o, shared_by(acc, total[:, None], EXACT), shared_by(acc_e, total[:, None], EXACT),
+        (o_stride_b, o_stride_h, o_stride_m),
         batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
     )  # fmt: skip
     i = row + tl.arange(0, BLOCK_M)

@@ -3,15 +3,15 @@
 Everything here takes (B, H, M, D) queries and (B, H/G, N, D) keys and values whose last dimension
 is contiguous; `ops.py` brings inputs into that form.
 
-A first call with some shape goes through Triton's own launcher, which looks at every argument; the
-next ones with the same shape, strides and alignment go straight to the compiled kernel. At short
-lengths that is the larger part of the time.
+A first call with some shape goes through Triton's own front door, which looks at every argument;
+the next ones with the same shape, strides and alignment go straight to the compiled kernel. At
+short lengths that is the larger part of the time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,28 +25,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stepscope.attention.tiles import Pass, Tile, columns, tiles
 from stepscope.attention.triton_backward import key_value_kernel, query_kernel
 from stepscope.attention.triton_forward import forward_kernel
+from stepscope.attention.triton_replay import Launch, Prepared
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 _TMA_ALIGNMENT = 16
 _MOST_PREPARED = 4096
-_WORTH_DESCRIBING = int(os.environ.get("WORTH", 1 << 33))
-"""Products of one matrix multiplication from which on tiles are fetched by descriptors."""
-
-
-class Launch(NamedTuple):
-    """One kernel that ran."""
-
-    kind: Pass
-    tile: Tile
-    kernel: Any
-    """Triton's compiled kernel (`n_regs`, `n_spills`, `metadata.shared`); None when interpreted."""
 
 
 class Problem(NamedTuple):
-    """What shapes, layouts and settings decide; the same problem takes the same kernel."""
+    """What shapes, layouts and settings decide; the same problem takes the same kernels."""
 
-    kind: Pass
     causal: bool
     shift: int
     q_shape: torch.Size
@@ -59,21 +48,21 @@ class Problem(NamedTuple):
     """Whether all of those start where the GPU's copy engine can."""
     tf32: bool
     """Whether torch was asked for TF32 (`torch.set_float32_matmul_precision`)."""
-    forced: Tile | None
+
+    @classmethod
+    def of(cls, read: tuple[Tensor, ...], causal: bool, shift: int) -> Problem:
+        q, k = read[:2]
+        starts = 0
+        for x in read:
+            starts |= x.data_ptr()
+        return cls(
+            causal, shift, q.shape, k.shape, q.dtype, q.device,
+            tuple([x.stride() for x in read]), starts % _TMA_ALIGNMENT == 0,
+            torch.get_float32_matmul_precision() != "highest",
+        )  # fmt: skip
 
 
-class _Prepared(NamedTuple):
-    """A compiled kernel with the arguments that the problem fixes."""
-
-    launch: Launch
-    start: Callable[..., None] | None
-    """Runs it; None in the interpreter."""
-    fixed: tuple[Any, ...]
-    tma: bool
-    parts: int
-
-
-_PREPARED: dict[Problem, _Prepared] = {}
+_PREPARED: dict[Problem, dict[tuple[Pass, Tile | None], Prepared]] = {}
 _forced: dict[Pass, Tile] = {}
 _record: list[Launch] | None = None
 
@@ -106,7 +95,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
-        run_pass("forward", (q, k, v), (out, lse), (out,), scale, causal, shift)
+        problem = Problem.of((q, k, v), causal, shift)
+        run_pass("forward", problem, (q, k, v), (out, lse), (out,), scale)
     return out, lse
 
 
@@ -121,9 +111,9 @@ def backward(
     # Only float32 has a factor; the other formats never touch it.
     factor = torch.empty_like(lse) if q.dtype == torch.float32 else delta
     read = (q, k, v, grad)
-    how = (scale, causal, shift)
-    run_pass("query", read, (out, lse, delta, factor, dq), (out, dq), *how)
-    run_pass("key_value", read, (lse, delta, factor, dk, dv), (dk, dv), *how)
+    problem = Problem.of(read, causal, shift)
+    run_pass("query", problem, read, (out, lse, delta, factor, dq), (out, dq), scale)
+    run_pass("key_value", problem, read, (lse, delta, factor, dk, dv), (dk, dv), scale)
     return dq, dk, dv
 
 
@@ -145,67 +135,57 @@ _BY_QUERIES = (True, False, False, True)
 
 
 def run_pass(
-    kind: Pass, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], strided: tuple[Tensor, ...],
-    scale: float, causal: bool, shift: int,
+    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    strided: tuple[Tensor, ...], scale: float,
 ) -> None:  # fmt: skip
     """One kernel: `read` are fetched by tiles, `rest` are its other tensors, `strided` those of
     them whose strides it takes. These were made here: their layout follows from `read`."""
-    q = read[0]
-    if not INTERPRETED and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            run_pass(kind, read, rest, strided, scale, causal, shift)
+    if not INTERPRETED and problem.device.index != torch.cuda.current_device():
+        with torch.cuda.device(problem.device):
+            run_pass(kind, problem, read, rest, strided, scale)
         return
-    starts = 0
-    for x in read:
-        starts |= x.data_ptr()
-    problem = Problem(
-        kind, causal, shift, q.shape, read[1].shape, q.dtype, q.device,
-        tuple([x.stride() for x in read]), starts % _TMA_ALIGNMENT == 0,
-        torch.get_float32_matmul_precision() != "highest", _forced.get(kind),
-    )  # fmt: skip
-    prepared = _PREPARED.get(problem)
-    if prepared is None or prepared.start is None:
-        prepared = _fitting_launch(problem, read, rest, strided, scale)
-        if not INTERPRETED:
-            if len(_PREPARED) >= _MOST_PREPARED:
-                _PREPARED.clear()
-            _PREPARED[problem] = prepared
+    of_problem = _PREPARED.get(problem)
+    if of_problem is None:
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        of_problem = _PREPARED[problem] = {}
+    key = (kind, _forced.get(kind) if _forced else None)
+    prepared = of_problem.get(key)
+    if prepared is None or INTERPRETED:
+        prepared = of_problem[key] = _fitting_launch(
+            kind, problem, key[1], read, rest, strided, scale
+        )
     else:
-        sources: Sequence[Any] = [_descriptor(x) for x in read] if prepared.tma else read
-        second = sources if prepared.parts > 1 else _NO_SECOND_PART[: len(read)]
-        prepared.start(*sources, *second, *rest, scale, *prepared.fixed)
+        prepared.run(read, rest, scale)
     if _record is not None:
         _record.append(prepared.launch)
 
 
-_NO_SECOND_PART = (None, None, None, None)
-
-
 def _fitting_launch(
-    problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...], scale: float,
-) -> _Prepared:  # fmt: skip
+    kind: Pass, problem: Problem, forced: Tile | None, read: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...], strided: tuple[Tensor, ...], scale: float,
+) -> Prepared:  # fmt: skip
     """Launch with the best tile that this GPU can hold."""
     if INTERPRETED:
         choices = [_INTERPRETER_TILE]
-    elif problem.forced:
-        choices = [problem.forced]
+    elif forced:
+        choices = [forced]
     else:
         width = problem.dtype.itemsize
-        choices = tiles(problem.kind, problem.q_shape[-1], width, _capability(problem.device))
+        choices = tiles(kind, problem.q_shape[-1], width, _capability(problem.device))
     for tile in choices[:-1]:
         try:
-            return _first_launch(problem, read, rest, strided, scale, tile)
+            return _first_launch(kind, problem, read, rest, strided, scale, tile)
         except OutOfResources:
             continue
-    return _first_launch(problem, read, rest, strided, scale, choices[-1])
+    return _first_launch(kind, problem, read, rest, strided, scale, choices[-1])
 
 
 def _first_launch(
-    problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
+    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
     strided: tuple[Tensor, ...], scale: float, tile: Tile,
-) -> _Prepared:  # fmt: skip
-    kernel = _KERNELS[problem.kind]
+) -> Prepared:  # fmt: skip
+    kernel = _KERNELS[kind]
     batch, heads, rows, head = problem.q_shape
     key_heads, keys = problem.k_shape[1:3]
     is_float32 = problem.dtype == torch.float32
@@ -216,7 +196,7 @@ def _first_launch(
     else:
         n_tiles, programs = triton.cdiv(rows, tile.m), batch * heads
     visible = min(keys, rows + problem.shift) if problem.causal else keys
-    whole = () if problem.kind == "forward" else (visible <= tile.n,)
+    whole = () if kind == "forward" else (visible <= tile.n,)
     first, second = columns(head)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
@@ -224,7 +204,7 @@ def _first_launch(
         tile.m, tile.n, first, second, problem.causal, _group(tile, programs), tma, tile.hold,
         *whole, "tf32" if problem.tf32 or not is_float32 else tile.precision, is_float32,
     )  # fmt: skip
-    grid = (n_tiles * programs, 1, 1)
+    programs *= n_tiles
     layout = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:
         layout["maxnreg"] = tile.registers
@@ -232,30 +212,19 @@ def _first_launch(
     bits = [
         x.view(torch.int16) if tile.hold and i in kernel.held else x for i, x in enumerate(read)
     ]
-    sources: list[Any] = [*bits, *(bits if second else _NO_SECOND_PART[: len(bits)])]
     if tma:
-        counts = [tile.m if by_queries else tile.n for by_queries in _BY_QUERIES]
-        parts = [(x, rows, first) for x, rows in zip(bits, counts, strict=False)]
-        parts += [(x, rows, second) for x, rows in zip(bits, counts, strict=False)]
+        sizes = [tile.m if by_queries else tile.n for by_queries in _BY_QUERIES[: len(bits)]]
         sources = [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, count, wide])
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, size, wide])
             if wide
             else None
-            for x, count, wide in parts
+            for wide in (first, second)
+            for x, size in zip(bits, sizes, strict=True)
         ]
-    compiled = kernel.function[grid](*sources, *rest, scale, *fixed, **layout)
-    start = None if INTERPRETED else compiled[grid]
-    return _Prepared(Launch(problem.kind, tile, compiled), start, fixed, tma, 2 if second else 1)
-
-
-def _descriptor(tensor: Tensor) -> TensorDescriptor:
-    """Of a tensor for a kernel that was compiled for just such a one: past the constructor, whose
-    checks take as long as a launch, and without the sizes of tiles, which the kernel knows."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__ = {
-        "base": tensor, "shape": tensor.shape, "strides": tensor.stride(), "padding": "zero",
-    }  # fmt: skip
-    return made
+    else:
+        sources = [*bits, *(bits if second else [None] * len(bits))]
+    compiled = kernel.function[(programs,)](*sources, *rest, scale, *fixed, **layout)
+    return Prepared(Launch(kind, tile, compiled), programs, fixed, tma, bool(second))
 
 
 @lru_cache
@@ -272,14 +241,13 @@ def _group(tile: Tile, programs: int) -> int:
 
 
 def _tma_ready(problem: Problem) -> bool:
-    """Whether the GPU's copy engine can fetch the tiles, and whether it is worth describing them to
-    it: Hopper on, rows aligned, and enough to do on the GPU that the host's part is hidden."""
+    """Whether the GPU's copy engine can fetch tiles of all these: Hopper on, rows aligned."""
     if INTERPRETED or _capability(problem.device)[0] < 9:
         return False
     strides = [stride for of_one in problem.strides for stride in of_one[:3]]
     return (
         problem.aligned
-        and problem.q_shape.numel() * problem.k_shape[2] >= _WORTH_DESCRIBING
+        and problem.k_shape.numel() > 0
         and 0 not in strides
         and all(stride * problem.dtype.itemsize % _TMA_ALIGNMENT == 0 for stride in strides)
     )

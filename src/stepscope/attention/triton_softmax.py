@@ -50,9 +50,11 @@ def probabilities(scores, level, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def never_zero(x):
-    """For a division: the sum of a row that sees no key."""
-    return tl.where(x == 0.0, 1.0, x)
+def shared_by(a, sums, EXACT: tl.constexpr):
+    """a / sums; a row that sees no key has the sum 0 and stays 0. EXACT rounds as IEEE says: the
+    GPU's quick division is off by up to two units, and all of a row with it."""
+    sums = tl.where(sums == 0.0, 1.0, sums)
+    return tl.math.div_rn(a, sums) if EXACT else a / sums
 
 
 @triton.jit
