@@ -13,14 +13,11 @@ from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import encode
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.profile.experiments import LARGER, experiments, first_cause
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
-    from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
-
-LARGER = 4
-"""How many times the batch is tried that has the same launches."""
 
 TRACES = "STEPSCOPE_TRACES"
 """The environment variable that names the folder in which traces are kept."""
@@ -43,15 +40,16 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
     )
     series, quantities, notes = list(timing.series), workload.quantities(), {}
     if config["experiments"] and device.kind == "cuda":
-        for name, experiment in (("graph_replay", _graph), ("larger_batch", _larger_batch)):
+        for name, experiment in experiments(workload):
             bench.progress(0, 1, name.replace("_", " "))
             try:
                 series += _renamed(experiment(step, device), name)
             except Exception as error:
                 # An experiment that cannot be made takes nothing from what was measured.
-                notes[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                notes[name] = first_cause(error)
                 device.release()
-        quantities["larger_batch"] = Quantity(value=LARGER * workload.batch, unit="sequences")
+        if any(one.name == "larger_batch" for one in series):
+            quantities["larger_batch"] = Quantity(value=LARGER * workload.batch, unit="sequences")
     bench.progress(0, 1, "trace")
     with tempfile.TemporaryDirectory() as scratch:
         kept = os.environ.get(TRACES)
@@ -80,40 +78,3 @@ def _renamed(timing: Timing, name: str) -> list[Series]:
         for series in timing.series
         if series.name == "step"
     ]
-
-
-def _larger_batch(step: TrainingStep, device: Device) -> Timing:
-    from stepscope.measure.timer import time_step
-
-    workload = step.workload
-    larger = TrainingStep(msgspec.structs.replace(workload, batch=LARGER * workload.batch), device)
-    return time_step(larger.phases(), device, warmup=3, steps=7, before=larger.reset)
-
-
-def _graph(step: TrainingStep, device: Device) -> Timing:
-    """All but the optimizer, whose step reads its counters back, as one launch."""
-    import torch
-
-    from stepscope.measure.timer import Phase, time_step
-
-    phases = [phase for phase in step.phases() if phase.name != "optimizer"]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step.optimizer.zero_grad(set_to_none=True)
-            for phase in phases:
-                phase.run()
-    torch.cuda.current_stream().wait_stream(side)
-    step.optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for phase in phases:
-            phase.run()
-    try:
-        return time_step((Phase("step", graph.replay),), device, warmup=3, steps=10)
-    finally:
-        # The tensors of a graph live in its own pool and end with it.
-        step.optimizer.zero_grad(set_to_none=True)
-        step.reset()
-        del graph

@@ -1,0 +1,70 @@
+"""The experiments of the profile study, as far as they can be tried without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepscope.measure.device import CpuDevice
+from stepscope.studies.profile.experiments import (
+    LARGER,
+    experiments,
+    first_cause,
+    forget_steps,
+    larger_batch,
+)
+from stepscope.studies.workload import MODES, Mode, TrainingStep, WorkloadFlags, workloads
+
+
+def built(mode: Mode, compiled: str = "no") -> TrainingStep:
+    flags = WorkloadFlags(size=("tiny",), context=(8,), batch=(2,), vocab=16, compile=(compiled,))
+    (workload,) = workloads(flags, (mode,))
+    return TrainingStep(workload, CpuDevice())
+
+
+def run(step: TrainingStep) -> None:
+    for phase in step.phases():
+        phase.run()
+
+
+def notes(step: TrainingStep) -> list[dict[str, object]]:
+    """A place for notes on the AccumulateGrad node of each parameter that the next forward uses."""
+    views = [p.view_as(p) for p in step.model.parameters()]
+    return [view.grad_fn.next_functions[0][0].metadata for view in views]  # type: ignore[union-attr,misc]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_of_a_step_survives_being_forgotten(mode: Mode) -> None:
+    step = built(mode)
+    run(step)
+    for note in notes(step):
+        note["of"] = "an earlier step"
+    run(step)
+    assert all(notes(step)), "a step that is run again takes over the nodes of the one before"
+    forget_steps(step)
+    assert not any(notes(step))
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_a_larger_batch_has_the_same_model_and_leaves_the_step_as_it_was() -> None:
+    step = built("train-step")
+    seen: list[torch.Size] = []
+    step.model.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    timing = larger_batch(step, CpuDevice())
+    assert set(seen) == {torch.Size((2 * LARGER, 8))}
+    assert len(timing.series[0].values) == 7
+    assert step.tokens.shape == (2, 8)
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
+    eager, compiled = (built("forward", how).workload for how in ("no", "block"))
+    assert [name for name, _ in experiments(eager)] == ["larger_batch", "graph_replay"]
+    assert [name for name, _ in experiments(compiled)] == ["graph_replay"]
+
+
+def test_what_failed_first_is_told() -> None:
+    error = RuntimeError("a previous error")
+    error.__context__ = ValueError("a wait inside of a capture\nand more")
+    assert first_cause(error) == "ValueError: a wait inside of a capture"
+    assert first_cause(KeyError()) == "KeyError: no reason given"
