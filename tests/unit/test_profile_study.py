@@ -41,7 +41,7 @@ def table(name: str, *records: Record) -> list[dict[str, object]]:
 
 
 def busy_step(blocks: int = 12) -> ChromeTrace:
-    """A forward that the device is always behind with: seven products and a softmax a block."""
+    """A forward that the device is always behind with: seven products and an attention a block."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 3_000)
     trace.range("forward", 0, 3_000)
@@ -50,8 +50,13 @@ def busy_step(blocks: int = 12) -> ChromeTrace:
         at = 200.0 * block
         trace.range(f"block {block}", at, at + 190)
         kernels = [("attention/projections", SGEMM)] * 4 + [("feed-forward", SGEMM)] * 3
-        kernels += [("attention/core", "cutlass_80_simt_sgemm_128x64_8x5_nt_align1")] * 2
-        kernels += [("attention/core", "void at::native::softmax_warp_forward<float>(float*)")]
+        product = "cutlass_80_simt_sgemm_128x64_8x5_nt_align1"
+        kernels += [
+            ("attention/core/scores", product),
+            ("attention/core/mask", ADD),
+            ("attention/core/softmax", "void at::native::softmax_warp_forward<float>(float*)"),
+            ("attention/core/values", product),
+        ]
         for place, (part, kernel) in enumerate(kernels):
             begin = at + 15 * place
             inside = part.split("/")
@@ -82,7 +87,7 @@ def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     assert top is not None
     assert (top.kernel, top.unit, top.calls) == (SGEMM, "FP32 cores", 85)
     assert top.story == "12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)"
-    assert top.share == pytest.approx((84 * 100 + 400) / (84 * 100 + 400 + 12 * 60))
+    assert top.share == pytest.approx((84 * 100 + 400) / (84 * 100 + 400 + 12 * 80))
     assert top.also_first_in_backward is None
     assert "in 85 calls = 12 blocks × 7" in findings(record)
     assert count_story(group.fullest().summary, "no such kernel", 12) == ""
@@ -102,6 +107,7 @@ def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> N
     core = attention_core(group)
     assert core is not None
     assert (core.matmul_ms, core.softmax_ms) == (pytest.approx(0.48), pytest.approx(0.24))
+    assert (core.mask_ms, core.rest_ms) == (pytest.approx(0.24), 0.0)
     scores = 4 * 12 * 512 * 512 * 12
     assert core.softmax_flops == 5 * scores
     assert core.matmul_flops == 2 * 2 * 64 * scores
@@ -165,7 +171,7 @@ def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
 def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
     forward = profile_record("forward", trace=busy_step())
     (row,) = table("profile-matmul", forward, profile_record())
-    assert row["inference"] == pytest.approx(1 - 240 / 9520)
+    assert row["inference"] == pytest.approx(1 - 480 / 9760)
     assert row["whole step"] == pytest.approx(160 / 240)
     assert row["forward and backward"] is None
     assert str(row["grew instead"]).startswith("elementwise by")

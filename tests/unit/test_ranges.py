@@ -20,6 +20,7 @@ from stepscope.model import ModelConfig, TransformerLM
 from stepscope.ranges import named
 from stepscope.studies.workload import TrainingStep, Workload
 
+CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)
 
 
@@ -102,8 +103,8 @@ class TestCapture:
         work = find_work(read_trace(trace))
         assert {PHASES[p] for p in work.phase.tolist()} >= set(PHASES[:4])
         parts = {"/".join(work.host.paths[p]) for p in work.path.tolist()}
-        block = {"norm", "attention/projections", "attention/rotary", "attention/core",
-                 "feed-forward"}  # fmt: skip
+        block = {"norm", "attention/projections", "attention/rotary", "feed-forward",
+                 *(f"attention/core/{part}" for part in CORE)}  # fmt: skip
         assert {"embedding", "norm", "head"} | {f"block 1/{part}" for part in block} <= parts
 
     def test_the_backward_goes_to_the_parts_that_made_it(self, trace: Path) -> None:
@@ -112,8 +113,10 @@ class TestCapture:
         assert work.attribution().backward_module > 0.75
         uses = {(u.phase, u.module, u.kernel): u for u in summarize(read_trace(trace)).uses}
         core = "block */attention/core"
-        assert uses["forward", core, "aten::bmm"].count == 2 * 2
-        assert uses["backward", core, "aten::bmm"].count == 2 * 4
+        for part in ("scores", "values"):
+            assert uses["forward", f"{core}/{part}", "aten::bmm"].count == 2
+            assert uses["backward", f"{core}/{part}", "aten::bmm"].count == 2 * 2
         assert uses["forward", "block */feed-forward", "aten::mm"].count == 2 * 3
         assert uses["backward", "block */feed-forward", "aten::mm"].count == 2 * 6
-        assert uses["forward", core, "aten::_softmax"].places == 2
+        assert uses["forward", f"{core}/softmax", "aten::_softmax"].places == 2
+        assert uses["backward", f"{core}/mask", "aten::masked_fill_"].count == 2

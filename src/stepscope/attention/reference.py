@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import default_scale, heads_per_key_head
 from stepscope.attention.masking import Sight
+from stepscope.ranges import named
 
 
 def reference_attention(
@@ -26,16 +27,21 @@ def reference_attention(
     group = heads_per_key_head(q, k)
     if group > 1:
         seeing = torch.unflatten(seeing, -3, (-1, group)).flatten(-3, -2)
-    scores = seeing @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
+    with named("scores"):
+        scores = seeing @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
     if group > 1:
         scores = torch.unflatten(scores, -2, (group, -1))
     if sight.offset is not None:
-        scores = scores.masked_fill(_later_keys(scores, max(0, sight.offset)), float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
-    if group > 1:
-        out = torch.unflatten(weights.flatten(-3, -2) @ v, -2, (group, -1)).flatten(-4, -3)
-    else:
-        out = weights @ v
+        with named("mask"):
+            later = _later_keys(scores, max(0, sight.offset))
+            scores = scores.masked_fill(later, float("-inf"))
+    with named("softmax"):
+        weights = torch.softmax(scores, dim=-1)
+    with named("values"):
+        if group > 1:
+            out = torch.unflatten(weights.flatten(-3, -2) @ v, -2, (group, -1)).flatten(-4, -3)
+        else:
+            out = weights @ v
     return functional.pad(out, (0, 0, sight.blind_rows, 0)) if sight.blind_rows else out
 
 

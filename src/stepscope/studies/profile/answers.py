@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 from stepscope.analysis.kernel_names import CLASSES
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.studies.profile.rows import Group, Traced
 from stepscope.studies.trace_findings import top_kernels
 
@@ -31,7 +32,9 @@ class AttentionCore(NamedTuple):
 
     matmul_ms: float
     softmax_ms: float
+    mask_ms: float
     rest_ms: float
+    """The scale, and casts between formats."""
     matmul_flops: float
     softmax_flops: float
     softmax_bytes: float
@@ -102,10 +105,9 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
 def attention_core(group: Group) -> AttentionCore | None:
     """None where the attention is one kernel, or where no range says what belongs to it."""
     traced = group.modes.get("forward") or group.fullest()
-    times = {"matmul": 0.0, "softmax": 0.0, "": 0.0}
+    times: dict[str, float] = defaultdict(float)
     for use in traced.summary.uses:
-        if use.phase == "forward" and use.module.endswith("attention/core"):
-            times[use.kind if use.kind in times else ""] += use.ms
+        times[_core_part(use)] += use.ms
     if not (times["matmul"] and times["softmax"]):
         return None
     model, w = group.workload.model(), group.workload
@@ -113,8 +115,24 @@ def attention_core(group: Group) -> AttentionCore | None:
     return AttentionCore(
         times["matmul"],
         times["softmax"],
-        times[""],
+        times["mask"],
+        times["rest"],
         matmul_flops=2 * 2 * scores * model.d_head,
         softmax_flops=SOFTMAX_FLOPS * scores,
         softmax_bytes=2 * scores * group.element_bytes(),
     )
+
+
+def _core_part(use: Use) -> str:
+    """Of the forward's attention: its matmul, softmax, mask or rest; empty for anything else.
+
+    The cast that autocast puts before a softmax is no part of it, so that its bytes stay what they
+    are without one.
+    """
+    _, inside, part = use.module.rpartition("attention/core")
+    if not inside or use.phase != "forward":
+        return ""
+    if part == "/mask":
+        return "mask"
+    own = {"/scores": "matmul", "/values": "matmul", "/softmax": "softmax"}.get(part, use.kind)
+    return use.kind if use.kind == own and own in ("matmul", "softmax") else "rest"

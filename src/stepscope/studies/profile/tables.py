@@ -121,13 +121,14 @@ def core_tables(found: Sequence[Group]) -> list[Table]:
         core = attention_core(group)
         if core is not None:
             rows.append(
-                (*key_cells(group, found), core.matmul_ms, core.softmax_ms, core.rest_ms,
+                (*key_cells(group, found), core.matmul_ms, core.softmax_ms, core.mask_ms,
+                 core.rest_ms,
                  core.softmax_ms / core.matmul_ms, core.softmax_flops / core.matmul_flops,
                  core.softmax_rate)
             )  # fmt: skip
     if not rows:
         return []
-    times = ("two matmuls", "softmax", "scale and mask")
+    times = ("two matmuls", "softmax", "mask", "scale and casts")
     return [
         Table(
             name="profile-softmax",
