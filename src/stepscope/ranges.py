@@ -12,6 +12,7 @@ nothing: no graph break, no guard, well below a microsecond.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -37,6 +38,23 @@ def named(name: str) -> AbstractContextManager[None]:
     if not (profiler._is_profiler_enabled or _nvtx_on):
         return _SILENCE
     return _Range(name)
+
+
+def name_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Put a range around all that the optimizer does for one of its parameter groups.
+
+    The range has the group's own name (`{"name": "embeddings", "params": …}`) or its number.
+    """
+    optimizer.param_groups = _NamedGroups(optimizer.param_groups)
+
+
+class _NamedGroups(list[dict[str, Any]]):
+    """Every optimizer works in a loop over this list: a range holds from one turn to the next."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number, group in enumerate(super().__iter__()):
+            with named(str(group.get("name", f"group {number}"))):
+                yield group
 
 
 class _Range(AbstractContextManager[None]):

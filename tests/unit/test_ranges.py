@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from stepscope.attention.reference import reference_attention
 from stepscope.measure.capture import capture
 from stepscope.measure.device import CpuDevice
 from stepscope.model import ModelConfig, TransformerLM
-from stepscope.ranges import named
+from stepscope.optim import AdamW
+from stepscope.ranges import name_groups, named
 from stepscope.studies.workload import TrainingStep, Workload
 
 CORE = ("scores", "mask", "softmax", "values")
@@ -120,3 +122,34 @@ class TestCapture:
         assert uses["backward", "block */feed-forward", "aten::mm"].count == 2 * 6
         assert uses["forward", f"{core}/softmax", "aten::_softmax"].places == 2
         assert uses["backward", f"{core}/mask", "aten::masked_fill_"].count == 2
+
+    def test_the_optimizer_goes_to_its_parameter_group(self, trace: Path) -> None:
+        uses = [u for u in summarize(read_trace(trace)).uses if u.phase == "optimizer"]
+        grouped = sum(u.ms for u in uses if u.module == "group 0")
+        assert grouped > 0.9 * sum(u.ms for u in uses)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+def test_each_parameter_group_has_its_range(
+    kind: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(3)]
+    groups = [{"params": layer.parameters(), "lr": 0.1} for layer in layers]
+    groups[1]["name"] = "the middle"
+    optimizer = kind(groups)
+    name_groups(optimizer)
+
+    def step() -> None:
+        for layer in layers:
+            layer.weight.grad = torch.ones(4, 4)
+        with named("optimizer"):
+            optimizer.step()
+
+    step()
+    moved = [layer.weight.clone() for layer in layers]
+    path = capture(step, CpuDevice(), tmp_path / "steps.json", steps=1)
+    uses = [u for u in summarize(read_trace(path)).uses if u.phase == "optimizer"]
+    told = {u.module for u in uses if u.ms > 0 and u.module}
+    assert told == {"group 0", "the middle", "group 2"}
+    assert all(not torch.equal(a, b.weight) for a, b in zip(moved, layers, strict=True))
+    assert [g["lr"] for g in optimizer.state_dict()["param_groups"]] == [0.1] * 3

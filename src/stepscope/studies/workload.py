@@ -286,7 +286,12 @@ def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     import torch
 
     from stepscope.optim import AdamW
+    from stepscope.ranges import name_groups
 
+    made: torch.optim.Optimizer
     if name == "stepscope":
-        return AdamW(model.parameters())
-    return torch.optim.AdamW(model.parameters(), fused=True if name == "torch-fused" else None)
+        made = AdamW(model.parameters())
+    else:
+        made = torch.optim.AdamW(model.parameters(), fused=True if name == "torch-fused" else None)
+    name_groups(made)
+    return made

@@ -18,6 +18,7 @@ from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import Work
 
 _NUMBER = re.compile(r"\d+")
+_GROUP = re.compile(r"group \d+(/|$)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Instances:
     @cached_property
     def modules(self) -> tuple[list[str], Ints]:
         """Paths without their numbers, and which of them each path is."""
-        texts = ["/".join(_NUMBER.sub("*", part) for part in p) for p in self.work.host.paths]
+        texts = [_without_numbers("/".join(path)) for path in self.work.host.paths]
         numbers = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         return list(numbers), np.array([numbers[text] for text in texts], np.int64)
 
@@ -107,6 +108,11 @@ def _joint(*keys: Ints) -> Ints:
     for key in keys:
         joint = joint * (int(key.max()) + 2) + key + 1
     return joint
+
+
+def _without_numbers(path: str) -> str:
+    """Blocks are alike and told together; the parameter groups of an optimizer are not."""
+    return path if _GROUP.match(path) else _NUMBER.sub("*", path)
 
 
 def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:
