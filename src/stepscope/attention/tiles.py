@@ -48,21 +48,21 @@ def columns(head: int) -> tuple[int, int]:
 # Hopper, 16-bit formats, by the most columns that an entry is for.
 _HOPPER: dict[Pass, dict[int, Tile]] = {
     "forward": {
-        64: Tile(64, 128, 4, 3, hold=True),
+        64: Tile(64, 128, 4, 3, group=16, hold=True),
         96: Tile(64, 64, 4, 2),
-        128: Tile(64, 64, 4, 3, group=4, hold=True),
+        128: Tile(64, 64, 4, 3, group=16, hold=True),
         256: Tile(64, 32, 4, 2),
     },
     "query": {
-        64: Tile(64, 128, 4, 3, hold=True),
+        64: Tile(64, 128, 4, 3, group=8, hold=True),
         96: Tile(64, 64, 4, 2),
         128: Tile(64, 64, 4, 3, hold=True),
         256: Tile(64, 32, 8, 2),
     },
     "key_value": {
-        64: Tile(128, 64, 4, 2),
+        64: Tile(128, 64, 4, 2, group=4),
         96: Tile(128, 64, 4, 2),
-        128: Tile(64, 64, 4, 2),
+        128: Tile(64, 64, 4, 2, group=16),
         256: Tile(32, 64, 8, 2),
     },
 }
