@@ -45,6 +45,16 @@ class ChromeTrace:
         numbers = {"Sequence number": sequence, "Fwd thread id": back}
         self.span("cpu_op", name, start, end, thread, **numbers)
 
+    def arrow(self, tail: float, tail_thread: int, head: float, head_thread: int) -> None:
+        """From the beginning of a forward operator to that of its backward."""
+        self._correlation += 1
+        ends = (("s", tail, tail_thread, {}), ("f", head, head_thread, {"bp": "e"}))
+        for phase, at, thread, more in ends:
+            self.events.append(
+                {"ph": phase, "id": self._correlation, "pid": MAIN, "tid": thread, "ts": at,
+                 "cat": "fwdbwd", "name": "fwdbwd"} | more
+            )  # fmt: skip
+
     def call(self, name: str, start: float, end: float, thread: int = MAIN) -> int:
         self._correlation += 1
         self.span("cuda_runtime", name, start, end, thread, correlation=self._correlation)

@@ -11,7 +11,9 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.work import Work, find_work
-from trace_files import ADD, ENGINE, SGEMM, ChromeTrace, nsight_file, training_step
+from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, training_step
+
+OTHER = 102
 
 
 def told(work: Work) -> list[tuple[str, str, str, str]]:
@@ -66,6 +68,39 @@ def test_a_backward_goes_to_the_last_forward_of_its_number() -> None:
         trace.kernel(SGEMM, at + 120, at + 140, launch=(at + 110, at + 115), thread=ENGINE)
     work = find_work(trace.read())
     assert [path for *_, path in told(work)] == ["step 0 late", "step 1 late"]
+
+
+def two_threads(*, arrows: bool) -> list[str]:
+    """Where two backwards go whose forwards ran on two threads, which count alike."""
+    trace = ChromeTrace()
+    for thread, at in ((MAIN, 0.0), (OTHER, 5.0)):
+        trace.range(f"of {thread}", at, at + 50, thread)
+        trace.operator("aten::linear", at + 10, at + 40, thread, sequence=7)
+        trace.operator("aten::mm", at + 12, at + 38, thread, sequence=7)
+    for thread, at in ((MAIN, 100.0), (OTHER, 200.0)):
+        node = "autograd::engine::evaluate_function: MmBackward0"
+        trace.operator(node, at, at + 50, ENGINE, sequence=7, back=1)
+        trace.operator("MmBackward0", at + 10, at + 45, ENGINE, sequence=7, back=1)
+        trace.operator("aten::mm", at + 12, at + 40, ENGINE)
+        trace.kernel(SGEMM, at + 20, at + 40, launch=(at + 15, at + 18), thread=ENGINE)
+        trace.kernel(ADD, at + 60, at + 70, launch=(at + 46, at + 48), thread=ENGINE)
+        if arrows:
+            trace.arrow(12 if thread == MAIN else 17, thread, at + 10, ENGINE)
+    return [path for *_, path in told(find_work(trace.read()))]
+
+
+def test_where_threads_count_alike_the_arrows_of_the_profiler_decide() -> None:
+    assert two_threads(arrows=True) == [f"of {t}" for t in (MAIN, MAIN, OTHER, OTHER)]
+    assert two_threads(arrows=False) == [f"of {OTHER}"] * 4
+
+
+def test_an_arrow_to_nowhere_changes_nothing() -> None:
+    trace = training_step()
+    before = told(find_work(trace.read()))
+    trace.arrow(3, MAIN, 4, ENGINE)
+    trace.events.pop()
+    trace.arrow(5, MAIN, 6, ENGINE)
+    assert told(find_work(trace.read())) == before
 
 
 def test_without_ranges_the_engine_and_the_optimizer_still_tell_the_phase() -> None:

@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 
 from stepscope.analysis.trace.model import (
+    NO_ARROWS,
     NO_CALLS,
     NO_KERNELS,
     NO_NUMBER,
     NO_SPANS,
+    Arrows,
     Calls,
     Ints,
     Kernels,
@@ -50,6 +52,7 @@ class _Event(msgspec.Struct, gc=False):
     ph: str
     cat: str = ""
     name: str = ""
+    id: Identity | float = 0
     tid: Identity = 0
     ts: float = 0.0
     dur: float = 0.0
@@ -66,6 +69,7 @@ class _File(msgspec.Struct):
 
 
 _Row = tuple[float, float, str, Identity, int, Identity, Identity, int, int]
+_End = tuple[str, Identity | float, Identity, float]
 _KINDS = {
     "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
     "Kernel": "kernel", "Memcpy": "kernel", "Memset": "kernel",
@@ -73,6 +77,7 @@ _KINDS = {
     "cpu_op": "operator", "Operator": "operator",
     "user_annotation": "range",
 }  # fmt: skip
+_ARROW = "fwdbwd"
 _FILE = msgspec.json.Decoder(_File)
 _LIST = msgspec.json.Decoder(list[_Event])
 
@@ -85,7 +90,7 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
         )
     with _no_collection():
         events, device_name = _decoded(data, where)
-        held = _split(events)
+        held, ends = _split(events)
         del events
         if not held["kernel"] and not held["operator"]:
             raise StepscopeError(
@@ -97,9 +102,10 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
             kernels = _kernels(held.pop("kernel"), names)
             calls = _calls(held.pop("call"), names)
             spans = _spans(held.pop("operator"), held.pop("range"), names)
+            arrows = _arrows(ends)
         except (ValueError, OverflowError, TypeError) as error:
             raise StepscopeError(f"{where} has a time or number that is none: {error}") from error
-    return Trace("torch.profiler", names.all(), kernels, calls, spans, device_name)
+    return Trace("torch.profiler", names.all(), kernels, calls, spans, device_name, arrows)
 
 
 def _objects(data: bytes | bytearray) -> int:
@@ -126,20 +132,37 @@ def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
     return file.traceEvents, next((d.name for d in file.deviceProperties), "")
 
 
-def _split(events: list[_Event]) -> dict[str, list[_Row]]:
+def _split(events: list[_Event]) -> tuple[dict[str, list[_Row]], list[_End]]:
     """What is needed of each event by its kind, in one pass while the event is at hand."""
     held: dict[str, list[_Row]] = {kind: [] for kind in _KINDS.values()}
+    ends: list[_End] = []
     keep = {category: held[kind].append for category, kind in _KINDS.items()}.get
     nothing = _Arguments()
     for event in events:
         add = keep(event.cat)
-        if add is not None and event.ph == "X":
-            own = event.args or nothing
-            add(
-                (event.ts, event.dur, event.name, event.tid, own.correlation, own.device,
-                 own.stream, own.sequence, own.forward_thread)
-            )  # fmt: skip
-    return held
+        if add is not None:
+            if event.ph == "X":
+                own = event.args or nothing
+                add(
+                    (event.ts, event.dur, event.name, event.tid, own.correlation, own.device,
+                     own.stream, own.sequence, own.forward_thread)
+                )  # fmt: skip
+        elif event.cat == _ARROW:
+            ends.append((event.ph, event.id, event.tid, event.ts))
+    return held, ends
+
+
+def _arrows(ends: list[_End]) -> Arrows:
+    tails = {number: (thread, ts) for ph, number, thread, ts in ends if ph == "s"}
+    whole = [
+        (*tails[number], thread, ts)
+        for ph, number, thread, ts in ends
+        if ph == "f" and number in tails
+    ]
+    if not whole:
+        return NO_ARROWS
+    tail_thread, tail, thread, start = zip(*whole, strict=True)
+    return Arrows(_moments(tail), _identities(tail_thread), _moments(start), _identities(thread))
 
 
 def _kernels(rows: list[_Row], names: Names) -> Kernels:
@@ -183,11 +206,15 @@ def _spans(operators: list[_Row], ranges: list[_Row], names: Names) -> Spans:
 
 
 def _times(ts: Sequence[float], dur: Sequence[float]) -> tuple[Ints, Ints]:
-    start, length = np.array(ts, np.float64), np.array(dur, np.float64)
-    if not (np.abs(start).max() < _LATEST_US and np.abs(length).max() < _LATEST_US):
+    start = _moments(ts)
+    return start, start + np.maximum(_moments(dur), 0)
+
+
+def _moments(microseconds: Sequence[float]) -> Ints:
+    values = np.array(microseconds, np.float64)
+    if not np.abs(values).max() < _LATEST_US:
         raise ValueError("a time is out of range")
-    first = np.rint(start * 1e3).astype(np.int64)
-    return first, first + np.rint(np.maximum(length, 0.0) * 1e3).astype(np.int64)
+    return np.rint(values * 1e3).astype(np.int64)
 
 
 def _column(values: Sequence[int]) -> Ints:

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from stepscope.analysis.trace.model import NO_NUMBER, Ints, Trace
+from stepscope.analysis.trace.forward_links import forward_of
+from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY, parents
 
 Phase = Literal["forward", "loss", "backward", "optimizer", ""]
@@ -76,7 +77,7 @@ def read_host(trace: Trace) -> Host:
     found = np.array(phase, np.int64)
     return Host(
         parent, found, np.array(path, np.int64), tuple(listed),
-        _forward_of(trace, parent, found), tuple(marks),
+        forward_of(trace, parent, found == BACKWARD), tuple(marks),
     )  # fmt: skip
 
 
@@ -93,40 +94,3 @@ def _own_phase(name: str) -> int | None:
 def _has_forward_mark(trace: Trace) -> bool:
     ranges = np.unique(trace.spans.name[trace.spans.is_range])
     return any(_own_phase(trace.names[name]) == FORWARD for name in ranges)
-
-
-def _forward_of(trace: Trace, parent: Ints, phase: Ints) -> Ints:
-    """By sequence number: the last forward operator before it that carries the same one.
-
-    Several may: one that makes no node has the number of the next one that does, so the last is
-    the one that made it. A span without a number of its own has that of the span around it.
-    """
-    spans = trace.spans
-    numbered = spans.sequence != NO_NUMBER
-    makers = np.flatnonzero(numbered & ~spans.in_backward & (phase != BACKWARD))
-    users = np.flatnonzero(numbered & (spans.in_backward | (phase == BACKWARD)))
-    found = np.full(len(spans), NOBODY, np.int64)
-    if len(makers) and len(users):
-        order = np.lexsort((spans.start[makers], spans.sequence[makers]))
-        makers = makers[order]
-        sequences, starts = spans.sequence[makers], spans.start[makers]
-        place = _last_at_or_before(sequences, starts, spans.sequence[users], spans.start[users])
-        known = place != NOBODY
-        found[users[known]] = makers[place[known]]
-    links, above = found.tolist(), parent.tolist()
-    for index in np.flatnonzero(phase == BACKWARD).tolist():
-        if links[index] == NOBODY and above[index] != NOBODY:
-            links[index] = links[above[index]]
-    return np.array(links, np.int64)
-
-
-def _last_at_or_before(keys: Ints, starts: Ints, key: Ints, moment: Ints) -> Ints:
-    """Where the last entry of that key stands that began before the moment."""
-    upper = np.searchsorted(keys, key, side="right")
-    lower = np.searchsorted(keys, key, side="left")
-    place = upper - 1
-    while True:
-        late = (place >= lower) & (starts[np.maximum(place, 0)] > moment)
-        if not late.any():
-            return np.where(place >= lower, place, NOBODY)
-        place = place - late

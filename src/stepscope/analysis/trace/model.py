@@ -77,6 +77,21 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class Arrows:
+    """What the profiler draws from a forward operator to the backward operator that it made."""
+
+    tail: Ints
+    """When the forward operator began."""
+    tail_thread: Ints
+    start: Ints
+    """When the backward operator began."""
+    thread: Ints
+
+
+NO_ARROWS = Arrows(ints(), ints(), ints(), ints())
+
+
+@dataclass(frozen=True)
 class Trace:
     source: str
     """Who wrote it: `torch.profiler` or `Nsight Systems`."""
@@ -85,6 +100,7 @@ class Trace:
     calls: Calls
     spans: Spans
     device_name: str = ""
+    arrows: Arrows = NO_ARROWS
 
     @property
     def on_device(self) -> bool:
