@@ -185,6 +185,8 @@ OTHERS = {
         ("ncclKernel_AllReduce_RING_LL_Sum_float", "NCCL", "communication"),
     "Memcpy HtoD (Pageable -> Device)": ("Memcpy HtoD", "CUDA", "copy/cast"),
     "Memset (Device)": ("Memset", "CUDA", "copy/cast"),
+    "_attn_fwd": ("_attn_fwd", "", "attention"),
+    "paged_attention_v2_kernel": ("paged_attention_v2_kernel", "", "attention"),
     "fused_moe_kernel": ("fused_moe_kernel", "", "other"),
     "": ("", "", "other"),
     "</script><script>alert(1)</script>": ("</script><script>alert(1)</script>", "", "other"),

@@ -10,6 +10,7 @@ from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import Work, find_work
 from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, training_step
 
@@ -135,6 +136,53 @@ def test_what_torch_compile_puts_around_its_kernels_names_no_module() -> None:
     trace.kernel("triton_poi_fused_add_0", 20, 30, launch=(10, 12))
     assert told(find_work(trace.read())) == [
         ("forward", "triton_poi_fused_add_0", "elementwise", "block 3")
+    ]
+
+
+SORT = "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int)"
+FLEX = "triton_tem_fused_0"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "around", "kind"),
+    [
+        (SORT, ["aten::embedding_dense_backward"], "reduction"),
+        (SORT, ["aten::sort"], "reduction"),
+        (SORT, ["aten::no_such_thing"], "other"),
+        ("cooperative_thing", ["aten::_fused_adamw_"], "optimizer"),
+        ("cooperative_thing", ["aten::linear", "aten::unheard_of"], "matmul"),
+        (FLEX, ["block 0:", "attention:", "core:", FLEX], "attention"),
+        (FLEX, ["block 0:", "feed-forward:", FLEX], "other"),
+        ("cooperative_thing", ["attention:", "CompiledFunction"], "other"),
+        (FLEX, [], "other"),
+    ],
+)
+def test_where_a_name_does_not_tell_the_operator_around_it_does(
+    kernel: str, around: list[str], kind: str
+) -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 1)
+    for depth, name in enumerate(around):
+        add = trace.range if name.endswith(":") else trace.operator
+        add(name.rstrip(":"), 10 + depth, 90 - depth)
+    trace.kernel(kernel, 50, 70, launch=(40, 45))
+    work = find_work(trace.read())
+    assert [told_kind for *_, told_kind, _ in told(work)] == [kind]
+    summary = summarize(trace.read())
+    assert [row.kind for row in summary.kernels] == [use.kind for use in summary.uses] == [kind]
+
+
+def test_a_template_of_the_backward_has_the_class_of_its_forward() -> None:
+    trace = ChromeTrace()
+    trace.range("attention", 0, 50)
+    trace.operator("CompiledFunction", 5, 45, sequence=3)
+    trace.kernel(FLEX, 20, 30, launch=(10, 15))
+    node = "autograd::engine::evaluate_function: CompiledFunctionBackward"
+    trace.operator(node, 60, 90, ENGINE, sequence=3, back=1)
+    trace.kernel(FLEX, 80, 90, launch=(70, 75), thread=ENGINE)
+    assert [(phase, kind) for phase, _, kind, _ in told(find_work(trace.read()))] == [
+        ("forward", "attention"),
+        ("backward", "attention"),
     ]
 
 

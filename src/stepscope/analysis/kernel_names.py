@@ -62,6 +62,7 @@ _OWN_ATTENTION: dict[str, Role] = {
     "key_value_kernel": "backward",
     "query_kernel": "backward",
 }
+_ATTENTION_WORD = re.compile(r"(?:^|_)(?:attn|attention|fmha)(?:_|$)")
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
 _ATEN: tuple[tuple[str, Class], ...] = (
     (r"[sS]oft[mM]ax", "softmax"),
@@ -163,7 +164,16 @@ def _attention(name: str) -> Description | None:
             tile=f"{tile.group(1)}x{tile.group(2)}" if tile else "",
             role="backward" if backward else "forward",
         )  # fmt: skip
-    return None
+    return None if plain.startswith("triton_") else _by_word(plain)
+
+
+def _by_word(plain: str) -> Description | None:
+    """Kernels of anyone's that call themselves attention."""
+    if _ATTENTION_WORD.search(plain) is None:
+        return None
+    side = re.search(r"fwd|forward|bwd|backward", plain)
+    role: Role = "" if side is None else "forward" if side.group().startswith("f") else "backward"
+    return Description(plain, "", "attention", role=role)
 
 
 def _flash_name(name: str) -> str:

@@ -44,6 +44,12 @@ _KNOWN = sorted(MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS, key=len, reverse=Tr
 
 def operator_class(name: str) -> Class | None:
     """The class of `aten::mm` and its like; None for what only contains other operators."""
+    named = named_class(name)
+    return "elementwise" if named is None and name.startswith("aten::") else named
+
+
+def named_class(name: str) -> Class | None:
+    """The class of an operator that is known by name; None for all others."""
     space, _, bare = name.rpartition("::")
     bare = bare.partition(".")[0]
     if _COMMUNICATION.match(name) or _COMMUNICATION.match(bare):
@@ -64,7 +70,7 @@ def operator_class(name: str) -> Class | None:
     ):
         if bare in names:
             return kind  # type: ignore[return-value]
-    return "elementwise"
+    return None
 
 
 def inductor_parts(name: str) -> list[str]:

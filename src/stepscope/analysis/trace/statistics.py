@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import Description, linear_role
+from stepscope.analysis.kernel_names import CLASSES, Description, linear_role
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.nesting import NOBODY
@@ -18,6 +18,7 @@ from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import Work
 
 _NUMBER = re.compile(r"\d+")
+_MOST_NUMBERS = 1 << 62
 _GROUP = re.compile(r"group \d+(/|$)")
 
 
@@ -48,6 +49,10 @@ class Instances:
     @cached_property
     def phase(self) -> Ints:
         return self.work.phase[self.index]
+
+    @cached_property
+    def kind(self) -> Ints:
+        return self.work.kind[self.index]
 
     @cached_property
     def module(self) -> Ints:
@@ -104,9 +109,13 @@ def turns(*keys: Ints) -> Ints:
 
 def _joint(*keys: Ints) -> Ints:
     """One number for each combination."""
-    joint = np.zeros(len(keys[0]), np.int64)
+    joint, most = np.zeros(len(keys[0]), np.int64), 1
     for key in keys:
-        joint = joint * (int(key.max()) + 2) + key + 1
+        values = int(key.max()) + 2
+        if most * values >= _MOST_NUMBERS:
+            held, joint = np.unique(joint, return_inverse=True)
+            most = len(held)
+        joint, most = joint * values + key + 1, most * values
     return joint
 
 
@@ -119,14 +128,14 @@ def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:
     """The most time first."""
     steps = max(1, len(held.steps))
     rows = []
-    for (name, phase), members in groups(held.kernel, held.phase):
+    for (name, phase, kind), members in groups(held.kernel, held.phase, held.kind):
         us = held.length[members] / 1e3
         about = held.describe(name)
         rows.append(
             KernelRow(
                 kernel=about.short,
                 library=about.library,
-                kind=about.kind,
+                kind=CLASSES[kind],
                 unit=about.unit,
                 phase=PHASES[phase],
                 ms=round(float(us.sum()) / 1e3 / steps, 6),
@@ -147,13 +156,13 @@ def uses(held: Instances) -> tuple[Use, ...]:
     work, texts = held.work, held.modules[0]
     operator, path = work.operator[held.index], work.path[held.index]
     found: dict[tuple[str, str, str, str, str], tuple[float, int, int]] = {}
-    for (name, phase, module, called), members in groups(
-        held.kernel, held.phase, held.module, operator
+    for (name, phase, module, called, kind), members in groups(
+        held.kernel, held.phase, held.module, operator, held.kind
     ):
         about = held.describe(name)
         by = "" if called == NOBODY else work.trace.names[called]
         role = linear_role(about, PHASES[phase], by)
-        key = (about.short, about.kind, PHASES[phase], texts[module], role)
+        key = (about.short, CLASSES[kind], PHASES[phase], texts[module], role)
         ms, count, places = found.get(key, (0.0, 0, 0))
         found[key] = (
             ms + float(held.length[members].sum()) / 1e6,

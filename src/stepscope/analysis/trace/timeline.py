@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, union
 from stepscope.analysis.trace.ledger import gap_causes, waits
@@ -84,7 +85,7 @@ def _work_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
     for place, stream in enumerate(ranked):
         chosen = inside[work.stream[inside] == stream]
         stretches = (
-            Stretch(int(work.start[i]), int(work.end[i]), about.short, about.kind)
+            Stretch(int(work.start[i]), int(work.end[i]), about.short, CLASSES[work.kind[i]])
             for i in chosen.tolist()
             for about in (work.descriptions[int(work.name[i])],)
         )

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from stepscope.analysis.kernel_names import CLASSES, Description, describe, describe_operator
+from stepscope.analysis.trace.classes import classes
 from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER, UNKNOWN, Host, read_host
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
 from stepscope.analysis.trace.nesting import NOBODY, innermost
@@ -124,7 +125,7 @@ def _kernels(trace: Trace, host: Host) -> Work:
     span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
     return Work(
         trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
-        _classes(kernels.name, trace, on_device=True), call, span,
+        classes(trace, host, kernels.name, span), call, span,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _operators(trace: Trace, host: Host) -> Work:
     name = trace.spans.name[span]
     return Work(
         trace, host, name, start, end, trace.spans.thread[span],
-        _classes(name, trace, on_device=False), np.full(len(start), NO_CALL, np.int64), span,
+        classes(trace, host, name, span), np.full(len(start), NO_CALL, np.int64), span,
     )  # fmt: skip
 
 
@@ -184,12 +185,3 @@ def _own_stretches(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
             ends.append(finish[index])
             owners.append(index)
     return tuple(np.array(column, np.int64) for column in (starts, ends, owners))  # type: ignore[return-value]
-
-
-def _classes(name: Ints, trace: Trace, *, on_device: bool) -> Ints:
-    known = describe if on_device else describe_operator
-    number = {kind: place for place, kind in enumerate(CLASSES)}
-    of_name = np.zeros(max(1, len(trace.names)), np.int64)
-    for each in np.unique(name).tolist():
-        of_name[each] = number[known(trace.names[each]).kind]
-    return of_name[name]
