@@ -103,21 +103,33 @@ def candidates(asked: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> I
         yield from (Candidate(kind, tile) for tile in dict.fromkeys((best, *combined)))
 
 
-def _warm(work: tuple[Shape, str, bool, list[Candidate]]) -> None:
-    """In a process of its own: leave the compiled kernels in Triton's cache."""
+def _warm(work: tuple[Shape, str, bool, list[Candidate]]) -> list[Candidate]:
+    """In a process of its own: leave the compiled kernels in Triton's cache. Those that ran."""
     shape, dtype, causal, share = work
     bench = Bench(shape, getattr(torch, dtype), causal)
+    ran = []
     for candidate in share:
         try:
             bench.run(candidate)
-        except Exception as error:  # the main process meets it again and says so
-            print(f"{candidate}: {str(error).splitlines()[0][:100]}")
+            torch.cuda.synchronize()
+        except torch.AcceleratorError as error:
+            # The GPU's context is lost, and with it the rest of this share.
+            print(f"{candidate.kind} {tuple(candidate.tile)}: {str(error).splitlines()[0]}")
+            break
+        except Exception as error:
+            print(f"{candidate.kind} {tuple(candidate.tile)}: {str(error).splitlines()[0][:100]}")
+        else:
+            ran.append(candidate)
+    return ran
 
 
-def compile_all(shape: Shape, dtype: str, causal: bool, wanted: list[Candidate], jobs: int) -> None:
+def compile_all(
+    shape: Shape, dtype: str, causal: bool, wanted: list[Candidate], jobs: int
+) -> list[Candidate]:
     shares = [wanted[i::jobs] for i in range(jobs) if wanted[i::jobs]]
     with multiprocessing.get_context("spawn").Pool(len(shares)) as pool:
-        pool.map(_warm, [(shape, dtype, causal, share) for share in shares])
+        ran = pool.map(_warm, [(shape, dtype, causal, share) for share in shares])
+    return sorted(itertools.chain(*ran), key=wanted.index)
 
 
 def error_of(made: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -175,7 +187,7 @@ def timed_in_turns(calls: list[Callable[[], object]], rounds: int) -> list[float
 def tune(asked: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
     dtype = getattr(torch, asked.dtype)
     wanted = list(candidates(asked, shape, dtype))
-    compile_all(shape, asked.dtype, asked.causal, wanted, asked.jobs)
+    wanted = compile_all(shape, asked.dtype, asked.causal, wanted, asked.jobs)
     bench = Bench(shape, dtype, asked.causal)
     expected = bench.expected(asked.peer, dtype)
     if dtype == torch.float32:
