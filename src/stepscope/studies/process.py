@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -22,6 +22,41 @@ from stepscope.studies.protocol import Ceilings, Failed, Measured, Progress, Rea
 
 START_TIMEOUT_S = 180.0
 CEILINGS_TIMEOUT_S = 600.0
+_LOOK_UP_EVERY_S = 0.5
+"""A signal that arrives just before a wait does not end it, and is seen only after it."""
+
+
+class Lines:
+    """Lines from a pipe, read by whoever waits for them.
+
+    Neither a thread nor a lock: an interrupt that arrives inside of `queue.Queue.get` may leave its
+    lock taken, or let go of twice.
+    """
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._whole: deque[bytes] = deque()
+        self._begun = bytearray()
+
+    def next(self, deadline: float) -> bytes:
+        """The next line; TimeoutError after the deadline, EOFError where there is none any more."""
+        while not self._whole:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._pipe], [], [], min(max(0.0, left), _LOOK_UP_EVERY_S))
+            if ready:
+                self._take(os.read(self._pipe, 1 << 16))
+            elif left <= 0:
+                raise TimeoutError
+        return self._whole.popleft()
+
+    def _take(self, chunk: bytes) -> None:
+        if not chunk:
+            raise EOFError
+        *whole, rest = chunk.split(b"\n")
+        for line in whole:
+            self._whole.append(bytes(self._begun) + line)
+            self._begun.clear()
+        self._begun += rest
 
 
 class WorkerProcess:
@@ -37,9 +72,8 @@ class WorkerProcess:
             stderr=self._errors,
             start_new_session=True,
         )
-        self._replies: queue.Queue[bytes | None] = queue.Queue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        assert self._process.stdout is not None
+        self._replies = Lines(self._process.stdout.fileno())
         try:
             ready = self._next(time.monotonic() + START_TIMEOUT_S)
             if isinstance(ready, Failed) and ready.usage:
@@ -53,19 +87,13 @@ class WorkerProcess:
         self.environment = ready.environment
         self.lacks = ready.lacks
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._replies.put(line)
-        self._replies.put(None)
-
     def _next(self, deadline: float) -> Reply:
         """The next reply; a death or a missed deadline reads as a failure."""
         try:
-            line = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
+            line = self._replies.next(deadline)
+        except TimeoutError:
             return Failed("timeout", "no answer in time")
-        if line is None or not line.endswith(b"\n"):
+        except EOFError:
             return Failed("error", self._epitaph())
         try:
             return protocol.decode_reply(line)
@@ -125,7 +153,6 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._listener.join()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
