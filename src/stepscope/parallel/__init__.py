@@ -1,0 +1,30 @@
+"""Training on several ranks: supervised groups, data parallelism, sharding. Wraps any module.
+
+Importing this loads no torch; using a name does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepscope.parallel.errors import ParallelError, RankFailed
+    from stepscope.parallel.supervisor import Limits, launch
+    from stepscope.parallel.world import World
+
+_HOMES = {
+    "Limits": "supervisor",
+    "ParallelError": "errors",
+    "RankFailed": "errors",
+    "World": "world",
+    "launch": "supervisor",
+}
+
+__all__ = ["Limits", "ParallelError", "RankFailed", "World", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,58 @@
+"""Do all ranks hold the same model? Names, shapes, formats and order, before the first gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepscope.parallel.errors import ParallelError
+
+Line = tuple[str, tuple[int, ...], str, bool]
+
+
+def layout_of(module: nn.Module) -> list[Line]:
+    held: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return [
+        (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        for name, tensor in held
+    ]
+
+
+def require_same_layout(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank, with rank and parameter, where two ranks hold different models."""
+    lines = layout_of(module)
+    digest = hashlib.sha256(repr(lines).encode()).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=_message_device(group))
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, own, group=group)
+    if all(torch.equal(digests[0], other) for other in digests):
+        return
+    layouts: list[list[Line]] = [[] for _ in digests]
+    dist.all_gather_object(layouts, lines, group=group)
+    rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
+    raise ParallelError(
+        f"rank {rank} holds another model than rank 0: {_difference(layouts[0], layouts[rank])}"
+    )
+
+
+def _difference(first: list[Line], second: list[Line]) -> str:
+    for place, (mine, theirs) in enumerate(zip(first, second, strict=False)):
+        if mine != theirs:
+            return f"entry {place} is {_words(theirs)}, on rank 0 {_words(mine)}"
+    extra = max(first, second, key=len)[min(len(first), len(second))]
+    return f"{len(second)} entries against {len(first)}; {_words(extra)} has no counterpart"
+
+
+def _words(line: Line) -> str:
+    name, shape, dtype, trained = line
+    size = "×".join(map(str, shape)) or "scalar"
+    return f"{name} ({size}, {dtype}{'' if trained else ', frozen'})"
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

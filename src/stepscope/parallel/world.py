@@ -1,0 +1,112 @@
+"""Who this rank is among how many, on which device, over which backend.
+
+Everything is read from the variables that torchrun sets, so a script runs unchanged under torchrun
+on one node or many, and under `launch`. Groups that `launch` starts meet in a file and talk over
+the loopback interface: nothing listens on a network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stepscope.errors import UsageError
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.heartbeat import HEARTBEAT
+
+BACKENDS = ("gloo", "nccl")
+RENDEZVOUS = "STEPSCOPE_RENDEZVOUS"
+"""Where the ranks meet, as init_process_group takes it; torchrun's own variables if unset."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    backend: str
+    device: torch.device
+    rendezvous: str = "env://"
+
+    @classmethod
+    def from_environment(
+        cls, backend: str = "auto", device: str = "auto", variables: Mapping[str, str] = os.environ
+    ) -> World:
+        rank, size, local_rank, local_size = (
+            _number(variables, name)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+        if not 0 <= rank < size:
+            raise UsageError(f"RANK is {rank} of WORLD_SIZE {size}", "start through torchrun")
+        gpus = torch.cuda.device_count()
+        if device == "auto":
+            device = "cuda" if gpus else "cpu"
+        if backend == "auto":
+            backend = "nccl" if device == "cuda" and gpus >= local_size else "gloo"
+        _check_backend(backend, device, gpus, local_size)
+        place = torch.device(device, local_rank % gpus) if device == "cuda" else torch.device("cpu")
+        return cls(
+            rank, size, local_rank, local_size, backend, place,
+            variables.get(RENDEZVOUS, "env://"),
+        )  # fmt: skip
+
+    @contextmanager
+    def connected(self, timeout_s: float = 60.0) -> Iterator[World]:
+        """Join the process group for the length of the block."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            dist.init_process_group(
+                self.backend,
+                init_method=self.rendezvous,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except (dist.DistError, ValueError) as error:
+            raise ParallelError(
+                f"rank {self.rank} of {self.size} cannot join: {_first_line(error)}",
+                "is the port free, and did every rank start?",
+            ) from error
+        try:
+            yield self
+        finally:
+            dist.destroy_process_group()
+
+    def step(self, number: int) -> None:
+        """Say which step begins, so that a halt can be told with its step."""
+        HEARTBEAT.step(number)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except KeyError:
+        raise UsageError(f"{name} is not set", "start through torchrun or `launch`") from None
+    except ValueError:
+        raise UsageError(f"{name} is {variables[name]!r}", "it must be a whole number") from None
+
+
+def _check_backend(backend: str, device: str, gpus: int, local_size: int) -> None:
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {backend!r} does not exist", f"one of: {', '.join(BACKENDS)}")
+    if device == "cuda" and not gpus:
+        raise UsageError("device cuda was asked for and torch sees no GPU", "use --device cpu")
+    if backend == "nccl" and device != "cuda":
+        raise UsageError("backend nccl needs GPUs", "use gloo on a CPU")
+    if backend == "nccl" and local_size > gpus:
+        raise UsageError(
+            f"backend nccl needs a GPU for each rank: {local_size} ranks, {gpus} here",
+            "use gloo, or fewer ranks",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,199 @@
+"""Ranks that fail are named, with their step and stack, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepscope.errors import UsageError
+from stepscope.parallel import Limits, RankFailed, World, launch
+from stepscope.parallel.layout import require_same_layout
+
+LIMITS = Limits(start=30.0, step=1.0, beat=1.0, total=60.0)
+FAULTY_STEP = 3
+
+
+def train(world: World, fault: str, mark: str) -> int:
+    """Six small steps; rank 1 fails in the fourth and leaves the moment in a file."""
+    tensor = torch.ones(8)
+    for number in range(6):
+        world.step(number)
+        if world.rank == 1 and number == FAULTY_STEP:
+            Path(mark).write_text(f"{time.monotonic()} {os.getpid()}")
+            fail(fault)
+        dist.all_reduce(tensor)
+    return world.rank
+
+
+def fail(fault: str) -> None:
+    if fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "exits":
+        os._exit(7)
+    elif fault == "raises":
+        raise ValueError("no such token")
+    elif fault == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "is stuck":
+        time.sleep(60)
+
+
+def test_every_rank_returns_what_it_found(tmp_path: Path) -> None:
+    assert launch(train, ("none", str(tmp_path / "mark")), ranks=2, limits=LIMITS) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "bound_s"),
+    [
+        ("dies", "rank 1 died of SIGKILL at step 3", 1.0),
+        ("exits", "rank 1 ended with exit code 7 at step 3", 1.0),
+        ("raises", "rank 1 raised ValueError: no such token at step 3", 1.0),
+        ("is stopped", "rank 1 stopped: no sign of life for 1 s at step 3", 2.0),
+        ("is stuck", "rank 1 is stuck: no progress for 1 s at step 3", 2.0),
+    ],
+)
+def test_a_fault_is_named_in_time(tmp_path: Path, fault: str, words: str, bound_s: float) -> None:
+    mark = tmp_path / "mark"
+    with pytest.raises(RankFailed) as caught:
+        launch(train, (fault, str(mark)), ranks=2, limits=LIMITS)
+    noticed = time.monotonic()
+    happened, pid = mark.read_text().split()
+    assert str(caught.value) == words
+    assert noticed - float(happened) < bound_s
+    assert not psutil.pid_exists(int(pid))
+    if fault not in ("dies", "exits"):
+        assert "in fail" in caught.value.stacks[1]
+    if fault in ("is stopped", "is stuck"):
+        assert "all_reduce" in caught.value.stacks[0]
+
+
+def leave_early(world: World) -> None:
+    world.step(0)
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_waits_for_one_that_has_left_ends() -> None:
+    with pytest.raises(RankFailed, match="rank 0 "):
+        launch(leave_early, ranks=2, limits=LIMITS)
+
+
+def sleep_between_steps(world: World) -> None:
+    for number in range(1000):
+        world.step(number)
+        time.sleep(0.05)
+
+
+def test_a_job_without_end_is_ended() -> None:
+    with pytest.raises(RankFailed, match=r"was not done after 2 s"):
+        launch(sleep_between_steps, ranks=2, limits=Limits(total=2.0))
+
+
+def test_signal_handlers_are_as_before(tmp_path: Path) -> None:
+    before: list[Callable[..., object] | int | None] = [signal.getsignal(signal.SIGINT)]
+    launch(train, ("none", str(tmp_path / "mark")), ranks=1, limits=LIMITS)
+    assert signal.getsignal(signal.SIGINT) == before[0]
+
+
+def listening_addresses(world: World) -> set[str]:
+    world.step(0)
+    dist.all_reduce(torch.ones(1))
+    held = psutil.Process().net_connections(kind="inet")
+    return {c.laddr.ip for c in held if c.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_listen_on_loopback_only() -> None:
+    found = set().union(*launch(listening_addresses, ranks=2, limits=LIMITS))
+    assert found <= {"127.0.0.1", "::1"}, found
+
+
+def compare_models(world: World, kind: str) -> str:
+    torch.manual_seed(world.rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if world.rank == 1 and kind == "shape":
+        module[1] = nn.Linear(4, 3)
+    if world.rank == 1 and kind == "dtype":
+        module[0].to(torch.bfloat16)
+    if world.rank == 1 and kind == "frozen":
+        module[0].bias.requires_grad_(False)
+    if world.rank == 1 and kind == "longer":
+        module.append(nn.Linear(2, 2))
+    try:
+        require_same_layout(module)
+    except Exception as error:
+        return str(error)
+    return "same"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("none", "same"),
+        ("shape", "rank 1 holds another model than rank 0: entry 2 is 1.weight (3×4, float32)"),
+        ("dtype", "entry 0 is 0.weight (4×3, bfloat16), on rank 0 0.weight (4×3, float32)"),
+        ("frozen", "0.bias (4, float32, frozen)"),
+        ("longer", "6 entries against 4; 2.weight (2×2, float32) has no counterpart"),
+    ],
+)
+def test_different_models_are_named_on_every_rank(kind: str, words: str) -> None:
+    said = launch(compare_models, (kind,), ranks=2, limits=LIMITS)
+    assert len(set(said)) == 1
+    assert words in said[0]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+class TestWorld:
+    def test_reads_the_variables_of_torchrun(self) -> None:
+        world = World.from_environment(device="cpu", variables=TORCHRUN)
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 2, 1, 2)
+        assert (world.backend, world.device.type, world.rendezvous) == ("gloo", "cpu", "env://")
+
+    @pytest.mark.parametrize(
+        ("changes", "how", "words"),
+        [
+            ({"RANK": "2"}, {}, "RANK is 2 of WORLD_SIZE 2"),
+            ({"RANK": "one"}, {}, "RANK is 'one'"),
+            ({}, {"backend": "nccl"}, "nccl needs GPUs"),
+            ({}, {"backend": "mpi"}, "backend 'mpi' does not exist"),
+        ],
+    )
+    def test_refuses(self, changes: dict[str, str], how: dict[str, str], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            World.from_environment(**({"device": "cpu"} | how), variables=TORCHRUN | changes)
+
+    def test_refuses_without_a_launcher(self) -> None:
+        with pytest.raises(UsageError, match="RANK is not set"):
+            World.from_environment(variables={})
+
+    def test_refuses_two_ranks_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(UsageError, match="2 ranks, 1 here"):
+            World.from_environment("nccl", "cuda", TORCHRUN)
+
+    def test_a_port_in_use_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+            monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+            alone = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}
+            world = World.from_environment("gloo", "cpu", alone)
+            with pytest.raises(Exception, match="rank 0 of 1 cannot join"), world.connected(2.0):
+                pass
+
+
+def test_no_rank_at_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="ranks is 0"):
+        launch(train, ranks=0)
