@@ -67,6 +67,7 @@ def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[st
         (["rum"], ["command 'rum'", "perhaps you meant run"]),
         (["run", "benchmrk"], ["study 'benchmrk'", "perhaps you meant benchmark"]),
         (["run", "--preset", "quik"], ["preset 'quik'", "perhaps you meant quick"]),
+        (["run", "profile", "--preset", "h20"], ["preset 'h20'", "perhaps you meant h200"]),
         (["show", "nothing"], ["no run", "'nothing'", "base"]),
         (["show", "latest~5"], ["latest~5"]),
         (["show", "--study", "profil"], ["'profil'"]),
@@ -77,6 +78,11 @@ def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[st
 )
 def test_names_that_do_not_exist(desk: Desk, words: list[str], parts: list[str]) -> None:
     one_line(desk(*words), 2, *parts)
+
+
+def test_a_preset_and_cases_of_ones_own_are_not_mixed(desk: Desk) -> None:
+    words = ("run", "profile", "--preset", "quick", "--size", "xl")
+    one_line(desk(*words), 2, "a preset has its own cases", "leave --preset")
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ def test_a_case_that_two_parts_of_a_preset_share_is_there_once(
     assert preset_cases("quick", ON_CPU) == once
 
 
+def test_one_study_has_its_share_of_a_preset_in_the_same_order() -> None:
+    every = preset_cases("h200", environment())
+    share = preset_cases("h200", environment(), "profile")
+    assert share == tuple(case for case in every if case.study == "profile")
+    assert {case.config["context"] for case in share[:18]} == {512}
+    assert {case.config["context"] for case in share[18:28]} == {128}
+
+
 def test_the_quick_preset_compiles_nothing_on_a_cpu_and_fits() -> None:
     for case in preset_cases("quick", ON_CPU):
         assert "compiler" not in case.needs

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.common import Place, json_line, parse
 from stepscope.cli.progress import make_observer
@@ -50,12 +50,32 @@ class PresetOptions(RunOptions, frozen=True, kw_only=True):
     """Which cases: quick, seeds, cs336-2026, h200, full (`stepscope list presets`)."""
 
 
+class StudyOptions(RunOptions, frozen=True, kw_only=True):
+    """How to run it."""
+
+    preset: str | None = None
+    """This study's cases of a preset, instead of naming your own (`stepscope list presets`)."""
+
+
+class Share(NamedTuple):
+    """The cases of a preset, of all studies or of one."""
+
+    preset: str
+    study: str | None = None
+
+
 def main(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         study = find_study(words[0])
-        kind = dataclasses.make_dataclass("StudyRun", [("cases", study.flags), ("run", RunOptions)])
+        fields = [("cases", study.flags), ("run", StudyOptions)]
+        kind = dataclasses.make_dataclass("StudyRun", fields)
         asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
-        return _run(asked.run, study.cases(asked.cases), words)
+        if asked.run.preset is None:
+            return _run(asked.run, study.cases(asked.cases), words)
+        require_preset(asked.run.preset)
+        if asked.cases != study.flags():
+            raise UsageError("a preset has its own cases", "leave --preset or the other flags out")
+        return _run(asked.run, Share(asked.run.preset, study.name), words)
     options = parse(
         PresetOptions,
         words,
@@ -68,23 +88,23 @@ def main(words: list[str]) -> int:
         ),
     )
     require_preset(options.preset)
-    return _run(options, options.preset, words)
+    return _run(options, Share(options.preset), words)
 
 
-def _run(options: RunOptions, wanted: tuple[Case, ...] | str, words: Sequence[str]) -> int:
+def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[str]) -> int:
     if options.timeout <= 0:
         raise UsageError(f"timeout is {options.timeout:g}", "it must be above 0 seconds")
     if options.retry and not options.resume:
         raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
-    if not wanted:
+    if not isinstance(wanted, Share) and not wanted:
         raise UsageError("there is no case to measure", "give every flag at least one value")
     # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A study that traces keeps its traces beside the store; its worker inherits this.
     os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
-        if isinstance(wanted, str):
-            cases = preset_cases(wanted, runner.environment)
+        if isinstance(wanted, Share):
+            cases = preset_cases(wanted.preset, runner.environment, wanted.study)
         else:
             cases = _distinct(wanted)
             runner.refuse_impossible(cases)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepscope.errors import unknown_name
 from stepscope.records.schema import Environment
 from stepscope.studies.base import Case
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import all_studies, find_study
 
 PRESETS = {
     "quick": "every study in small, on any machine, in minutes",
@@ -21,10 +21,14 @@ def require_preset(name: str) -> None:
         raise unknown_name("preset", name, PRESETS)
 
 
-def preset_cases(name: str, environment: Environment) -> tuple[Case, ...]:
+def preset_cases(
+    name: str, environment: Environment, only: str | None = None
+) -> tuple[Case, ...]:  # fmt: skip
+    """The cases of a preset on that machine, of all studies or of one."""
     require_preset(name)
     cases: dict[tuple[str, str], Case] = {}
-    for study in all_studies().values():
+    chosen = all_studies().values() if only is None else (find_study(only),)
+    for study in chosen:
         for flags in study.presets(environment).get(name, ()):
             for case in study.cases(flags):
                 cases.setdefault((case.study, case.key), case)

@@ -106,26 +106,31 @@ class Profile(Study[ProfileFlags]):
         course_2026 = ProfileFlags(
             size=(*course, "xl", "10b"), table="2026", context=(128, 512), dtype=both
         )
-        published = ProfileFlags(size=("small", "xl", "2.7b"), context=(512,), dtype=both)
-        compiled = ProfileFlags(
-            size=("small", "xl", "2.7b"), dtype=("bfloat16",), compile=("block",),
-            optimizer=("torch-fused",), mode=("forward", "train-step"),
-        )  # fmt: skip
         return {
             "quick": (quick,),
             "seeds": seeds,
             "cs336-2026": (course_2026,),
-            "h200": (
-                published,
-                compiled,
-                ProfileFlags(size=("small", "xl"), context=(128, 1024)),
-                ProfileFlags(
-                    size=sizes_2025, context=(128,), batch=(1, 4),
-                    mode=("forward", "forward-backward"),
-                ),
-            ),
-            "full": (*seeds, course_2026, published, compiled),
-        }  # fmt: skip
+            "h200": _published(sizes_2025),
+            "full": (*seeds, course_2026, *_published(sizes_2025)),
+        }
+
+
+def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
+    """Short cases, and what matters most first: a machine may be lent for minutes only."""
+    change = msgspec.structs.replace
+    short = ProfileFlags(
+        size=("small", "xl", "2.7b"), mode=("forward", "train-step"), warmup=3, steps=5
+    )
+    return (
+        change(short, dtype=("float32", "bfloat16")),
+        change(short, dtype=("bfloat16",), compile=("block",)),
+        change(
+            short, size=every_size, context=(128,), batch=(4, 1), mode=("forward-backward",),
+            experiments=False,
+        ),
+        change(short, size=("small", "xl"), context=(256, 1024, 128)),
+        change(short, mode=("forward-backward",)),
+    )  # fmt: skip
 
 
 STUDY = Profile()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Timing
+    from stepscope.measure.timer import Phase, Timing
 
 LARGER = 4
 """How many times the batch is tried that has the same launches."""
@@ -27,13 +27,14 @@ def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
 
 def larger_batch(step: TrainingStep, device: Device) -> Timing:
     """The same model and optimizer, so that only the activations need more memory."""
-    from stepscope.measure.timer import time_step
+    from stepscope.measure.timer import Phase, time_step
 
     larger = copy.copy(step)
     larger.tokens, larger.targets = (t.repeat(LARGER, 1) for t in (step.tokens, step.targets))
     try:
         forget_steps(step)
-        return time_step(larger.phases(), device, warmup=3, steps=7, before=larger.reset)
+        whole = Phase("step", lambda: run_phases(larger.phases()))
+        return time_step((whole,), device, warmup=2, steps=5, before=larger.reset)
     finally:
         forget_steps(larger)
 
@@ -53,21 +54,24 @@ def graph_replay(step: TrainingStep, device: Device) -> Timing:
         with torch.cuda.stream(side):
             for _ in range(3):
                 forget_steps(step)
-                for phase in phases:
-                    phase.run()
+                run_phases(phases)
         torch.cuda.current_stream().wait_stream(side)
         forget_steps(step)
         with torch.cuda.graph(graph):
-            for phase in phases:
-                phase.run()
+            run_phases(phases)
         captured = True
-        return time_step((Phase("step", graph.replay),), device, warmup=3, steps=10)
+        return time_step((Phase("step", graph.replay),), device, warmup=2, steps=7)
     finally:
         # The tensors of a graph live in its own pool and end with it.
         forget_steps(step)
         del graph
         if not captured:
             _free_generator(device)
+
+
+def run_phases(phases: Sequence[Phase]) -> None:
+    for phase in phases:
+        phase.run()
 
 
 def forget_steps(step: TrainingStep) -> None:

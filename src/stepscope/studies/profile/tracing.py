@@ -13,7 +13,7 @@ from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import encode
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.profile.experiments import LARGER, experiments, first_cause
+from stepscope.studies.profile.experiments import LARGER, experiments, first_cause, run_phases
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -54,7 +54,13 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
     with tempfile.TemporaryDirectory() as scratch:
         kept = os.environ.get(TRACES)
         path = Path(kept or scratch) / f"{workload.key}.json.gz"
-        capture(lambda: _run(step), device, path, steps=config["traced"], before=step.reset)
+        capture(
+            lambda: run_phases(step.phases()),
+            device,
+            path,
+            steps=config["traced"],
+            before=step.reset,
+        )
         summary = summarize_file(path)
     if kept:
         notes["trace"] = path.name
@@ -65,11 +71,6 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
         readings=timing.readings,
         notes=notes | {"profile": encode(summary)},
     )
-
-
-def _run(step: TrainingStep) -> None:
-    for phase in step.phases():
-        phase.run()
 
 
 def _renamed(timing: Timing, name: str) -> list[Series]:
