@@ -22,14 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stepscope.attention.tiles import Tile, columns, tiles
+from stepscope.attention.tiles import IN_PLANES, Tile, columns, tiles
 from stepscope.attention.triton_backward import key_value_kernel, query_kernel
 from stepscope.attention.triton_forward import forward_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 << 10
 KERNELS = {"forward": forward_kernel, "key_value": key_value_kernel, "query": query_kernel}
-FIELDS = ("m", "n", "warps", "stages", "hold", "registers")
+FIELDS = ("m", "n", "warps", "stages", "hold", "registers", "precision")
 HELD = {"forward": ("q",), "key_value": ("k", "v"), "query": ("q", "grad")}
 TENSORS = {"q": "m", "k": "n", "v": "n", "grad": "m"}
 
@@ -41,15 +41,15 @@ class Card(NamedTuple):
     wgmma: int
 
 
-def compile_tile(
-    kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool, precision: str
-) -> Card:
+def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, tma: bool) -> Card:
     kernel = KERNELS[kind]
-    first, second = columns(head)
+    planes = dtype == "fp32" and tile.precision == IN_PLANES
+    first, second = columns(head, in_one_part=planes)
     constants: dict[str, Any] = {
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_D": first, "BLOCK_E": second,
+        "PLANES": 3 if planes else 1,
         "CAUSAL": causal,
-        "GROUP": tile.group, "TMA": tma, "PRECISION": precision,
+        "GROUP": tile.group, "TMA": tma, "PRECISION": "tf32" if planes else tile.precision,
         "EXACT": dtype == "fp32", "G": 1, "HOLD": tile.hold, "WHOLE": False,
     }  # fmt: skip
     signature = {}
@@ -58,7 +58,7 @@ def compile_tile(
             signature[name] = "constexpr"
         elif name.removesuffix("_e") in TENSORS:
             whole = name.removesuffix("_e")
-            format_ = "i16" if tile.hold and whole in HELD[kind] else dtype
+            format_ = "i16" if tile.hold and whole in HELD[kind] else "bf16" if planes else dtype
             wide = first if name == whole else second
             if not wide:
                 constants[name], signature[name] = None, "constexpr"
@@ -115,12 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    parser.add_argument("--precision", default="tf32x3", help="of float32 products")
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--no-tma", action="store_true", help="plain pointers")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
     for field in FIELDS:
-        parser.add_argument(f"--{field}", type=int, nargs="+", default=[])
+        kind = str if field == "precision" else int
+        parser.add_argument(f"--{field}", type=kind, nargs="+", default=[])
     asked = parser.parse_args()
     print("kernel     head  tile      warps stages hold  registers spills shared KiB  wgmma")
     for head in asked.head:
@@ -131,7 +131,7 @@ def main() -> None:
                 try:
                     card = compile_tile(
                         kind, tile, head, asked.dtype, causal=not asked.full,
-                        tma=not asked.no_tma, precision=asked.precision,
+                        tma=not asked.no_tma,
                     )  # fmt: skip
                 except Exception as error:
                     print(f"{how}  does not compile: {str(error).splitlines()[0][:90]}")

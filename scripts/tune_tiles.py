@@ -58,9 +58,9 @@ class Bench:
             for _ in range(3)
         )
         self.grad = torch.randn_like(self.q)
-        self.read = (self.q.detach(), self.k.detach(), self.v.detach(), self.grad)
+        self.inputs = (self.q.detach(), self.k.detach(), self.v.detach(), self.grad)
         how: dict[str, Any] = {"scale": self.scale, "causal": causal, "shift": 0}
-        self.out, self.lse = triton_launch.forward(*self.read[:3], **how)
+        self.out, self.lse = triton_launch.forward(*self.inputs[:3], **how)
         self.delta = (self.out.float() * self.grad.float()).sum(-1)
         self.factor = torch.ones_like(self.delta)
         self.made = [torch.empty_like(self.q) for _ in range(4)]
@@ -70,8 +70,9 @@ class Bench:
         out, dq, dk, dv = self.made
         with triton_launch.forced_tiles({candidate.kind: candidate.tile}):
             launch = triton_launch.run_pass
-            read = self.read[:3] if candidate.kind == "forward" else self.read
-            problem = triton_launch.Problem.of(read, self.causal, 0)
+            inputs = self.inputs[:3] if candidate.kind == "forward" else self.inputs
+            read = triton_launch.readable(*inputs)
+            problem = triton_launch.Problem.of(*inputs[:2], read, self.causal, 0)
             if candidate.kind == "forward":
                 rest = (out, torch.empty_like(self.lse))
                 launch("forward", problem, read, rest, (out,), self.scale)

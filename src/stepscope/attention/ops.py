@@ -20,8 +20,10 @@ from stepscope.attention.inputs import as_four_dims, checked_inputs, default_sca
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.tiles import MAX_HEAD
 
-FEWEST_PRODUCTS = 1 << 31
+FEWEST_PRODUCTS = 1 << 34
 """Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
+TUNED_FOR = 9
+WIDEST = 96
 TINY_SCALE = 1e-30
 """Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
 
@@ -184,12 +186,16 @@ def leaves(
     """Where something else is the better choice though the kernels could do it."""
     if q.device.type != "cuda":
         return "on a CPU the kernels run in Triton's interpreter, which is for tests"
+    if torch.cuda.get_device_capability(q.device)[0] != TUNED_FOR:
+        return f"its tiles are tuned for GPUs of compute capability {TUNED_FOR}"
     products = q.numel() * k.shape[-2]
     if products < FEWEST_PRODUCTS:
         return (
             f"{products:.1e} products are done before the host could launch them"
             f" (below {FEWEST_PRODUCTS:.1e})"
         )
+    if q.dtype != torch.float32 and q.shape[-1] > WIDEST:
+        return f"cuDNN, which torch takes here, is faster at head dimensions above {WIDEST}"
     return None
 
 

@@ -11,6 +11,10 @@ from typing import Literal, NamedTuple
 Pass = Literal["forward", "query", "key_value"]
 
 MAX_HEAD = 256
+IN_PLANES = "planes"
+"""float32 tensors as three of bfloat16 that sum to them, and six of the nine products."""
+_FIRST_WITH_BFLOAT16 = 8
+"""Compute capability from which on matrix units take it."""
 _SMALLEST_DOT = 16
 
 
@@ -28,10 +32,11 @@ class Tile(NamedTuple):
     registers: int = 0
     """The most that a thread may take, so that one more block fits; 0 leaves it to the compiler."""
     precision: str = "ieee"
-    """How products of float32 are made; no effect on 16-bit formats."""
+    """How products of float32 are made: the compiler's own ways, or IN_PLANES. No effect on 16-bit
+    formats."""
 
 
-def columns(head: int) -> tuple[int, int]:
+def columns(head: int, *, in_one_part: bool = False) -> tuple[int, int]:
     """Columns of a tile in one or two parts, powers of two that the matrix units can take.
 
     80 is 64 + 16: a single part of 128 would spend a third of the work on zeros. The second part
@@ -39,7 +44,7 @@ def columns(head: int) -> tuple[int, int]:
     """
     whole = max(_SMALLEST_DOT, 1 << (head - 1).bit_length())
     first = whole // 2
-    if first < _SMALLEST_DOT or head <= first:
+    if in_one_part or first < _SMALLEST_DOT or head <= first:
         return whole, 0
     second = max(_SMALLEST_DOT, 1 << (head - first - 1).bit_length())
     return (first, second) if first + second < whole else (whole, 0)
@@ -72,12 +77,24 @@ _ELSEWHERE: dict[int, Tile] = {
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
 }
-# float32 products as six of bfloat16 on tensor cores: nearer to the truth than one by one, since
-# they round less often, and faster. The parts are held in registers: larger tiles spill.
-_FLOAT32: dict[Pass, Tile] = {
-    "forward": Tile(64, 32, 4, 1, precision="bf16x6"),
-    "query": Tile(64, 16, 4, 1, precision="bf16x6"),
-    "key_value": Tile(16, 64, 4, 1, precision="bf16x6"),
+# float32 as planes: nearer to the truth than products one by one, since they round less often.
+# Three planes of more than 128 columns do not fit; there the compiler makes the same six products.
+_FLOAT32: dict[Pass, dict[int, Tile]] = {
+    "forward": {
+        64: Tile(64, 32, 4, 2, precision=IN_PLANES),
+        128: Tile(64, 32, 4, 2, precision=IN_PLANES),
+        256: Tile(64, 32, 4, 1, precision="bf16x6"),
+    },
+    "query": {
+        64: Tile(64, 32, 4, 2, precision=IN_PLANES),
+        128: Tile(64, 16, 4, 2, precision=IN_PLANES),
+        256: Tile(64, 16, 4, 1, precision="bf16x6"),
+    },
+    "key_value": {
+        64: Tile(32, 64, 4, 2, precision=IN_PLANES),
+        128: Tile(16, 64, 4, 2, precision=IN_PLANES),
+        256: Tile(16, 64, 4, 1, precision="bf16x6"),
+    },
 }
 _LAST = Tile(16, 16, 4, 1)
 
@@ -85,7 +102,10 @@ _LAST = Tile(16, 16, 4, 1)
 def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]) -> list[Tile]:
     """Tiles to try, best first."""
     if element_bytes > 2:
-        return [_FLOAT32[kind], _LAST] if capability[0] >= 8 else [_LAST]
+        if capability[0] < _FIRST_WITH_BFLOAT16:
+            return [_LAST]
+        best = _entry(_FLOAT32[kind], sum(columns(head, in_one_part=True)))
+        return [best, _LAST._replace(precision=best.precision)]
     wide = sum(columns(head))
     smaller = _entry(_ELSEWHERE, wide)
     best = _entry(_HOPPER[kind], wide) if capability[0] == 9 else smaller

@@ -23,6 +23,7 @@ from stepscope.attention.triton_memory import (
     outer_product,
     place,
     store_tile,
+    whole,
     zeros,
 )
 from stepscope.attention.triton_softmax import probabilities, row_sums, shared_by
@@ -30,21 +31,23 @@ from stepscope.attention.triton_softmax import probabilities, row_sums, shared_b
 
 @triton.jit
 def _gather_keys(
-    grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
-    k_strides, v_strides, batch, key_head, row, start, stop, scale, N, D, shift,
+    grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+    k_strides, v_strides, batch, key_head, row, start, stop, scale, B, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a query tile, and to its rows' sums, what the keys from start to stop give."""
     for n in tl.range(start, stop, BLOCK_N):
-        key, key_e = load_tile(
-            k, k_e, k_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
-        )
-        value, value_e = load_tile(
-            v, v_e, v_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
-        )
-        scores = outer_product(query, query_e, key, key_e, BLOCK_E, PRECISION)
+        key = load_tile(
+            k, k_e, k_strides, batch, key_head, n, N, D, B,
+            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
+        )  # fmt: skip
+        value = load_tile(
+            v, v_e, v_strides, batch, key_head, n, N, D, B,
+            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
+        )  # fmt: skip
+        scores = outer_product(query, key, BLOCK_E, PLANES, PRECISION)
         p = probabilities(scores, level[:, None], scale, EXACT)
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
@@ -53,14 +56,14 @@ def _gather_keys(
                 i = row + tl.arange(0, BLOCK_M)
                 seen = seen & (j[None, :] <= i[:, None] + shift)
             p = tl.where(seen, p, 0.0)
-        grad_p = outer_product(g, g_e, value, value_e, BLOCK_E, PRECISION)
+        grad_p = outer_product(g, value, BLOCK_E, PLANES, PRECISION)
         if WHOLE:
             p = shared_by(p, tl.sum(p, 1)[:, None], EXACT)
             drop = tl.sum(p * grad_p, 1)
         elif EXACT:
             mass += tl.sum(p, 1)
         grad_s = p * (grad_p - drop[:, None])
-        grad_q, grad_q_e = add_product(grad_q, grad_q_e, grad_s, key, key_e, BLOCK_E, PRECISION)
+        grad_q, grad_q_e = add_product(grad_q, grad_q_e, grad_s, key, BLOCK_E, PLANES, PRECISION)
     return grad_q, grad_q_e, mass
 
 
@@ -70,10 +73,10 @@ def query_kernel(
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
-    H, G, M, N, D, shift, n_tiles,
+    B, H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile, and delta and factor of its rows for the kernel that comes after."""
     tile, bh = place(n_tiles, GROUP, CAUSAL)
@@ -83,25 +86,25 @@ def query_kernel(
     i = row + tl.arange(0, BLOCK_M)
     k_strides = (k_stride_b, k_stride_h, k_stride_n)
     v_strides = (v_stride_b, v_stride_h, v_stride_n)
-    g, g_e = load_tile(
-        grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), batch, head, row, M, D,
-        BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
+    g = load_tile(
+        grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), batch, head, row, M, D, B,
+        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    g, g_e = held(g, dq, HOLD), held(g_e, dq, HOLD)
-    out, out_e = load_tile(
-        o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, row, M, D,
-        BLOCK_M, BLOCK_D, BLOCK_E, True, False,
+    g = held(g, dq, HOLD)
+    out = load_tile(
+        o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, row, M, D, B,
+        BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False,
     )  # fmt: skip
     rows_before = bh.to(tl.int64) * M
-    drop = row_sums(out, g, EXACT)
+    drop = row_sums(out[0], whole(g, PLANES), EXACT)
     if BLOCK_E > 0:
-        drop += row_sums(out_e, g_e, EXACT)
+        drop += row_sums(out[3], g[3], EXACT)
     tl.store(delta + rows_before + i, drop, mask=i < M)
-    query, query_e = load_tile(
-        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D,
-        BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
+    query = load_tile(
+        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D, B,
+        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    query, query_e = held(query, dq, HOLD), held(query_e, dq, HOLD)
+    query = held(query, dq, HOLD)
     level = tl.load(lse + rows_before + i, mask=i < M, other=0.0)
     full = N // BLOCK_N * BLOCK_N
     stop = N
@@ -111,14 +114,14 @@ def query_kernel(
     grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     mass = tl.zeros([BLOCK_M], dtype=tl.float32)
     grad_q, grad_q_e, mass = _gather_keys(
-        grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
-        k_strides, v_strides, batch, key_head, row, 0, full, scale, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
+        grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+        k_strides, v_strides, batch, key_head, row, 0, full, scale, B, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     grad_q, grad_q_e, mass = _gather_keys(
-        grad_q, grad_q_e, mass, query, query_e, g, g_e, level, drop, k, k_e, v, v_e,
-        k_strides, v_strides, batch, key_head, row, full, stop, scale, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
+        grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+        k_strides, v_strides, batch, key_head, row, full, stop, scale, B, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
         share = shared_by(tl.full([BLOCK_M], 1.0, dtype=tl.float32), mass, EXACT)
@@ -133,10 +136,11 @@ def query_kernel(
 
 @triton.jit
 def _gather_queries(
-    grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
-    lse, delta, factor, q_strides, g_strides, batch, head, col, start, stop, scale, M, N, D, shift,
+    grad_k, grad_k_e, grad_v, grad_v_e, key, value, q, q_e, grad, grad_e,
+    lse, delta, factor, q_strides, g_strides,
+    batch, head, col, start, stop, scale, B, M, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+    PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a key tile what the query rows from start to stop give.
@@ -146,11 +150,12 @@ def _gather_queries(
     """
     for m in tl.range(start, stop, BLOCK_M):
         i = m + tl.arange(0, BLOCK_M)
-        query, query_e = load_tile(
-            q, q_e, q_strides, batch, head, m, M, D, BLOCK_M, BLOCK_D, BLOCK_E, True, TMA
-        )
+        query = load_tile(
+            q, q_e, q_strides, batch, head, m, M, D, B,
+            BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
+        )  # fmt: skip
         level = tl.load(lse + i, mask=i < M, other=0.0)
-        scores = outer_product(key, key_e, query, query_e, BLOCK_E, PRECISION)
+        scores = outer_product(key, query, BLOCK_E, PLANES, PRECISION)
         p = probabilities(scores, level[None, :], scale, EXACT)
         j = col + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -160,14 +165,15 @@ def _gather_queries(
             p = shared_by(p, tl.sum(p, 0)[None, :], EXACT)
         elif EXACT:
             p *= tl.load(factor + i, mask=i < M, other=0.0)[None, :]
-        g, g_e = load_tile(
-            grad, grad_e, g_strides, batch, head, m, M, D, BLOCK_M, BLOCK_D, BLOCK_E, True, TMA
-        )
-        grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, g_e, BLOCK_E, PRECISION)
-        grad_p = outer_product(value, value_e, g, g_e, BLOCK_E, PRECISION)
+        g = load_tile(
+            grad, grad_e, g_strides, batch, head, m, M, D, B,
+            BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
+        )  # fmt: skip
+        grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION)
+        grad_p = outer_product(value, g, BLOCK_E, PLANES, PRECISION)
         drop = tl.sum(p * grad_p, 0) if WHOLE else tl.load(delta + i, mask=i < M, other=0.0)
         grad_s = p * (grad_p - drop[None, :])
-        grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, query_e, BLOCK_E, PRECISION)
+        grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, BLOCK_E, PLANES, PRECISION)
     return grad_k, grad_k_e, grad_v, grad_v_e
 
 
@@ -177,10 +183,10 @@ def key_value_kernel(
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
-    H, G, M, N, D, shift, n_tiles,
+    B, H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile: all query heads that share the key head, in a fixed order."""
     tile, bk = place(n_tiles, GROUP, False)
@@ -189,16 +195,15 @@ def key_value_kernel(
     col = tile * BLOCK_N
     q_strides = (q_stride_b, q_stride_h, q_stride_m)
     g_strides = (g_stride_b, g_stride_h, g_stride_m)
-    key, key_e = load_tile(
-        k, k_e, (k_stride_b, k_stride_h, k_stride_n), batch, key_head, col, N, D,
-        BLOCK_N, BLOCK_D, BLOCK_E, True, TMA,
+    key = load_tile(
+        k, k_e, (k_stride_b, k_stride_h, k_stride_n), batch, key_head, col, N, D, B,
+        BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    value, value_e = load_tile(
-        v, v_e, (v_stride_b, v_stride_h, v_stride_n), batch, key_head, col, N, D,
-        BLOCK_N, BLOCK_D, BLOCK_E, True, TMA,
+    value = load_tile(
+        v, v_e, (v_stride_b, v_stride_h, v_stride_n), batch, key_head, col, N, D, B,
+        BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    key, key_e = held(key, dk, HOLD), held(key_e, dk, HOLD)
-    value, value_e = held(value, dv, HOLD), held(value_e, dv, HOLD)
+    key, value = held(key, dk, HOLD), held(value, dv, HOLD)
     grad_k, grad_k_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     grad_v, grad_v_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     # Query rows from `full` on see the whole tile; those from `start` on see a part of it.
@@ -206,24 +211,24 @@ def key_value_kernel(
     full = 0
     if CAUSAL:
         start = tl.minimum(M, tl.maximum(0, col - shift)) // BLOCK_M * BLOCK_M
-        whole = tl.maximum(0, col + BLOCK_N - 1 - shift)
-        full = tl.maximum(start, (whole + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+        seeing_all = tl.maximum(0, col + BLOCK_N - 1 - shift)
+        full = tl.maximum(start, (seeing_all + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     for within in range(G):
         head = key_head * G + within
         rows_before = (batch * H + head).to(tl.int64) * M
         grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
-            grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e, q, q_e, grad, grad_e,
+            grad_k, grad_k_e, grad_v, grad_v_e, key, value, q, q_e, grad, grad_e,
             lse + rows_before, delta + rows_before, factor + rows_before, q_strides, g_strides,
-            batch, head, col, full, M, scale, M, N, D, shift,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, False, WHOLE, TMA, PRECISION, EXACT,
+            batch, head, col, full, M, scale, B, M, N, D, shift,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
             grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
-                grad_k, grad_k_e, grad_v, grad_v_e, key, key_e, value, value_e,
+                grad_k, grad_k_e, grad_v, grad_v_e, key, value,
                 q, q_e, grad, grad_e, lse + rows_before, delta + rows_before, factor + rows_before,
                 q_strides, g_strides,
-                batch, head, col, start, tl.minimum(full, M), scale, M, N, D, shift,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, True, WHOLE, TMA, PRECISION, EXACT,
+                batch, head, col, start, tl.minimum(full, M), scale, B, M, N, D, shift,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(
         dk, grad_k * scale, grad_k_e * scale, (dk_stride_b, dk_stride_h, dk_stride_n),

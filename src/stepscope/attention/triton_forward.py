@@ -23,9 +23,10 @@ from stepscope.attention.triton_softmax import base_of, exponential, shared_by
 
 @triton.jit
 def _advance(
-    acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-    batch, key_head, row, start, stop, factor, N, D, shift,
+    acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
+    batch, key_head, row, start, stop, factor, B, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -35,10 +36,11 @@ def _advance(
     factor: one more operation for each score, no rounding at the size of the scores.
     """
     for n in tl.range(start, stop, BLOCK_N):
-        key, key_e = load_tile(
-            k, k_e, k_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
-        )
-        scores = outer_product(query, query_e, key, key_e, BLOCK_E, PRECISION)
+        key = load_tile(
+            k, k_e, k_strides, batch, key_head, n, N, D, B,
+            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
+        )  # fmt: skip
+        scores = outer_product(query, key, BLOCK_E, PLANES, PRECISION)
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
             seen = (j < N)[None, :]
@@ -57,13 +59,14 @@ def _advance(
             p = exponential(scores * factor - (base * factor)[:, None], EXACT)
         shrink = exponential((top - base) * factor, EXACT)
         total = total * shrink + tl.sum(p, 1)
-        value, value_e = load_tile(
-            v, v_e, v_strides, batch, key_head, n, N, D, BLOCK_N, BLOCK_D, BLOCK_E, MASKED, TMA
-        )
+        value = load_tile(
+            v, v_e, v_strides, batch, key_head, n, N, D, B,
+            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
+        )  # fmt: skip
         acc = acc * shrink[:, None]
         if BLOCK_E > 0:
             acc_e = acc_e * shrink[:, None]
-        acc, acc_e = add_product(acc, acc_e, p, value, value_e, BLOCK_E, PRECISION)
+        acc, acc_e = add_product(acc, acc_e, p, value, BLOCK_E, PLANES, PRECISION)
         top = higher
     return acc, acc_e, top, total
 
@@ -73,10 +76,10 @@ def forward_kernel(
     q, k, v, q_e, k_e, v_e, o, lse, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_m,
-    H, G, M, N, D, shift, n_tiles,
+    B, H, G, M, N, D, shift, n_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, HOLD: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    HOLD: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tile, bh = place(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
@@ -84,11 +87,11 @@ def forward_kernel(
     row = tile * BLOCK_M
     k_strides = (k_stride_b, k_stride_h, k_stride_n)
     v_strides = (v_stride_b, v_stride_h, v_stride_n)
-    query, query_e = load_tile(
-        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D,
-        BLOCK_M, BLOCK_D, BLOCK_E, True, TMA,
+    query = load_tile(
+        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D, B,
+        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    query, query_e = held(query, o, HOLD), held(query_e, o, HOLD)
+    query = held(query, o, HOLD)
     factor = base_of(scale, EXACT)
     # Key tiles before `full` are seen whole by every row; those up to `stop` in part.
     full = N // BLOCK_N * BLOCK_N
@@ -102,14 +105,14 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     # The masked loop comes second: first, it makes the compiler serialise the matrix products.
     acc, acc_e, top, total = _advance(
-        acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, 0, full, factor, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, False, TMA, PRECISION, EXACT,
+        acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
+        batch, key_head, row, 0, full, factor, B, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, TMA, PRECISION, EXACT,
     )  # fmt: skip
     acc, acc_e, top, total = _advance(
-        acc, acc_e, top, total, query, query_e, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, row, full, stop, factor, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CAUSAL, True, TMA, PRECISION, EXACT,
+        acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
+        batch, key_head, row, full, stop, factor, B, N, D, shift,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, TMA, PRECISION, EXACT,
     )  # fmt: skip
 
     # A row that sees no key has total 0: its output is zero, its log-sum-exp minus infinity.

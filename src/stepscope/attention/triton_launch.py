@@ -11,7 +11,7 @@ short lengths that is the larger part of the time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,14 +22,20 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.attention.tiles import Pass, Tile, columns, tiles
+from stepscope.attention.tiles import IN_PLANES, Pass, Tile, columns, tiles
 from stepscope.attention.triton_backward import key_value_kernel, query_kernel
 from stepscope.attention.triton_forward import forward_kernel
-from stepscope.attention.triton_replay import Launch, Prepared
+from stepscope.attention.triton_memory import split_kernel
+from stepscope.attention.triton_replay import Launch, Prepared, starter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
 _TMA_ALIGNMENT = 16
+PLANES = 3
+# 3 × 8 bits are all of float32; the interpreter, which cannot do bfloat16, has 3 × 11 of them.
+_PLANE_FORMAT = torch.float16 if INTERPRETED else torch.bfloat16
+_PLANE_ALIGNMENT = 8
+_SPLIT_ROWS = 32
 _MOST_PREPARED = 4096
 
 
@@ -48,21 +54,26 @@ class Problem(NamedTuple):
     """Whether all of those start where the GPU's copy engine can."""
     tf32: bool
     """Whether torch was asked for TF32 (`torch.set_float32_matmul_precision`)."""
+    planes: int
+    """As how many tensors of a 16-bit format the ones that are read by tiles come."""
 
     @classmethod
-    def of(cls, read: tuple[Tensor, ...], causal: bool, shift: int) -> Problem:
-        q, k = read[:2]
+    def of(
+        cls, q: Tensor, k: Tensor, read: tuple[Tensor, ...], causal: bool, shift: int
+    ) -> Problem:
+        """`read` are q, k and what else is read by tiles, or the planes of all these."""
         starts = 0
         for x in read:
             starts |= x.data_ptr()
         return cls(
             causal, shift, q.shape, k.shape, q.dtype, q.device,
             tuple([x.stride() for x in read]), starts % _TMA_ALIGNMENT == 0,
-            torch.get_float32_matmul_precision() != "highest",
+            tf32_is_wanted(), 1 if read[0] is q else PLANES,
         )  # fmt: skip
 
 
 _PREPARED: dict[Problem, dict[tuple[Pass, Tile | None], Prepared]] = {}
+_SPLITTERS: dict[tuple[Any, ...], Callable[..., None]] = {}
 _forced: dict[Pass, Tile] = {}
 _record: list[Launch] | None = None
 
@@ -95,8 +106,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
-        problem = Problem.of((q, k, v), causal, shift)
-        run_pass("forward", problem, (q, k, v), (out, lse), (out,), scale)
+        read = readable(q, k, v)
+        problem = Problem.of(q, k, read, causal, shift)
+        run_pass("forward", problem, read, (out, lse), (out,), scale)
     return out, lse
 
 
@@ -110,11 +122,57 @@ def backward(
     delta = torch.empty_like(lse)
     # Only float32 has a factor; the other formats never touch it.
     factor = torch.empty_like(lse) if q.dtype == torch.float32 else delta
-    read = (q, k, v, grad)
-    problem = Problem.of(read, causal, shift)
+    read = readable(q, k, v, grad)
+    problem = Problem.of(q, k, read, causal, shift)
     run_pass("query", problem, read, (out, lse, delta, factor, dq), (out, dq), scale)
     run_pass("key_value", problem, read, (lse, delta, factor, dk, dv), (dk, dv), scale)
     return dq, dk, dv
+
+
+def tf32_is_wanted() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As the kernels read them by tiles: 16-bit formats as they are, float32 as planes where tensor
+    cores can multiply those."""
+    x = tensors[0]
+    if x.dtype != torch.float32 or tf32_is_wanted():
+        return tensors
+    if _forced:
+        chosen = next(iter(_forced.values()))
+    elif INTERPRETED:
+        chosen = _INTERPRETER_TILE
+    else:
+        chosen = tiles("forward", x.shape[-1], x.element_size(), _capability(x.device))[0]
+    return tuple([_planes(x) for x in tensors]) if chosen.precision == IN_PLANES else tensors
+
+
+def _planes(x: Tensor) -> Tensor:
+    """(3 B, H, M, D) of a 16-bit format for (B, H, M, D) of float32, D filled up with zeros so that
+    rows are aligned."""
+    batch, heads, rows, head = x.shape
+    wide = triton.cdiv(head, _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
+    made = torch.empty((PLANES * batch, heads, rows, wide), device=x.device, dtype=_PLANE_FORMAT)
+    count = batch * heads * rows
+    if not count:
+        return made
+    programs = triton.cdiv(count, _SPLIT_ROWS)
+    arguments = (
+        x, made, *x.stride()[:3], heads, rows, head, count, wide,
+        _SPLIT_ROWS, triton.next_power_of_2(wide),
+    )  # fmt: skip
+    key = (x.shape, x.stride(), x.device, x.data_ptr() % _TMA_ALIGNMENT)
+    start = _SPLITTERS.get(key)
+    if start is None:
+        compiled = split_kernel[(programs,)](*arguments)
+        if not INTERPRETED:
+            if len(_SPLITTERS) >= _MOST_PREPARED:
+                _SPLITTERS.clear()
+            _SPLITTERS[key] = starter(compiled)
+    else:
+        start(programs, torch._C._cuda_getCurrentRawStream(x.device.index), *arguments)
+    return made
 
 
 class _Kernel(NamedTuple):
@@ -166,10 +224,10 @@ def _fitting_launch(
     rest: tuple[Tensor, ...], strided: tuple[Tensor, ...], scale: float,
 ) -> Prepared:  # fmt: skip
     """Launch with the best tile that this GPU can hold."""
-    if INTERPRETED:
-        choices = [_INTERPRETER_TILE]
-    elif forced:
+    if forced:
         choices = [forced]
+    elif INTERPRETED:
+        choices = [_INTERPRETER_TILE]
     else:
         width = problem.dtype.itemsize
         choices = tiles(kind, problem.q_shape[-1], width, _capability(problem.device))
@@ -197,12 +255,12 @@ def _first_launch(
         n_tiles, programs = triton.cdiv(rows, tile.m), batch * heads
     visible = min(keys, rows + problem.shift) if problem.causal else keys
     whole = () if kind == "forward" else (visible <= tile.n,)
-    first, second = columns(head)
+    first, second = columns(head, in_one_part=problem.planes > 1)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
-        heads, heads // max(1, key_heads), rows, keys, head, problem.shift, n_tiles,
-        tile.m, tile.n, first, second, problem.causal, _group(tile, programs), tma, tile.hold,
-        *whole, "tf32" if problem.tf32 or not is_float32 else tile.precision, is_float32,
+        batch, heads, heads // max(1, key_heads), rows, keys, head, problem.shift, n_tiles,
+        tile.m, tile.n, first, second, problem.planes, problem.causal,
+        _group(tile, programs), tma, tile.hold, *whole, _precision(problem, tile), is_float32,
     )  # fmt: skip
     programs *= n_tiles
     layout = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -232,6 +290,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _precision(problem: Problem, tile: Tile) -> str:
+    """How the compiler makes products of float32; it makes none of 16-bit formats or planes."""
+    if problem.dtype != torch.float32 or problem.planes > 1 or problem.tf32:
+        return "tf32"
+    return tile.precision
+
+
 def _group(tile: Tile, programs: int) -> int:
     """A group of heads must divide them all."""
     group = tile.group
@@ -245,9 +310,10 @@ def _tma_ready(problem: Problem) -> bool:
     if INTERPRETED or _capability(problem.device)[0] < 9:
         return False
     strides = [stride for of_one in problem.strides for stride in of_one[:3]]
+    width = _PLANE_FORMAT.itemsize if problem.planes > 1 else problem.dtype.itemsize
     return (
         problem.aligned
         and problem.k_shape.numel() > 0
         and 0 not in strides
-        and all(stride * problem.dtype.itemsize % _TMA_ALIGNMENT == 0 for stride in strides)
+        and all(stride * width % _TMA_ALIGNMENT == 0 for stride in strides)
     )

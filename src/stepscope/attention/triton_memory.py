@@ -1,7 +1,10 @@
 """What the Triton kernels share: which tile a program works on, and how tiles are read and written.
 
-A tile has BLOCK_D columns and, where the head dimension is not a power of two, BLOCK_E more: 80 is
-64 + 16, so that no product is made with columns of zeros. BLOCK_E is 0 where one part suffices.
+A tile is a tuple of four. The first is what there always is. The next two are its lower planes:
+float32 tensors come as three planes of a 16-bit format that sum to them (PLANES 3), so that tensor
+cores can multiply them; else they are not read. The last has the columns beyond BLOCK_D: 80 is
+64 + 16, so that no product is made with columns of zeros; BLOCK_E is 0 where one part suffices, and
+then it is not read.
 """
 
 from __future__ import annotations
@@ -49,51 +52,114 @@ def _load_part(
 
 @triton.jit
 def load_tile(
-    source, source_e, strides, batch, head, row, rows, d,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    source, source_e, strides, batch, head, row, rows, d, B,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PLANES: tl.constexpr,
     CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head in both parts; what lies outside of the tensor reads as zero.
-
-    Without a second part the first stands in for it, and nothing reads it.
-    """
+    """Rows of one head; what lies outside of the tensor reads as zero. Planes follow each other by
+    the batch of B."""
     tile = _load_part(
         source, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
     )
-    tile_e = tile
+    middle, low, tile_e = tile, tile, tile
+    if PLANES == 3:
+        middle = _load_part(
+            source, strides, batch + B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
+        )
+        low = _load_part(
+            source, strides, batch + 2 * B, head, row, rows, d, 0, BLOCK, BLOCK_D, CHECK_ROWS, TMA
+        )
     if BLOCK_E > 0:
         tile_e = _load_part(
             source_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E, CHECK_ROWS, TMA
         )
-    return tile, tile_e
+    return tile, middle, low, tile_e
 
 
 @triton.jit
 def held(tile, like, HOLD: tl.constexpr):
     """A tile that stays in registers for the whole loop: loaded as bits of another type, the
     compiler cannot leave it in shared memory for the products to read again and again."""
+    high, middle, low, tile_e = tile
     if HOLD:
-        tile = tile.to(like.dtype.element_ty, bitcast=True)
-    return tile
+        high = high.to(like.dtype.element_ty, bitcast=True)
+        tile_e = tile_e.to(like.dtype.element_ty, bitcast=True)
+    return high, middle, low, tile_e
 
 
 @triton.jit
-def outer_product(a, a_e, b, b_e, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ over both parts of the columns."""
-    product = tl.dot(a, b.T, input_precision=PRECISION)
-    if BLOCK_E > 0:
-        product = tl.dot(a_e, b_e.T, product, input_precision=PRECISION)
+def whole(tile, PLANES: tl.constexpr):
+    """The planes summed, lowest first, which gives back every bit."""
+    x = tile[0]
+    if PLANES == 3:
+        x = tile[2].to(tl.float32) + tile[1].to(tl.float32) + tile[0].to(tl.float32)
+    return x
+
+
+@triton.jit
+def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ over all columns; of the products of planes those above the last place, small ones
+    first."""
+    if PLANES == 3:
+        product = tl.dot(a[2], b[0].T)
+        product = tl.dot(a[0], b[2].T, product)
+        product = tl.dot(a[1], b[1].T, product)
+        product = tl.dot(a[1], b[0].T, product)
+        product = tl.dot(a[0], b[1].T, product)
+        product = tl.dot(a[0], b[0].T, product)
+    else:
+        product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+        if BLOCK_E > 0:
+            product = tl.dot(a[3], b[3].T, product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
-def add_product(acc, acc_e, a, b, b_e, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b, part by part."""
-    a = a.to(b.dtype)
-    acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    if BLOCK_E > 0:
-        acc_e = tl.dot(a, b_e, acc_e, input_precision=PRECISION)
+def add_product(
+    acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr
+):
+    """acc + a b, part by part; a is cut into planes here."""
+    high = a.to(b[0].dtype)
+    if PLANES == 3:
+        rest = a - high.to(tl.float32)
+        middle = rest.to(b[0].dtype)
+        low = (rest - middle.to(tl.float32)).to(b[0].dtype)
+        acc = tl.dot(low, b[0], acc)
+        acc = tl.dot(high, b[2], acc)
+        acc = tl.dot(middle, b[1], acc)
+        acc = tl.dot(middle, b[0], acc)
+        acc = tl.dot(high, b[1], acc)
+        acc = tl.dot(high, b[0], acc)
+    else:
+        acc = tl.dot(high, b[0], acc, input_precision=PRECISION)
+        if BLOCK_E > 0:
+            acc_e = tl.dot(high, b[3], acc_e, input_precision=PRECISION)
     return acc, acc_e
+
+
+@triton.jit
+def split_kernel(
+    x, planes, stride_b, stride_h, stride_r, H, M, D, count, wide,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Three planes of a 16-bit format that sum to x; `planes` is contiguous, `count` rows of `wide`
+    columns each, zero past D."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, BLOCK_D)
+    batch, within = row // (H * M), row % (H * M)
+    at = batch * stride_b + (within // M) * stride_h + (within % M) * stride_r
+    there = (row < count)[:, None]
+    value = tl.load(x + at[:, None] + j[None, :], mask=there & (j < D)[None, :], other=0.0)
+    high = value.to(planes.dtype.element_ty)
+    rest = value - high.to(tl.float32)
+    middle = rest.to(planes.dtype.element_ty)
+    low = (rest - middle.to(tl.float32)).to(planes.dtype.element_ty)
+    to = planes + row[:, None] * wide + j[None, :]
+    kept = there & (j < wide)[None, :]
+    plane = count.to(tl.int64) * wide
+    tl.store(to, high, mask=kept)
+    tl.store(to + plane, middle, mask=kept)
+    tl.store(to + 2 * plane, low, mask=kept)
 
 
 @triton.jit

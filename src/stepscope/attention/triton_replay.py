@@ -43,7 +43,7 @@ class Prepared:
         self._described: dict[tuple[int, int], list[Any]] = {}
         self._describe = _describer(launch.kernel) if tma else None
         if launch.kernel is not None:
-            self._start = _starter(launch.kernel, bare=self._describe is not None)
+            self._start = starter(launch.kernel, bare=self._describe is not None)
             self._tma = tma
 
     def run(self, read: tuple[Tensor, ...], rest: tuple[Tensor, ...], scale: float) -> None:
@@ -76,7 +76,7 @@ class Prepared:
 _NOTHING = [None] * 4
 
 
-def _starter(compiled: Any, *, bare: bool) -> Callable[..., None]:
+def starter(compiled: Any, *, bare: bool = False) -> Callable[..., None]:
     """(programs, stream, arguments) into Triton's launcher of that kernel; a bare one takes tensors
     as `_describer` gives them."""
     run = compiled.run
