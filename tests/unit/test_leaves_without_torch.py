@@ -35,6 +35,8 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
         "stepscope.attention",
         "stepscope.attention.cost",
         "stepscope.attention.registry",
+        "stepscope.parallel",
+        "stepscope.parallel.buckets",
     ],
 )
 def test_loads(module: str) -> None:
@@ -70,7 +72,9 @@ def test_questions_without_torch() -> None:
     assert "attention 'flush' does not exist" in done.stdout
 
 
-@pytest.mark.parametrize("package", ["stepscope.model", "stepscope.attention", "stepscope.optim"])
+@pytest.mark.parametrize(
+    "package", ["stepscope.model", "stepscope.attention", "stepscope.optim", "stepscope.parallel"]
+)
 def test_every_public_name_exists(package: str) -> None:
     module = __import__(package, fromlist=["__all__"])
     for name in module.__all__:

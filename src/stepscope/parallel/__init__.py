@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepscope.parallel.ddp import DDP
     from stepscope.parallel.errors import ParallelError, RankFailed
     from stepscope.parallel.supervisor import Limits, launch
     from stepscope.parallel.world import World
 
 _HOMES = {
+    "DDP": "ddp",
     "Limits": "supervisor",
     "ParallelError": "errors",
     "RankFailed": "errors",
@@ -21,7 +23,7 @@ _HOMES = {
     "launch": "supervisor",
 }
 
-__all__ = ["Limits", "ParallelError", "RankFailed", "World", "launch"]
+__all__ = ["DDP", "Limits", "ParallelError", "RankFailed", "World", "launch"]
 
 
 def __getattr__(name: str) -> Any:

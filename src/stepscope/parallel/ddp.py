@@ -1,0 +1,137 @@
+"""Data parallelism: every rank holds the model, gradients are averaged.
+
+    model = DDP(module, strategy="bucketed", bucket_mb=25.0)
+    loss = loss_of(model(inputs)); loss.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step(); optimizer.zero_grad()
+
+`naive` reduces each gradient after the backward, `flat` all of them as one, `overlap` each as the
+backward finishes it, `bucketed` in buckets of `bucket_mb` MiB as they fill. The result is the same:
+training as one process on the joined batch.
+
+The rule for uneven batches: gradients are averaged with equal weight, which is right when every
+rank has as many samples. For a step where they differ, say so with `batch_of(samples)`: the
+weights are then the ranks' shares of all samples, and a rank without any takes part with zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepscope.errors import unknown_name
+from stepscope.parallel.agreement import Agreement
+from stepscope.parallel.broadcast import broadcast
+from stepscope.parallel.buckets import identity
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.layout import require_same_layout
+from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
+
+
+class SyncTiming(NamedTuple):
+    """Of the last synchronization by this host's clock, in seconds."""
+
+    slowest: float
+    """Until the last rank had arrived."""
+    transfer: float
+    """From then until all gradients were there (a GPU's host does not wait for that)."""
+
+
+class DDP(nn.Module):
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy = "overlap",
+        bucket_mb: float = 25.0,
+        *,
+        missing_gradients: Literal["raise", "zero"] = "raise",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if strategy not in STRATEGIES:
+            raise unknown_name("strategy", strategy, STRATEGIES)
+        if not bucket_mb > 0:
+            raise ParallelError(f"bucket_mb is {bucket_mb}", "it must be above 0")
+        if not dist.is_initialized():
+            raise ParallelError("there is no process group", "use World.connected or torchrun")
+        self.module = module
+        self.timing = SyncTiming(0.0, 0.0)
+        self._group = group
+        self._world = dist.get_world_size(group)
+        self._missing = missing_gradients
+        require_same_layout(module, group)
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        names = [name for name, _ in named]
+        self._reducer = Reducer([p for _, p in named], names, strategy, bucket_mb, group)
+        plan = identity(self._reducer.buckets, self._reducer.items)
+        self._agreement = Agreement(group, plan, names)
+        broadcast([*module.parameters(), *module.buffers()], group)
+        self._synchronize = True
+        self._samples: int | None = None
+        self._factor = 1.0 / self._world
+        for place, (_, parameter) in enumerate(named):
+            parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+
+    def _hook(self, place: int) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            if self._synchronize:
+                self._reducer.gradient_is_ready(place, self._factor)
+
+        return ready
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._reducer.ready and torch.is_grad_enabled() and self.training:
+            raise ParallelError(
+                f"finish_gradient_synchronization was not called in step {self._agreement.steps}",
+                "call it between backward and the optimizer",
+            )
+        return self.module(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only accumulate; the first one outside synchronizes the sum."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def batch_of(self, samples: int) -> None:
+        """Weigh this step's gradients by samples; call on every rank before its backward."""
+        if samples < 0:
+            raise ParallelError(f"samples is {samples}", "it must be at least 0")
+        total = self._agreement.total(samples)
+        if total == 0:
+            raise ParallelError("no rank has a sample in this step")
+        self._samples, self._factor = samples, samples / total
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every gradient is the average over all ranks."""
+        reducer, absent = self._reducer, self._samples == 0
+        if not reducer.ready and not absent:
+            raise ParallelError(
+                "there is no gradient to synchronize",
+                "finish_gradient_synchronization follows one backward outside of no_sync()",
+            )
+        used = [
+            place in reducer.ready or parameter.grad is not None
+            for place, parameter in enumerate(reducer.parameters)
+        ]
+        began = time.perf_counter()
+        used = self._agreement.exchange(used, absent=absent, allow_missing=self._missing == "zero")
+        arrived = time.perf_counter()
+        reducer.send_rest(used, self._factor)
+        reducer.wait(used)
+        self.timing = SyncTiming(arrived - began, time.perf_counter() - arrived)
+        reducer.reset()
+        self._samples, self._factor = None, 1.0 / self._world
+        # Running statistics and the like become those of rank 0. What is not saved with the
+        # model is a constant.
+        saved = self.module.state_dict(keep_vars=True)
+        broadcast([b for name, b in self.module.named_buffers() if name in saved], self._group)

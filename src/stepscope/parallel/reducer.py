@@ -1,0 +1,133 @@
+"""Gradients of all ranks become their average, by one of four strategies.
+
+Every rank issues the same reductions in the same order, whatever order its backward finished in:
+that of the plan. A gradient that is ready early waits for its turn; one that never comes is sent
+as zeros at the end. So gradients cannot mix; whether they belong together is what the ranks agree
+on (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepscope.parallel.buckets import MEGABYTE, Bucket, Item, plan_buckets
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.heartbeat import HEARTBEAT
+
+Strategy = Literal["naive", "flat", "overlap", "bucketed"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+class Reducer:
+    """Holds the plan and the reductions in flight."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        strategy: Strategy,
+        bucket_mb: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.parameters = parameters
+        self.names = names
+        self.items = [
+            Item(name, p.numel(), p.element_size(), f"{p.dtype} {p.device}")
+            for name, p in zip(names, parameters, strict=True)
+        ]
+        limit = {"flat": float("inf"), "bucketed": bucket_mb * MEGABYTE}.get(strategy, 0.0)
+        self.buckets = plan_buckets(self.items, limit)
+        self.eager = strategy in ("overlap", "bucketed")
+        """Reductions leave during the backward."""
+        self._blocking = strategy == "naive"
+        self._group = group
+        self._views: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
+        if strategy in ("flat", "bucketed"):
+            self._allocate()
+        self._bucket_of = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.items}
+        self.reset()
+
+    def _allocate(self) -> None:
+        for number, bucket in enumerate(self.buckets):
+            first = self.parameters[bucket.items[0]]
+            buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+            self._buffers[number] = buffer
+            for place, offset in zip(bucket.items, bucket.offsets, strict=True):
+                parameter = self.parameters[place]
+                flat = buffer[offset : offset + parameter.numel()]
+                self._views[place] = flat.view(parameter.shape)
+
+    def reset(self) -> None:
+        self.ready: set[int] = set()
+        self._left = [len(bucket.items) for bucket in self.buckets]
+        self._next = 0
+        self._flying: list[dist.Work] = []
+
+    def gradient_is_ready(self, place: int, factor: float) -> None:
+        """The backward finished this gradient; send what is complete and has its turn."""
+        if place in self.ready:
+            raise ParallelError(
+                f"a second backward reached {self.names[place]} before"
+                " finish_gradient_synchronization",
+                "run all but the last backward of a step inside no_sync()",
+            )
+        self.ready.add(place)
+        if not self.eager:
+            return
+        self._pack(place, factor)
+        self._left[self._bucket_of[place]] -= 1
+        while self._next < len(self.buckets) and self._left[self._next] == 0:
+            self._send(self._next)
+            self._next += 1
+
+    def send_rest(self, used: Sequence[bool], factor: float) -> None:
+        """Send what has not left yet; what no rank uses is left out where it can be."""
+        packed = self.ready if self.eager else frozenset()
+        for number in range(self._next, len(self.buckets)):
+            bucket = self.buckets[number]
+            if not any(used[place] for place in bucket.items):
+                continue
+            for place in bucket.items:
+                if place not in packed:
+                    self._pack(place, factor)
+            self._send(number)
+        self._next = len(self.buckets)
+
+    def wait(self, used: Sequence[bool]) -> None:
+        with HEARTBEAT.waiting():
+            for work in self._flying:
+                work.wait()
+        for place, parameter in enumerate(self.parameters):
+            if not used[place]:
+                parameter.grad = None
+
+    def _pack(self, place: int, factor: float) -> None:
+        """Scale the gradient, in its bucket where it has one."""
+        parameter = self.parameters[place]
+        gradient, view = parameter.grad, self._views.get(place)
+        if gradient is not None and gradient.is_sparse:
+            raise ParallelError(f"the gradient of {self.names[place]} is sparse")
+        if gradient is None:
+            parameter.grad = torch.zeros_like(parameter) if view is None else view.zero_()
+        elif view is None:
+            parameter.grad = gradient.contiguous().mul_(factor)
+        elif gradient is view:
+            view.mul_(factor)
+        else:
+            torch.mul(gradient, factor, out=view)
+            parameter.grad = view
+
+    def _send(self, number: int) -> None:
+        bucket: Bucket = self.buckets[number]
+        tensor = self._buffers.get(number)
+        if tensor is None:
+            tensor = self.parameters[bucket.items[0]].grad
+        work = dist.all_reduce(tensor, group=self._group, async_op=not self._blocking)
+        if work is not None:
+            self._flying.append(work)
