@@ -68,7 +68,9 @@ class _File(msgspec.Struct):
     deviceProperties: list[_Device] = []  # noqa: N815
 
 
-_Row = tuple[float, float, str, Identity, int, Identity, Identity, int, int]
+_Flat = list[Any]
+"""The fields of one event after those of the other: no object for an event that is passed on."""
+_FIELDS = 9
 _End = tuple[str, Identity | float, Identity, float]
 _KINDS = {
     "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
@@ -132,11 +134,11 @@ def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
     return file.traceEvents, next((d.name for d in file.deviceProperties), "")
 
 
-def _split(events: list[_Event]) -> tuple[dict[str, list[_Row]], list[_End]]:
+def _split(events: list[_Event]) -> tuple[dict[str, _Flat], list[_End]]:
     """What is needed of each event by its kind, in one pass while the event is at hand."""
-    held: dict[str, list[_Row]] = {kind: [] for kind in _KINDS.values()}
+    held: dict[str, _Flat] = {kind: [] for kind in _KINDS.values()}
     ends: list[_End] = []
-    keep = {category: held[kind].append for category, kind in _KINDS.items()}.get
+    keep = {category: held[kind].extend for category, kind in _KINDS.items()}.get
     nothing = _Arguments()
     for event in events:
         add = keep(event.cat)
@@ -165,10 +167,10 @@ def _arrows(ends: list[_End]) -> Arrows:
     return Arrows(_moments(tail), _identities(tail_thread), _moments(start), _identities(thread))
 
 
-def _kernels(rows: list[_Row], names: Names) -> Kernels:
+def _kernels(rows: _Flat, names: Names) -> Kernels:
     if not rows:
         return NO_KERNELS
-    ts, dur, name, _, correlation, device, stream, _, _ = zip(*rows, strict=True)
+    ts, dur, name, _, correlation, device, stream, _, _ = _columns(rows)
     start, end = _times(ts, dur)
     return ordered_kernels(
         name=names.numbers(name),
@@ -180,29 +182,33 @@ def _kernels(rows: list[_Row], names: Names) -> Kernels:
     )
 
 
-def _calls(rows: list[_Row], names: Names) -> Calls:
+def _calls(rows: _Flat, names: Names) -> Calls:
     if not rows:
         return NO_CALLS
-    ts, dur, name, tid, correlation, *_ = zip(*rows, strict=True)
+    ts, dur, name, tid, correlation, *_ = _columns(rows)
     start, end = _times(ts, dur)
     return Calls(names.numbers(name), start, end, _identities(tid), _column(correlation))
 
 
-def _spans(operators: list[_Row], ranges: list[_Row], names: Names) -> Spans:
+def _spans(operators: _Flat, ranges: _Flat, names: Names) -> Spans:
     rows = operators + ranges
     if not rows:
         return NO_SPANS
-    ts, dur, name, tid, _, _, _, sequence, forward_thread = zip(*rows, strict=True)
+    ts, dur, name, tid, _, _, _, sequence, forward_thread = _columns(rows)
     start, end = _times(ts, dur)
     return ordered_spans(
         name=names.numbers(name),
         start=start,
         end=end,
         thread=_identities(tid),
-        is_range=np.arange(len(rows)) >= len(operators),
+        is_range=np.arange(len(ts)) >= len(operators) // _FIELDS,
         sequence=_column(sequence),
         in_backward=_column(forward_thread) > 0,
     )
+
+
+def _columns(rows: _Flat) -> Iterator[_Flat]:
+    return (rows[field::_FIELDS] for field in range(_FIELDS))
 
 
 def _times(ts: Sequence[float], dur: Sequence[float]) -> tuple[Ints, Ints]:
@@ -211,14 +217,14 @@ def _times(ts: Sequence[float], dur: Sequence[float]) -> tuple[Ints, Ints]:
 
 
 def _moments(microseconds: Sequence[float]) -> Ints:
-    values = np.array(microseconds, np.float64)
+    values = np.fromiter(microseconds, np.float64, len(microseconds))
     if not np.abs(values).max() < _LATEST_US:
         raise ValueError("a time is out of range")
     return np.rint(values * 1e3).astype(np.int64)
 
 
 def _column(values: Sequence[int]) -> Ints:
-    return np.array(values, np.int64)
+    return np.fromiter(values, np.int64, len(values))
 
 
 def _identities(values: Sequence[Any]) -> Ints:

@@ -119,8 +119,7 @@ class Names:
     held: defaultdict[str, int] = field(default_factory=lambda: defaultdict(count().__next__))
 
     def numbers(self, names: Sequence[str]) -> Ints:
-        held = self.held
-        return np.array([held[name] for name in names], np.int64)
+        return np.fromiter(map(self.held.__getitem__, names), np.int64, len(names))
 
     def all(self) -> tuple[str, ...]:
         return tuple(self.held)
