@@ -172,7 +172,7 @@ class Flash(Study[FlashFlags]):
                 part=("grid", "race"),
                 attention=("reference", "tiled", "sdpa"),
                 dtype=("float32",),
-                seq=(128, 256, 512),
+                seq=(128, 512),
                 head=(64,),
                 shape=(),
                 race=("1x4x256x64:float32",),
