@@ -10,7 +10,9 @@ import torch
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
+from stepscope.studies.profile.experiments import first_cause, graph_replay, run_phases
 from stepscope.studies.registry import find_study
+from stepscope.studies.workload import TrainingStep, WorkloadFlags, workloads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +79,27 @@ def test_the_host_limits_a_small_step_and_a_graph_shows_it(
     assert summary.idle_of("host") / summary.wall_ms > 0.25
     assert median(found, "graph_replay") < 0.8 * median(found, "step")
     assert median(found, "larger_batch") < 2.0 * median(found, "step")
+
+
+def test_a_capture_that_fails_takes_nothing_from_what_follows() -> None:
+    device = Bench().device
+    (workload,) = workloads(
+        WorkloadFlags(size=("tiny",), context=(64,)), ("forward-backward",)
+    )  # fmt: skip
+    step = TrainingStep(workload, device)
+    whole = step._forward
+
+    def forward_that_waits() -> None:
+        whole()
+        torch.ones(1, device="cuda").item()
+
+    step._forward = forward_that_waits  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as caught:
+        graph_replay(step, device)
+    assert "captur" in first_cause(caught.value)
+    torch.rand(1, device="cuda")
+    # A step whose graph is still held must not get into the way of the next capture.
+    step = TrainingStep(workload, device)
+    run_phases(step.phases())
+    timing = graph_replay(step, device)
+    assert len(timing.series[0].values) == 7

@@ -34,7 +34,7 @@ def larger_batch(step: TrainingStep, device: Device) -> Timing:
     try:
         forget_steps(step)
         whole = Phase("step", lambda: run_phases(larger.phases()))
-        return time_step((whole,), device, warmup=2, steps=5, before=larger.reset)
+        return time_step((whole,), device, warmup=2, steps=3, before=larger.reset)
     finally:
         forget_steps(larger)
 
