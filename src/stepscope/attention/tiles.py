@@ -77,22 +77,16 @@ _ELSEWHERE: dict[int, Tile] = {
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
 }
-# float32 as planes: nearer to the truth than products one by one, since they round less often.
-# Three planes of more than 128 columns do not fit; there the compiler makes the same six products.
+# float32 as six products of bfloat16 parts: nearer to the truth than products one by one, since they
+# round less often.
 _FLOAT32: dict[Pass, dict[int, Tile]] = {
-    "forward": {
-        64: Tile(64, 32, 4, 2, precision=IN_PLANES),
-        128: Tile(64, 32, 4, 2, precision=IN_PLANES),
-        256: Tile(64, 32, 4, 1, precision="bf16x6"),
-    },
+    "forward": {256: Tile(64, 32, 4, 1, precision="bf16x6")},
     "query": {
-        64: Tile(64, 32, 4, 2, precision=IN_PLANES),
-        128: Tile(64, 16, 4, 2, precision=IN_PLANES),
+        64: Tile(64, 32, 4, 1, precision="bf16x6"),
         256: Tile(64, 16, 4, 1, precision="bf16x6"),
     },
     "key_value": {
-        64: Tile(32, 64, 4, 2, precision=IN_PLANES),
-        128: Tile(16, 64, 4, 2, precision=IN_PLANES),
+        64: Tile(32, 64, 4, 1, precision="bf16x6"),
         256: Tile(16, 64, 4, 1, precision="bf16x6"),
     },
 }
@@ -104,7 +98,7 @@ def tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int]
     if element_bytes > 2:
         if capability[0] < _FIRST_WITH_BFLOAT16:
             return [_LAST]
-        best = _entry(_FLOAT32[kind], sum(columns(head, in_one_part=True)))
+        best = _entry(_FLOAT32[kind], sum(columns(head)))
         return [best, _LAST._replace(precision=best.precision)]
     wide = sum(columns(head))
     smaller = _entry(_ELSEWHERE, wide)

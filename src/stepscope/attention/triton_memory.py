@@ -118,18 +118,22 @@ def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: 
 def add_product(
     acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """acc + a b, part by part; a is cut into planes here."""
+    """acc + a b, part by part; a is cut into planes here.
+
+    Matrix units cut off what does not fit where other units round, which adds up over a long row of
+    tiles: products of planes are summed from zero, and the sums are added outside.
+    """
     high = a.to(b[0].dtype)
     if PLANES == 3:
         rest = a - high.to(tl.float32)
         middle = rest.to(b[0].dtype)
         low = (rest - middle.to(tl.float32)).to(b[0].dtype)
-        acc = tl.dot(low, b[0], acc)
-        acc = tl.dot(high, b[2], acc)
-        acc = tl.dot(middle, b[1], acc)
-        acc = tl.dot(middle, b[0], acc)
-        acc = tl.dot(high, b[1], acc)
-        acc = tl.dot(high, b[0], acc)
+        product = tl.dot(low, b[0])
+        product = tl.dot(high, b[2], product)
+        product = tl.dot(middle, b[1], product)
+        product = tl.dot(middle, b[0], product)
+        product = tl.dot(high, b[1], product)
+        acc += tl.dot(high, b[0], product)
     else:
         acc = tl.dot(high, b[0], acc, input_precision=PRECISION)
         if BLOCK_E > 0:
@@ -137,7 +141,7 @@ def add_product(
     return acc, acc_e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def split_kernel(
     x, planes, stride_b, stride_h, stride_r, H, M, D, count, wide,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -146,8 +150,8 @@ def split_kernel(
     columns each, zero past D."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, BLOCK_D)
-    batch, within = row // (H * M), row % (H * M)
-    at = batch * stride_b + (within // M) * stride_h + (within % M) * stride_r
+    bh = row // M
+    at = (bh // H) * stride_b + (bh % H) * stride_h + (row % M) * stride_r
     there = (row < count)[:, None]
     value = tl.load(x + at[:, None] + j[None, :], mask=there & (j < D)[None, :], other=0.0)
     high = value.to(planes.dtype.element_ty)
