@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepscope.parallel.checkpoint import load_optimizer, save_optimizer
     from stepscope.parallel.ddp import DDP
     from stepscope.parallel.errors import ParallelError, RankFailed
+    from stepscope.parallel.sharded_optimizer import ShardedOptimizer
     from stepscope.parallel.supervisor import Limits, launch
     from stepscope.parallel.world import World
 
@@ -19,11 +21,24 @@ _HOMES = {
     "Limits": "supervisor",
     "ParallelError": "errors",
     "RankFailed": "errors",
+    "ShardedOptimizer": "sharded_optimizer",
     "World": "world",
     "launch": "supervisor",
+    "load_optimizer": "checkpoint",
+    "save_optimizer": "checkpoint",
 }
 
-__all__ = ["DDP", "Limits", "ParallelError", "RankFailed", "World", "launch"]
+__all__ = [
+    "DDP",
+    "Limits",
+    "ParallelError",
+    "RankFailed",
+    "ShardedOptimizer",
+    "World",
+    "launch",
+    "load_optimizer",
+    "save_optimizer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,3 +59,12 @@ def identity(buckets: Sequence[Bucket], items: Sequence[Item]) -> int:
     """A number that differs where content or order of the buckets does."""
     named = [[items[place] for place in bucket.items] for bucket in buckets]
     return zlib.crc32(repr(named).encode())
+
+
+def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """An owner for each size, the largest first to whoever has least; `loads` is added to."""
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners

@@ -1,0 +1,138 @@
+"""An optimizer whose state is divided among the ranks: stage 1 of ZeRO, in two forms.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+`broadcast`: whole parameters have an owner, balanced by bytes, that updates them and sends them to
+all. Gradients are averaged by someone else (DDP), so a step moves the gradients twice and the
+parameters once. Any optimizer that treats parameters one by one will do.
+
+`scatter`: gradients are averaged here, each rank receiving only its slice (reduce-scatter), and the
+updated slices are gathered: gradients once, parameters once, and state divided to the element. The
+optimizer must treat elements one by one (AdamW, SGD), and a missing gradient counts as zero. Do
+not average gradients before: use it without DDP, or with backward passes inside `no_sync()`.
+
+In both, parameters become views of the buffers that travel, so nothing is copied to send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from stepscope.errors import unknown_name
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.owned import OwnedParameters
+from stepscope.parallel.slices import SlicedParameters
+
+Form = Literal["broadcast", "scatter"]
+FORMS: tuple[Form, ...] = ("broadcast", "scatter")
+
+
+class Division(Protocol):
+    """How the parameters of an optimizer are divided among the ranks."""
+
+    def add_group(self, group: dict[str, Any]) -> None: ...
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """Update what this rank owns, with the hyperparameters of the groups; then share it."""
+
+    def local_state(self) -> dict[str, Any]:
+        """What this rank holds, by names that do not depend on the number of ranks."""
+
+    def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """An empty tensor for this rank's part of a saved one; None if it has none."""
+
+    def load(self, find: Callable[[str], Any], names: set[str]) -> None:
+        """Take this rank's part of a saved state."""
+
+
+class ShardedOptimizer(Optimizer):
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_cls: type[Optimizer],
+        *,
+        form: Form = "broadcast",
+        bucket_mb: float = 25.0,
+        group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if form not in FORMS:
+            raise unknown_name("form", form, FORMS)
+        if not dist.is_initialized():
+            raise ParallelError("there is no process group", "use World.connected or torchrun")
+
+        def make(held: list[Tensor], options: dict[str, Any]) -> Optimizer:
+            return optimizer_cls([{**options, "params": held}], **kwargs)
+
+        self.division: Division
+        if form == "broadcast":
+            self.division = OwnedParameters(make, bucket_mb, group)
+        else:
+            self.division = SlicedParameters(make, group)
+        # Which hyperparameters there are, and their defaults, is the inner optimizer's to say.
+        probe = optimizer_cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)
+        super().__init__(params, dict(probe.defaults))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.division.add_group(self.param_groups[-1])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update this rank's part, then bring every rank all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.division.step(self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part. Save and load it with `save_optimizer` and `load_optimizer`."""
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"parameters": len(group["params"])}
+            for group in self.param_groups
+        ]
+        return {"state": self.division.local_state(), "param_groups": options}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a part that `state_dict` gave, on the same rank of as many ranks."""
+        held = state_dict["state"]
+        self.load_parts(lambda name: held[name], set(held), state_dict["param_groups"])
+
+    def load_parts(
+        self, find: Callable[[str], Any], names: set[str], groups: list[dict[str, Any]]
+    ) -> None:
+        """Take this rank's part of a state, wherever `find` gets it from."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved = [group["parameters"] for group in groups]
+        if sizes != saved:
+            raise ParallelError(
+                f"the state is of another optimizer: groups of {saved} parameters, here {sizes}"
+            )
+        self.division.load(find, names)
+        for group, options in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in options.items() if key != "parameters"})
+
+    def state_bytes(self) -> int:
+        """What this rank's optimizer state takes."""
+        held = self.division.local_state().values()
+        return sum(_local(t).numel() * t.element_size() for t in held if isinstance(t, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,137 @@
+"""Parameters as one line of elements, cut into equal slices: reduce-scatter, update, all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import Optimizer
+
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.owned import Make, as_views, follow
+
+
+class Line(NamedTuple):
+    """All parameters of one group in one format, end to end."""
+
+    name: str
+    group: int
+    parameters: list[Tensor]
+    elements: int
+    buffer: Tensor
+    """Of all ranks' slices; the last ones may be padding."""
+    own: Tensor
+    """This rank's slice of the buffer without padding, the inner optimizer's parameter."""
+    optimizer: Optimizer
+
+
+class SlicedParameters:
+    def __init__(self, make: Make, group: dist.ProcessGroup | None) -> None:
+        self._make = make
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self._groups = 0
+        self._lines: list[Line] = []
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        options = {key: value for key, value in group.items() if key != "params"}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for (dtype, _), held in kinds.items():
+            elements = sum(parameter.numel() for parameter in held)
+            chunk = -(-elements // self._size)
+            buffer = as_views(held, chunk * self._size)
+            begin = min(self._rank * chunk, elements)
+            own = torch.nn.Parameter(buffer[begin : min(begin + chunk, elements)])
+            name = f"group{self._groups}.{str(dtype).removeprefix('torch.')}"
+            optimizer = self._make([own], options)
+            self._lines.append(Line(name, self._groups, held, elements, buffer, own, optimizer))
+        self._groups += 1
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        arriving = [(line, *self._reduce(line)) for line in self._lines]
+        leaving = []
+        for line, gradient, work in arriving:
+            with HEARTBEAT.waiting():
+                work.wait()
+            line.own.grad = gradient[: line.own.numel()]
+            follow(line.optimizer, groups[line.group])
+            line.optimizer.step()
+            line.own.grad = None
+            chunk = line.buffer.numel() // self._size
+            mine = line.buffer[self._rank * chunk : (self._rank + 1) * chunk]
+            # A copy: not every backend may read what it writes.
+            leaving.append(
+                dist.all_gather_into_tensor(
+                    line.buffer, mine.clone(), group=self._group, async_op=True
+                )
+            )
+        with HEARTBEAT.waiting():
+            for work in leaving:
+                work.wait()
+
+    def _reduce(self, line: Line) -> tuple[Tensor, dist.Work]:
+        gradients = torch.zeros_like(line.buffer)
+        offset = 0
+        for parameter in line.parameters:
+            if parameter.grad is not None:
+                view = gradients[offset : offset + parameter.numel()].view(parameter.shape)
+                torch.mul(parameter.grad, 1.0 / self._size, out=view)
+            offset += parameter.numel()
+        own = gradients.new_empty(gradients.numel() // self._size)
+        work = dist.reduce_scatter_tensor(own, gradients, group=self._group, async_op=True)
+        return own, work
+
+    def local_state(self) -> dict[str, Any]:
+        return {
+            f"{line.name}.{name}": self._divided(line, value)
+            for line in self._lines
+            for name, value in line.optimizer.state[line.own].items()
+        }
+
+    def _divided(self, line: Line, value: Any) -> Any:
+        """A slice as part of a whole that knows its place, so that it can be cut anew."""
+        if not isinstance(value, Tensor) or value.shape != line.own.shape or not value.dim():
+            return value
+        return DTensor.from_local(
+            value, self._mesh(value.device.type), [Shard(0)], run_check=False,
+            shape=torch.Size((line.elements,)), stride=(1,),
+        )  # fmt: skip
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, device_type)
+
+    def load(self, find: Callable[[str], Any], names: set[str]) -> None:
+        for line in self._lines:
+            prefix = f"{line.name}."
+            state = {}
+            for name in sorted(name for name in names if name.startswith(prefix)):
+                value = find(name)
+                if isinstance(value, DTensor):
+                    if value.numel() != line.elements:
+                        raise ParallelError(
+                            f"state {name} has {value.numel()} elements,"
+                            f" the parameters {line.elements}"
+                        )
+                    value = value.to_local().clone()
+                state[name.removeprefix(prefix)] = value
+            line.optimizer.state[line.own] = state
+
+    def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        for line in self._lines:
+            if name.startswith(f"{line.name}."):
+                if not len(size):
+                    return torch.empty(size, dtype=dtype)
+                held: Tensor = self._divided(line, torch.empty_like(line.own.detach(), dtype=dtype))
+                return held
+        return None
