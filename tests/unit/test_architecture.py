@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
     | {"stepscope.report.blocks", "stepscope.report.format"},
     "measure": {"records"},
-    "analysis": {"records"} | LEAVES - {"stepscope.model.sizes"},
+    "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
     "model": {"attention"},
     "report": set(),
     "records": set(),

@@ -21,6 +21,7 @@ COMMANDS = {
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
     "compare": "hold two runs or two records against each other; a gate for CI",
+    "predict": "the memory that a training step will need, by phase and line; needs no GPU",
     "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
     "profile-nsys": "record a training step with Nsight Systems and read the recording",
     "list": "studies, presets, sizes, and the runs that are stored",

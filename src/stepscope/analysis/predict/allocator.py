@@ -1,0 +1,130 @@
+"""Torch's caching allocator for CUDA, as bookkeeping: which block a request gets, how large it is.
+
+A request of 25 MiB holds 26: memory comes from the driver in units of 2 MiB, and a rest of up to
+1 MiB is not split off. In a model of many equal matrices that adds up, so a peak is predicted from
+blocks and not from what was asked for. Other devices hand out what is asked for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Protocol
+
+_UNIT = 512
+_SMALL_LIMIT = 1 << 20
+_SMALL_SEGMENT = 2 << 20
+_MEDIUM_LIMIT = 10 << 20
+_MEDIUM_SEGMENT = 20 << 20
+_LARGE_UNIT = 2 << 20
+
+
+class Block:
+    """A stretch of a segment; its neighbours within the segment are linked."""
+
+    __slots__ = ("free", "next", "number", "previous", "segment", "size", "small")
+
+    def __init__(self, size: int, small: bool, number: int, segment: int) -> None:
+        self.size = size
+        self.small = small
+        self.number = number
+        self.segment = segment
+        self.free = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+
+class Allocator(Protocol):
+    reserved: int
+    """Bytes taken from the device."""
+
+    def allocate(self, size: int) -> Block: ...
+
+    def release(self, block: Block) -> None: ...
+
+
+class ExactAllocator:
+    """Gives what is asked for and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+
+    def allocate(self, size: int) -> Block:
+        self.reserved += size
+        return Block(size, False, 0, 0)
+
+    def release(self, block: Block) -> None:
+        self.reserved -= block.size
+
+
+class CachingAllocator:
+    """Best fit among free blocks, split where the rest is worth it, merged again when freed."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._made = 0
+        self._segments = 0
+        # Ordered by size; of two equal ones the older, as its address is likely the lower.
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+
+    def allocate(self, size: int) -> Block:
+        wanted = max(_UNIT, -(-size // _UNIT) * _UNIT)
+        small = wanted <= _SMALL_LIMIT
+        block = self._best_fit(wanted, small) or self._new_segment(wanted, small)
+        rest = block.size - wanted
+        if rest >= _UNIT if small else rest > _SMALL_LIMIT:
+            self._split(block, wanted)
+        block.free = False
+        return block
+
+    def release(self, block: Block) -> None:
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free:
+                self._take(neighbour)
+                block = _merge(block, neighbour)
+        self._put(block)
+
+    def _best_fit(self, wanted: int, small: bool) -> Block | None:
+        pool = self._free[small]
+        place = bisect_left(pool, wanted, key=lambda entry: entry[0])
+        return pool.pop(place)[2] if place < len(pool) else None
+
+    def _new_segment(self, wanted: int, small: bool) -> Block:
+        if small:
+            size = _SMALL_SEGMENT
+        elif wanted < _MEDIUM_LIMIT:
+            size = _MEDIUM_SEGMENT
+        else:
+            size = -(-wanted // _LARGE_UNIT) * _LARGE_UNIT
+        self.reserved += size
+        self._segments += 1
+        return self._new_block(size, small, self._segments)
+
+    def _new_block(self, size: int, small: bool, segment: int) -> Block:
+        self._made += 1
+        return Block(size, small, self._made, segment)
+
+    def _split(self, block: Block, wanted: int) -> None:
+        rest = self._new_block(block.size - wanted, block.small, block.segment)
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next = rest
+        block.size = wanted
+        self._put(rest)
+
+    def _put(self, block: Block) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.number, block), key=lambda e: e[:2])
+
+    def _take(self, block: Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.number), key=lambda entry: entry[:2])]
+
+
+def _merge(block: Block, neighbour: Block) -> Block:
+    first, second = (block, neighbour) if block.next is neighbour else (neighbour, block)
+    first.size += second.size
+    first.next = second.next
+    if second.next is not None:
+        second.next.previous = first
+    return first

@@ -1,0 +1,73 @@
+"""The smallest change with which a step fits into a memory, each with its predicted peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.step import predict
+
+MARGIN = 1.02
+"""What a peak may be off, and blocks that lie so that no request fits between them."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    words: str
+    plan: StepPlan
+    peak: int
+
+
+def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change, ...]:
+    """Up to so many changes that fit, those that alter the step least first; none where nothing
+    fits. The order: what leaves the result as it is and costs no time, then the number format, then
+    what costs time, then a smaller batch, then several at once."""
+    found: list[Change] = []
+    for words, fields in _candidates(plan):
+        changed = msgspec.structs.replace(plan, **fields)
+        peak = predict(changed).peak.allocated
+        if peak * MARGIN <= budget:
+            found.append(Change(words=words, plan=changed, peak=peak))
+        if len(found) == most:
+            break
+    return tuple(found)
+
+
+def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    fused = {"optimizer": "torch-fused"}
+    if plan.mode == "train-step" and plan.optimizer != "torch-fused":
+        yield "fused AdamW", fused
+    else:
+        fused = {}
+    flash: dict[str, Any] = {}
+    if plan.attention == "reference":
+        flash = {"attention": "sdpa"} | fused
+        yield "flash attention", flash
+    bf16: dict[str, Any] = {}
+    if plan.dtype in ("float32", "tf32"):
+        bf16 = {"dtype": "bfloat16"}
+        yield "bfloat16 autocast", bf16
+        if flash:
+            yield "flash attention and bfloat16 autocast", flash | bf16
+    stretches = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
+    if plan.mode != "forward" and not plan.checkpoint:
+        for k in stretches:
+            words = "each block" if k == 1 else f"every {k} blocks"
+            yield f"checkpointing of {words}", {"checkpoint": k}
+        for k in stretches if flash else ():
+            words = "each block" if k == 1 else f"every {k} blocks"
+            yield f"flash attention and checkpointing of {words}", flash | {"checkpoint": k}
+    smallest = {} if plan.checkpoint or plan.mode == "forward" else {"checkpoint": 1}
+    batch = plan.batch // 2
+    while batch >= 1:
+        yield f"batch {batch}", {"batch": batch}
+        if flash:
+            yield f"flash attention and batch {batch}", flash | {"batch": batch}
+        batch //= 2
+    if plan.mode == "train-step":
+        yield (
+            "weights and optimizer state in bfloat16, flash attention, checkpointing, batch 1",
+            flash | smallest | fused | {"dtype": "bfloat16-pure", "batch": 1},
+        )

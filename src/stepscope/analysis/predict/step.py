@@ -1,0 +1,264 @@
+"""A whole step played through in sizes: model, forward, loss, backward, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator
+from stepscope.analysis.predict.layers import Layers, Shape
+from stepscope.analysis.predict.memory import (
+    GATHERED,
+    INPUTS,
+    LIBRARIES,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    Buffer,
+    Memory,
+    Moment,
+)
+from stepscope.analysis.predict.operators import FLOAT32, Operators
+from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.tape import Tape, Value
+from stepscope.model.config import precision
+
+_INT64 = 8
+_WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+_STEPS = 2
+"""The first makes the optimizer state, the second is like all that follow."""
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each phase its peak, itemised, and what is left at its end."""
+
+    plan: StepPlan
+    phases: tuple[Moment, ...]
+    ends: dict[str, int]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.phases, key=lambda moment: moment.allocated)
+
+
+def predict(plan: StepPlan) -> Prediction:
+    """Played twice: the first time to learn when the peaks are, the second to itemise them."""
+    first = Play(plan, frozenset())
+    first.run()
+    watched = frozenset(event for _, event in first.memory.peaks.values())
+    second = Play(plan, watched)
+    second.run()
+    return Prediction(
+        plan=plan,
+        phases=tuple(second.memory.moments[event] for _, event in first.memory.peaks.values()),
+        ends=dict(second.memory.ends),
+    )
+
+
+class Play:
+    """The step of `studies.workload.TrainingStep`, operator by operator."""
+
+    def __init__(self, plan: StepPlan, watched: frozenset[int]) -> None:
+        self.plan = plan
+        form = precision(plan.dtype)
+        self.width = _WIDTHS[form.weights]
+        self.memory = Memory(
+            CachingAllocator() if plan.device == "cuda" else ExactAllocator(), watched
+        )
+        self.tape = Tape(self.memory)
+        self.ops = Operators(self.tape, _WIDTHS[form.compute] if form.autocast else None)
+        model = plan.model
+        self.shape = Shape(
+            batch=plan.batch, context=plan.context, d_model=model.d_model, d_ff=model.d_ff,
+            heads=model.n_heads,
+        )  # fmt: skip
+        self.layers = Layers(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
+        self.state: list[Buffer] = []
+
+    def run(self) -> None:
+        self._build()
+        for step in range(_STEPS if self.plan.mode == "train-step" else 1):
+            self._step(first=step == 0)
+
+    def _build(self) -> None:
+        model, new = self.plan.model, self.memory.buffer
+        self.memory.begin("model built")
+        self.embedding = self._weight(model.vocab * model.d_model)
+        tables = [new(self.plan.context * model.d_head // 2 * FLOAT32, INPUTS) for _ in range(2)]
+        square, gate = model.d_model**2, model.d_model * model.d_ff
+        self.blocks = [
+            [
+                self._weight(elements, drawn=elements > model.d_model)
+                for elements in (model.d_model, *[square] * 4, model.d_model, *[gate] * 3)
+            ]
+            for _ in range(model.n_layers)
+        ]
+        self.norm = self._weight(model.d_model, drawn=False)
+        self.head = self._weight(model.vocab * model.d_model)
+        tokens = self.plan.batch * self.plan.context * _INT64
+        self.inputs = [*tables, new(tokens, INPUTS), new(tokens, INPUTS)]
+        self.memory.end()
+
+    def _weight(self, elements: int, drawn: bool = True) -> Value:
+        ranks = self.plan.ranks if self.plan.sharding == "full" else 1
+        kept = -(-elements // ranks)
+        buffer = self.memory.buffer(kept * self.width, PARAMETERS)
+        if drawn:
+            self.memory.buffer(kept * FLOAT32)
+        return Value(buffer, elements, self.width, kept=kept)
+
+    def _parameters(self) -> list[Value]:
+        return [
+            self.embedding, *(weight for block in self.blocks for weight in block),
+            self.norm, self.head,
+        ]  # fmt: skip
+
+    def _step(self, first: bool) -> None:
+        memory, plan = self.memory, self.plan
+        memory.begin("forward")
+        if first:
+            self._take_workspace(2 if plan.used_before else 1)
+        logits = self._forward()
+        logits.buffer.line = LOGITS
+        self.ops.leave_autocast()
+        memory.end()
+        if plan.mode == "forward":
+            return
+        memory.begin("loss")
+        loss = self._loss(logits)
+        memory.end()
+        memory.begin("backward")
+        if first and not plan.used_before:
+            # The backward runs in a thread of its own.
+            self._take_workspace(1)
+        assert loss.node is not None
+        self.tape.backward(loss.node, memory.buffer(FLOAT32))
+        memory.end()
+        if plan.mode == "train-step":
+            memory.begin("optimizer")
+            self._optimize(first)
+            memory.end()
+
+    def _take_workspace(self, threads: int) -> None:
+        if self.plan.device == "cuda":
+            self.inputs += [
+                self.memory.buffer(self.plan.workspace, LIBRARIES) for _ in range(threads)
+            ]
+
+    def _with_weights(
+        self, x: Value, weights: list[Value], body: Callable[[Value, list[Value]], Value]
+    ) -> Value:
+        """Run `body` with whole weights: where ranks divide them, they are gathered for it, and
+        again for its backward."""
+        if self.plan.sharding != "full":
+            return body(x, weights)
+        sizes = [weight.elements * (self.ops.autocast or weight.width) for weight in weights]
+        gathered: list[Buffer] = []
+
+        def gather() -> None:
+            gathered.extend(self.memory.buffer(size, GATHERED) for size in sizes)
+
+        x = self.ops.around(x, gathered.clear)
+        gather()
+        out = body(x, weights)
+        gathered.clear()
+        return self.ops.around(out, gather)
+
+    def _forward(self) -> Value:
+        tape, ops = self.tape, self.ops
+        stream = self.shape.tokens * self.shape.d_model
+        table = self.embedding.bytes
+        with tape.inside("embedding"):
+            x = tape.operator(
+                "lookup", self.memory.buffer(stream * self.width), stream, self.width,
+                (self.embedding,), lambda _: (self.memory.buffer(table),),
+            )  # fmt: skip
+        stretch = self.plan.checkpoint
+        if stretch:
+            for start in range(0, len(self.blocks), stretch):
+                x = self._checkpointed(x, self.blocks[start : start + stretch])
+        else:
+            for block in self.blocks:
+                x = self._with_weights(x, block, self._block)
+        with tape.inside("norm"):
+            x = self.layers.norm(x, self.norm)
+        with tape.inside("head"):
+            return self._with_weights(
+                x, [self.head], lambda x, weights: ops.linear(x, weights[0], self.plan.model.vocab)
+            )
+
+    def _block(self, x: Value, weights: list[Value]) -> Value:
+        tape, layers = self.tape, self.layers
+        first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
+        with tape.inside("norm"):
+            read = layers.norm(x, first_norm)
+        x = self.ops.add(x, layers.attention(read, query, key, value, output))
+        with tape.inside("norm"):
+            read = layers.norm(x, second_norm)
+        with tape.inside("feed-forward"):
+            return self.ops.add(x, layers.feed_forward(read, w1, w2, w3))
+
+    def _checkpointed(self, x: Value, blocks: list[list[Value]]) -> Value:
+        """Only the input is kept; the backward plays the stretch again, then goes through it."""
+        tape = self.tape
+        kept, elements, width = x.buffer, x.elements, x.width
+        outer, tape.recording = tape.recording, False
+        out = Value(kept, elements, width)
+        for block in blocks:
+            out = self._with_weights(out, block, self._block)
+        tape.recording = outer
+
+        def rule(gradient: Buffer) -> tuple[Buffer | None]:
+            entry = Value(kept, elements, width)
+            again = entry
+            for block in blocks:
+                again = self._with_weights(again, block, self._block)
+            self.ops.leave_autocast()
+            last = again.node
+            assert last is not None
+            del again
+            self.tape.backward(last, gradient)
+            return (entry.gradient,)
+
+        with tape.inside("checkpoint"):
+            return tape.operator("input", out.buffer, elements, width, (x,), rule, (kept,))
+
+    def _loss(self, logits: Value) -> Value:
+        ops = self.ops
+        with self.tape.inside("loss"):
+            wide = ops.cast(logits, FLOAT32)
+            probabilities = ops.keeps_output(wide, "log-softmax")
+            size, total_weight = probabilities.bytes, self.memory.buffer(FLOAT32)
+            return self.tape.operator(
+                "mean", self.memory.buffer(FLOAT32), 1, FLOAT32, (probabilities,),
+                lambda _: (self.memory.buffer(size),), (probabilities.buffer, total_weight),
+            )  # fmt: skip
+
+    def _optimize(self, first: bool) -> None:
+        memory, optimizer = self.memory, self.plan.optimizer
+        one_at_a_time = optimizer in ("stepscope", "course")
+        sizes = self._own_sizes()
+        if first and not one_at_a_time:
+            self.state = [memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
+        if optimizer == "torch":
+            # The roots of the second moments, of all parameters at once.
+            roots = [memory.buffer(size) for size in sizes]
+            del roots
+        for size in sizes if one_at_a_time else ():
+            if first:
+                self.state += [memory.buffer(size, OPTIMIZER) for _ in "mv"]
+            temporaries = [memory.buffer(size) for _ in range(1 if optimizer == "stepscope" else 3)]
+            del temporaries
+        for parameter in self._parameters():
+            parameter.gradient = None
+
+    def _own_sizes(self) -> list[int]:
+        """Bytes of the parameters that this rank updates: of all ranks the one with the most."""
+        sizes = [parameter.kept * parameter.width for parameter in self._parameters()]
+        if self.plan.sharding != "optimizer":
+            return sizes
+        shares: list[list[int]] = [[] for _ in range(self.plan.ranks)]
+        for size in sorted(sizes, reverse=True):
+            min(shares, key=sum).append(size)
+        return max(shares, key=sum)

@@ -1,0 +1,128 @@
+"""A predicted memory peak as tables: by phase, and by line at the peak. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
+from stepscope.analysis.predict.memory import SAVED, Moment
+from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.step import Prediction
+from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
+from stepscope.report.format import bytes_
+
+_BYTES: Kind = "bytes"
+
+
+def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
+    """One row for each step: the peak of each of its phases."""
+    names = list(dict.fromkeys(moment.phase for _, told in predictions for moment in told.phases))
+    rows: list[tuple[Cell, ...]] = []
+    for name, told in predictions:
+        plan, peaks = told.plan, {moment.phase: moment.allocated for moment in told.phases}
+        rows.append(
+            (
+                name,
+                plan.context,
+                plan.batch,
+                plan.dtype,
+                plan.attention,
+                plan.mode,
+                *(peaks.get(phase) for phase in names),
+                told.peak.allocated,
+                told.peak.reserved,
+            )
+        )
+    return Table(
+        name="predicted-phases",
+        title="Predicted peak of each phase",
+        columns=(
+            Column(title="size"),
+            Column(title="context", kind="count"),
+            Column(title="batch", kind="count"),
+            Column(title="dtype"),
+            Column(title="attention"),
+            Column(title="mode"),
+            *(Column(title=phase, kind=_BYTES) for phase in names),
+            Column(title="peak", kind=_BYTES, hint="`max_memory_allocated` of the whole step"),
+            Column(title="reserved", kind=_BYTES, hint="what the allocator has taken by then"),
+        ),
+        rows=tuple(rows),
+        caption="Of the second step, which has optimizer state; CUDA's context and libraries,"
+        " 0.5 to 1.5 GiB, come on top in `nvidia-smi`.",
+    )
+
+
+def ledger_table(told: Prediction) -> Table:
+    """What is live at the peak of each phase, largest line first."""
+    rows: list[tuple[Cell, ...]] = []
+    order = sorted(
+        {line for moment in told.phases for line in moment.lines},
+        key=lambda line: -max(moment.lines.get(line, 0) for moment in told.phases),
+    )
+    for line in order:
+        rows.append((line, *(moment.lines.get(line) for moment in told.phases)))
+    rows.append(("sum", *(sum(moment.lines.values()) for moment in told.phases)))
+    return Table(
+        name="predicted-ledger",
+        title="What is live at the peak of each phase",
+        columns=(
+            Column(title="line"),
+            *(Column(title=moment.phase, kind=_BYTES) for moment in told.phases),
+        ),
+        rows=tuple(rows),
+        caption="Blocks of the allocator, which are up to 1 MiB larger than what was asked for."
+        f" Lines that begin with “{SAVED.strip()}” are activations kept for backward, by the part"
+        " of the model and the operator that keeps them.",
+    )
+
+
+def peak_finding(name: str, told: Prediction) -> Finding:
+    peak = told.peak
+    line, largest = peak.largest
+    saved = saved_bytes(peak)
+    return Finding(
+        text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
+        f" {bytes_(saved)} of it activations kept for backward; the largest single tensor has"
+        f" {bytes_(largest)} ({line})."
+    )
+
+
+def saved_bytes(moment: Moment) -> int:
+    return sum(held for line, held in moment.lines.items() if line.startswith(SAVED))
+
+
+def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, ...]:
+    """Whether it fits, and if not the smallest changes that do."""
+    peak = told.peak.allocated
+    if peak * MARGIN <= budget:
+        return (
+            Finding(
+                text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.", tone="good"
+            ),
+        )
+    missing = (
+        f"{name} does not fit into {bytes_(budget)}: {bytes_(peak * MARGIN - budget)} too much."
+    )
+    changes = changes_that_fit(told.plan, budget)
+    if not changes:
+        weights = told.phases[0].allocated
+        return (
+            Finding(
+                text=f"{missing} No change that is known here fits either; the model alone has"
+                f" {bytes_(weights)}.",
+                tone="warn",
+            ),
+        )
+    listed = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
+    return (Finding(text=f"{missing} Smallest change first, with: {listed}.", tone="warn"),)
+
+
+def plan_name(size_name: str, plan: StepPlan) -> str:
+    extras = [
+        *([] if plan.attention == "reference" else [plan.attention]),
+        *([f"checkpointed by {plan.checkpoint}"] if plan.checkpoint else []),
+        *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),
+    ]
+    words = f"{size_name} at context {plan.context}, batch {plan.batch}, in {plan.dtype}"
+    return f"{words} ({', '.join(extras)})" if extras else words

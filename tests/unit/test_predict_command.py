@@ -1,0 +1,75 @@
+"""`stepscope predict`: words in, a prediction out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_prediction import plan
+
+from stepscope.analysis.predict.step import predict
+from stepscope.cli import main
+from stepscope.studies.prediction_view import budget_findings
+
+
+def test_it_prints_phases_and_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--size", "2.7b", "--context", "2048", "--attention", "sdpa"]) == 0
+    said = capsys.readouterr().out
+    assert "What is live at the peak of each phase" in said
+    assert "optimizer state" in said
+    assert "saved: attention, flash" in said
+
+
+def test_several_cases_make_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--context", "64", "128", "--dtype", "float32", "bf16", "--size", "tiny"]
+    assert main(["predict", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["predictions"]
+    assert [(p["plan"]["context"], p["plan"]["dtype"]) for p in told] == [
+        (64, "float32"), (64, "bfloat16"), (128, "float32"), (128, "bfloat16"),
+    ]  # fmt: skip
+    for prediction in told:
+        assert prediction["peak_bytes"] == max(p["allocated"] for p in prediction["phases"])
+
+
+def test_a_budget_is_held_and_a_change_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--size", "small", "--context", "1024", "--budget", "6"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit into 6.00 GiB" in said
+    assert "with: flash attention (" in said
+    assert main(["predict", "--size", "small", "--context", "1024", "--budget", "9"]) == 0
+    assert "fits into 9.00 GiB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_budget_that_nothing_fits_is_said() -> None:
+    told = predict(plan("tiny", 64))
+    (finding,) = budget_findings("tiny", told, 1 << 20)
+    assert "No change that is known here fits either" in finding.text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--size", "huge"],
+        ["--budget", "0"],
+        ["--budget", "nan"],
+        ["--sharding", "full"],
+        ["--checkpoint", "-2"],
+        ["--context", "0"],
+    ],
+)
+def test_nonsense_is_one_line_and_exit_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", *words]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_it_does_not_load_torch() -> None:
+    code = (
+        "import sys; from stepscope.cli import main; main(['predict', '--size', 'tiny']);"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
