@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stepscope.attention.inputs import autocast_is_on, checked_inputs
+from stepscope.attention.inputs import checked_inputs
 from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
     PREFERENCE,
-    AttentionFunction,
+    BoundAttention,
     Implementation,
     Inputs,
     implementation,
 )
 
-_DECIDED: dict[tuple[object, ...], AttentionFunction] = {}
-"""Which function a call was sent to: at short lengths deciding anew would take longer than the GPU
-does."""
+_DECIDED: dict[tuple[object, ...], BoundAttention] = {}
+"""Where a call was sent: at short lengths deciding anew would take longer than the GPU does."""
 _MOST_DECIDED = 4096
 
 
@@ -46,20 +46,20 @@ def attention(
     is a UsageError. A named implementation never falls back to another.
     """
     # The compiler runs this once for a graph, and its shapes may be symbols.
-    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or autocast_is_on(q):
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, None)
     try:
         key = (
             impl, is_causal, scale, causal_align, q.shape, k.shape, v.shape,
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         )  # fmt: skip
-        function = _DECIDED.get(key)
+        decided = _DECIDED.get(key)
     except (AttributeError, TypeError):
         # No tensor, or nothing that hashes: the check below says what is wrong.
-        key, function = None, None
-    if function is None:
+        key, decided = None, None
+    if decided is None:
         return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, key)
-    return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
+    return decided(q, k, v)
 
 
 def _decide_and_attend(
@@ -80,7 +80,13 @@ def _decide_and_attend(
     if key is not None and entry.decides_by_shape:
         if len(_DECIDED) >= _MOST_DECIDED:
             _DECIDED.clear()
-        _DECIDED[key] = function
+        _DECIDED[key] = (
+            entry.bind(*inputs)
+            if entry.bind
+            else functools.partial(
+                function, is_causal=is_causal, scale=scale, causal_align=causal_align
+            )
+        )
     return function(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align)
 
 

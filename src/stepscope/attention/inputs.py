@@ -31,7 +31,7 @@ def checked_inputs(
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:
         causal_offset(q.shape[-2], k.shape[-2], causal_align)
-    if not autocast_is_on(q):
+    if not _autocast_is_on(q):
         return q, k, v
     return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)
 
@@ -113,14 +113,14 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-def autocast_is_on(x: Tensor) -> bool:
+def _autocast_is_on(x: Tensor) -> bool:
     kind = x.device.type
     return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
     """Autocast casts what torch's own products read; an implementation of ours is none of them."""
-    if x.dtype == torch.float64 or not autocast_is_on(x):
+    if x.dtype == torch.float64 or not _autocast_is_on(x):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -30,6 +30,9 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
+BoundAttention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
+"""One for inputs of one shape and format, which has nothing more to decide."""
+
 Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, bool, float | None, str | None]"
 """q, k, v, is_causal, scale, causal_align: what a refusal is asked about."""
 
@@ -52,9 +55,11 @@ class Implementation:
     """(q, k, v, is_causal, scale, causal_align): why it cannot take a valid input, or None."""
     leaves: Callable[[Unpack[Inputs]], str | None] = takes_everything
     """Why `auto` passes it by for an input that it could take, or None."""
+    bind: Callable[[Unpack[Inputs]], BoundAttention] | None = None
+    """The shortest way to it for such inputs, where that is shorter than `load`'s."""
     decides_by_shape: bool = True
-    """Both follow from shapes, formats, devices and settings, so that one answer serves all calls
-    that have them in common."""
+    """All these follow from shapes, formats, devices and settings, so that one answer serves all
+    calls that have them in common."""
 
     @property
     def function(self) -> AttentionFunction:
@@ -95,6 +100,12 @@ def _load_sdpa() -> AttentionFunction:
     from stepscope.attention.sdpa import sdpa_attention
 
     return sdpa_attention
+
+
+def _bind_sdpa(*inputs: *Inputs) -> BoundAttention:
+    from stepscope.attention.sdpa import bind
+
+    return bind(*inputs)
 
 
 def _load_triton() -> AttentionFunction:
@@ -187,6 +198,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation(
             name="sdpa",
             load=_load_sdpa,
+            bind=_bind_sdpa,
             saves_scores=False,
             description="torch's scaled_dot_product_attention, backend by its own choice",
         ),

@@ -6,6 +6,7 @@ beforehand and passes torch's reason on.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head
 from stepscope.attention.masking import Sight
 from stepscope.attention.reference import reference_attention
-from stepscope.attention.registry import AttentionFunction
+from stepscope.attention.registry import AttentionFunction, BoundAttention
 
 _HEADLINES = {
     SDPBackend.FLASH_ATTENTION: "Flash attention kernel not used because",
@@ -47,6 +48,29 @@ def sdpa_attention(
 ) -> Tensor:
     """softmax(q kᵀ · scale) v by `scaled_dot_product_attention`, backend by torch's choice."""
     return _attend(q, k, v, is_causal, scale, causal_align, None)
+
+
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    causal_align: str | None,
+) -> BoundAttention:
+    """For inputs like these: torch's function itself where it takes them as they are."""
+    if q.numel() and k.numel():
+        call = _Call.of(q, k, v, is_causal, causal_align, None)
+        if call.q is q and call.k is k and call.mask is None:
+            return functools.partial(
+                functional.scaled_dot_product_attention,
+                is_causal=call.is_causal,
+                scale=scale,
+                enable_gqa=call.is_grouped,
+            )
+    return functools.partial(
+        sdpa_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
 
 
 def backend_attention(name: str) -> AttentionFunction:

@@ -77,8 +77,8 @@ _ELSEWHERE: dict[int, Tile] = {
     128: Tile(32, 32, 4, 2),
     256: Tile(16, 16, 4, 1),
 }
-# float32 as six products of bfloat16 parts: nearer to the truth than products one by one, since they
-# round less often.
+# float32 as six products of bfloat16 parts: nearer to the truth than products one by one, since
+# they round less often.
 _FLOAT32: dict[Pass, dict[int, Tile]] = {
     "forward": {256: Tile(64, 32, 4, 1, precision="bf16x6")},
     "query": {
