@@ -9,15 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepscope.parallel.checkpoint import load_optimizer, save_optimizer
+    from stepscope.parallel.checkpoint import (
+        load_optimizer,
+        load_training,
+        save_optimizer,
+        save_training,
+    )
     from stepscope.parallel.ddp import DDP
     from stepscope.parallel.errors import ParallelError, RankFailed
+    from stepscope.parallel.fsdp import FSDP
     from stepscope.parallel.sharded_optimizer import ShardedOptimizer
     from stepscope.parallel.supervisor import Limits, launch
     from stepscope.parallel.world import World
 
 _HOMES = {
     "DDP": "ddp",
+    "FSDP": "fsdp",
     "Limits": "supervisor",
     "ParallelError": "errors",
     "RankFailed": "errors",
@@ -25,11 +32,14 @@ _HOMES = {
     "World": "world",
     "launch": "supervisor",
     "load_optimizer": "checkpoint",
+    "load_training": "checkpoint",
     "save_optimizer": "checkpoint",
+    "save_training": "checkpoint",
 }
 
 __all__ = [
     "DDP",
+    "FSDP",
     "Limits",
     "ParallelError",
     "RankFailed",
@@ -37,7 +47,9 @@ __all__ = [
     "World",
     "launch",
     "load_optimizer",
+    "load_training",
     "save_optimizer",
+    "save_training",
 ]
 
 

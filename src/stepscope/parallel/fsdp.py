@@ -1,0 +1,194 @@
+"""Fully sharded data parallelism: a rank keeps its rows of each matrix, gradient and state.
+
+    model = FSDP(module, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model(inputs)).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step(); optimizer.zero_grad()
+
+Parameters of two or more dimensions are cut by rows; the others are replicated and their gradients
+averaged. A module that owns a cut parameter finds it whole under its name during its forward. What
+the forward leaves for the backward is not the whole weight but a note of it: when autograd asks,
+the rows are gathered again. The next one needed is fetched while one is in use, and gradients are
+reduced while the backward goes on.
+
+With `compute_dtype`, weights travel and compute in that format (and inputs of the modules follow);
+what the optimizer sees, weights and gradients, keeps its own. Each backward adds its average to the
+gradients, so accumulating needs nothing special.
+
+A module must use its weights in its own forward: one that reads the weight of another module (as
+torch's MultiheadAttention does with its output projection) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+
+from stepscope.parallel.broadcast import broadcast
+from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.layout import require_same_layout
+from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
+
+
+class FSDP(nn.Module):
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise ParallelError("there is no process group", "use World.connected or torchrun")
+        _refuse_hidden_uses(module)
+        require_same_layout(module, group)
+        self.module = module
+        self.compute_dtype = compute_dtype
+        self._group = group
+        self._size = dist.get_world_size(group)
+        broadcast(list(module.buffers()), group)
+        self.sharded: dict[nn.Parameter, ShardedParameter] = {}
+        self._replicated: list[nn.Parameter] = []
+        for name, parameter in module.named_parameters():
+            broadcast([parameter.data], group)
+            if parameter.dim() >= 2:
+                self.sharded[parameter] = ShardedParameter(parameter, name, compute_dtype, group)
+            else:
+                self._replicated.append(parameter)
+        self._last_used: ShardedParameter | None = None
+        for owner in module.modules():
+            if any(True for _ in owner.parameters(recurse=False)):
+                Unit(owner, self)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._last_used = None
+        return self.module(*inputs, **named)
+
+    def used(self, held: ShardedParameter) -> None:
+        """Remember the order of this forward; fetch what came next in the last one."""
+        if held.after is not None:
+            held.after.prefetch()
+        if self._last_used is not None and self._last_used is not held:
+            self._last_used.after, held.before = held, self._last_used
+        self._last_used = held
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every gradient is the average over all ranks."""
+        had = [held.finish() for held in self.sharded.values()]
+        if not any(had) and all(p.grad is None for p in self._replicated):
+            raise ParallelError(
+                "there is no gradient to synchronize",
+                "finish_gradient_synchronization follows a backward, once",
+            )
+        small = [p for p in self._replicated if p.requires_grad]
+        if small and self._size > 1:
+            _average(small, self._group, self._size)
+
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Every parameter whole, in the format in which it is kept; collective."""
+        return {
+            name: self.sharded[p].gather_master() if p in self.sharded else p.detach().clone()
+            for name, p in self.module.named_parameters()
+        }
+
+
+class Unit:
+    """A module that owns parameters: they are whole, in the compute format, while it runs."""
+
+    def __init__(self, owner: nn.Module, root: FSDP) -> None:
+        self._root = root
+        self._names = [name for name, _ in owner.named_parameters(recurse=False)]
+        self._notes: list[saved_tensors_hooks] = []
+        owner.register_forward_pre_hook(self._before, with_kwargs=True)
+        owner.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
+        wholes: dict[int, ShardedParameter] = {}
+        dtype = self._root.compute_dtype
+        for name in self._names:
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            held = self._root.sharded.get(parameter)
+            if held is not None:
+                shown = Gather.apply(parameter, held)  # type: ignore[no-untyped-call]
+                wholes[shown.untyped_storage().data_ptr()] = held
+                self._root.used(held)
+            else:
+                shown = (
+                    parameter.to(dtype) if dtype and parameter.is_floating_point() else parameter
+                )
+            # An attribute of the instance is found before a registered parameter.
+            owner.__dict__[name] = shown
+        notes = saved_tensors_hooks(lambda t: _note(t, wholes), _from_note)
+        notes.__enter__()
+        self._notes.append(notes)
+        if dtype is None:
+            return inputs, named
+        return tree_map(lambda t: _cast(t, dtype), (inputs, named))  # type: ignore[no-any-return]
+
+    def _after(self, owner: nn.Module, *_: Any) -> None:
+        self._notes.pop().__exit__()
+        for name in self._names:
+            owner.__dict__.pop(name, None)
+            parameter = owner._parameters[name]
+            if parameter in self._root.sharded:
+                self._root.sharded[parameter].release()
+
+
+def _note(tensor: Tensor, wholes: dict[int, ShardedParameter]) -> Any:
+    """What autograd keeps: for a whole weight, who can bring it again and how it was seen."""
+    held = wholes.get(tensor.untyped_storage().data_ptr())
+    if held is None:
+        return tensor
+    return held, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _from_note(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    held, shape, stride, offset = kept
+    whole: Tensor = held.whole()
+    if held.before is not None:
+        held.before.prefetch()
+    if not held.parameter.requires_grad:
+        # No gradient will come that says when it is done with.
+        held.release()
+    return whole.as_strided(shape, stride, offset)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
+
+
+def _refuse_hidden_uses(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.MultiheadAttention | nn.RNNBase):
+            raise ParallelError(
+                f"{name or 'the module'} is a {type(inner).__name__}, which reads weights"
+                " other than by their names",
+                "write it with Linear layers",
+            )
+
+
+@torch.no_grad()
+def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, size: int) -> None:
+    """Gradients of small parameters in one message, with a flag each: does any rank have one?"""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad / size for p in parameters]
+    flags = torch.tensor([float(p.grad is not None) for p in parameters], device=parts[0].device)
+    flat = torch.cat([flags, *(part.reshape(-1) for part in parts)])
+    dist.all_reduce(flat, group=group)
+    used = flat[: len(parts)].tolist()
+    offset = len(parts)
+    for parameter, part, count in zip(parameters, parts, used, strict=True):
+        if count:
+            piece = flat[offset : offset + part.numel()]
+            parameter.grad = piece.view(part.shape).to(part.dtype)
+        offset += part.numel()

@@ -1,0 +1,133 @@
+"""One parameter of which this rank keeps some rows, whole only while it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from stepscope.parallel.heartbeat import HEARTBEAT
+
+
+class ShardedParameter:
+    """Rows are cut as torch.chunk cuts them: the last ranks may have fewer, or none."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        compute_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.shape = parameter.shape
+        self._dtype = compute_dtype or parameter.dtype
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._chunk = -(-self.shape[0] // self._size)
+        begin = min(dist.get_rank(group) * self._chunk, self.shape[0])
+        self.rows = min(begin + self._chunk, self.shape[0]) - begin
+        # A copy: a view would keep the whole.
+        parameter.data = parameter.data[begin : begin + self.rows].clone()
+        self.before: ShardedParameter | None = None
+        self.after: ShardedParameter | None = None
+        """Neighbours in the order of the last forward: what will be needed next."""
+        self._whole: Tensor | None = None
+        self._coming: tuple[Tensor, dist.Work] | None = None
+        self._reducing: list[tuple[Tensor, dist.Work]] = []
+
+    def prefetch(self) -> None:
+        if self._whole is None and self._coming is None:
+            self._coming = self._start_gather(self._dtype)
+
+    def whole(self) -> Tensor:
+        """All rows in the compute format, gathered now unless they are on their way."""
+        if self._whole is None:
+            self.prefetch()
+            assert self._coming is not None
+            (padded, work), self._coming = self._coming, None
+            with HEARTBEAT.waiting():
+                work.wait()
+            self._whole = padded[: self.shape[0]]
+        return self._whole
+
+    def release(self) -> None:
+        self._whole = None
+
+    def gather_master(self) -> Tensor:
+        """All rows in the format in which they are kept."""
+        padded, work = self._start_gather(self.parameter.dtype)
+        with HEARTBEAT.waiting():
+            work.wait()
+        return padded[: self.shape[0]]
+
+    def _start_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
+        own = self._padded(self.parameter.detach().to(dtype), self._chunk)
+        padded = own.new_empty((self._size * self._chunk, *self.shape[1:]))
+        work = dist.all_gather_into_tensor(padded, own, group=self._group, async_op=True)
+        return padded, work
+
+    def reduce(self, gradient: Tensor) -> None:
+        """Start to average a gradient of the whole; each rank receives that of its rows."""
+        scaled = self._padded(gradient, self._size * self._chunk) / self._size
+        own = scaled.new_empty((self._chunk, *self.shape[1:]))
+        work = dist.reduce_scatter_tensor(own, scaled, group=self._group, async_op=True)
+        self._reducing.append((own, work))
+
+    def finish(self) -> bool:
+        """Add what was reduced to the gradient; false if there was nothing."""
+        had = bool(self._reducing)
+        for own, work in self._reducing:
+            with HEARTBEAT.waiting():
+                work.wait()
+            gradient = own[: self.rows].to(self.parameter.dtype)
+            if self.parameter.grad is None:
+                self.parameter.grad = gradient
+            else:
+                self.parameter.grad += gradient
+        self._reducing = []
+        self.release()
+        if self._coming is not None:
+            # Fetched ahead of a use that did not come.
+            self._coming[1].wait()
+            self._coming = None
+        return had
+
+    @staticmethod
+    def _padded(rows: Tensor, count: int) -> Tensor:
+        if rows.shape[0] == count:
+            return rows.contiguous()
+        padded = rows.new_zeros((count, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        return padded
+
+    def divided(self, tensor: Tensor) -> DTensor:
+        """Rows of this rank (of the parameter or of its optimizer state) as part of a whole."""
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, tensor.device.type)
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride
+        )
+
+
+class Gather(torch.autograd.Function):
+    """Rows of this rank in, the whole out; backward, gradients of the whole are scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, held: ShardedParameter) -> Tensor:  # noqa: ARG004
+        ctx.held = held
+        return held.whole().view(held.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        held: ShardedParameter = ctx.held
+        held.release()
+        held.reduce(gradients[0])
+        return None, None
