@@ -11,6 +11,7 @@ from sample_records import environment, record, times
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
 from stepscope.model.config import precision
+from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
 from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
 from stepscope.studies.registry import find_study
@@ -121,6 +122,56 @@ def profile_record(
     )
 
 
+def memory_record(
+    mode: str = "train-step",
+    *,
+    size: str = "tiny",
+    context: int = 128,
+    dtype: str = "float32",
+    attention: str = "reference",
+    peak: int = 1000 << 20,
+    lines: Mapping[str, int] | None = None,
+    saved: Sequence[SavedTensor] = (),
+    found: Mapping[str, float] | None = None,
+    **changes: Any,
+) -> Record:
+    """One step whose phases all peak at `peak` bytes, on these lines."""
+    study = find_study("memory")
+    flags = study.flags(
+        size=(size,), context=(context,), dtype=(dtype,), attention=(attention,), mode=(mode,)
+    )
+    (case,) = study.cases(flags)
+    lines = {PARAMETERS: peak // 2, f"{SAVED}attention, softmax": peak // 2} | dict(lines or {})
+    names = ("forward",) if mode == "forward" else ("forward", "loss", "backward", "optimizer")
+    phases = [
+        PhasePeak(phase=name, allocated=peak, lines=dict(lines), operator="aten.mm.default")
+        for name in names
+    ]
+    values = {"peak_bytes": peak, "predicted_bytes": 1.01 * peak, "largest_bytes": peak / 4}
+    values |= {f"peak.{name}": peak for name in names} | dict(found or {})
+    if changes.get("environment", environment()).device_kind == "cuda":
+        on_device = {"context_bytes": 1 << 29, "reserved_bytes": peak + (1 << 28)}
+        values = on_device | {"driver_bytes": peak + (1 << 28) + (1 << 29)} | values
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="memory",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else (times("step", 10.0, "host"), times("recorded", 20.0)),
+            "quantities": {name: Quantity(value=value, unit="B") for name, value in values.items()},
+            "notes": {}
+            if failed
+            else {
+                "ledger": msgspec.json.encode(phases).decode(),
+                "saved": msgspec.json.encode(saved).decode(),
+                "largest": "aten.bmm.default at reference.py:31",
+            },
+        }
+        | changes,
+    )
+
+
 def attention_record(
     mode: str = "forward",
     *,
@@ -129,6 +180,7 @@ def attention_record(
     step: float = 10.0,
     attention: str = "reference",
     saved: float | None = None,
+    peak: float | None = None,
     **changes: Any,
 ) -> Record:
     """One pass of one attention that took that long and left `saved` bytes in use."""
@@ -139,6 +191,8 @@ def attention_record(
     quantities = workload.quantities()
     if saved is not None:
         quantities["saved_bytes"] = Quantity(value=saved, unit="B")
+    if peak is not None:
+        quantities["peak_bytes"] = Quantity(value=peak, unit="B")
     failed = changes.get("status", "ok") != "ok"
     series = (times("step", step), times("step", step, "host"), times("issue", step / 4, "host"))
     return record(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
-from stepscope.report.blocks import Finding
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.attention_memory import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
@@ -53,6 +58,68 @@ def test_the_predicted_bytes_are_those_that_autograd_keeps(causal: bool) -> None
     out = step._out
     assert out is not None
     assert sum(kept.values()) + out.nbytes == work.predicted_saved_bytes()
+
+
+class LargestInUse(TorchDispatchMode):
+    """Bytes of all storages that operators made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if torch.is_tensor(x) and x.untyped_storage()._cdata not in self._known | given:
+                self._add(x.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_predicted_peak_is_what_is_there_at_once(mode: str, causal: bool) -> None:
+    work = workload(mode=mode, causal=causal, batch=1, heads=1, seq=96)
+    step = AttentionStep(work, pick_device("cpu"))
+    with LargestInUse() as largest:
+        step._forward()
+        if mode == "backward":
+            largest.most = largest.now
+            step._backward()
+    lines = peak_lines(work)
+    there_before = lines["q, k, v"] + lines["gradient of the output"]
+    assert largest.most == predicted_peak_bytes(work) - there_before
+
+
+def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
+    records = [
+        attention_record("backward", seq=seq, peak=1.02 * work_peak, step=1.0)
+        for seq in (1024, 4096, 16384)
+        if (work_peak := predicted_peak_bytes(workload(batch=8, heads=1, seq=seq, head=64)))
+    ]
+    told = sentences(records)
+    assert any("peak of the backward is predicted" in t and "within 2.0 %" in t for t in told)
+    assert any("peaks at grows as length to the power 1.9" in text for text in told)
+    (table,) = [
+        block
+        for block in find_study("attention").view(records)
+        if isinstance(block, Table) and block.name == "attention-peak"
+    ]
+    sizes = {row[1]: row[2] for row in table.rows}
+    assert sizes["their gradient"] == 8 * 16384**2 * 4
+    parts = [size for name, size in sizes.items() if name != "measured peak"]
+    assert sum(parts) == pytest.approx(sizes["measured peak"])
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "both"])

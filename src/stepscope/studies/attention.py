@@ -22,6 +22,12 @@ from stepscope.records.schema import Environment, Quantity, Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import bytes_, number, percent
+from stepscope.studies.attention_memory import (
+    memory_findings,
+    peak_lines,
+    peak_table,
+    squares,
+)
 from stepscope.studies.attention_workload import AttentionMode, AttentionWorkload
 from stepscope.studies.base import Bench, Case, Measurement, Study
 
@@ -124,7 +130,7 @@ class Attention(Study[AttentionFlags]):
         return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        return (*_findings(records), *_figures(records), _table(records))
+        return (*_findings(records), *_figures(records), _table(records), *peak_table(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
         if environment.device_kind == "cpu":
@@ -224,6 +230,7 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     for label, members in groups.items():
         for name, other, unit in (("seq", "head", "length"), ("head", "seq", "d")):
             yield from _growth(label, members, name, other, unit)
+        yield from memory_findings(label, members)
     measured = [
         (held / predicted - 1, record)
         for record in timed
@@ -270,16 +277,18 @@ def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
     scores = work.batch * work.heads * work.seq**2 * work.element_bytes
     text = (
         f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
-        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). The forward keeps"
-        f" the probabilities and needs two or three more while it makes them; the backward needs"
-        " their gradients as well. The output itself is"
+        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
+        " forward there are two (scores, probabilities), at that of the backward three"
+        " (probabilities, their gradient, gradient of the scores); the output itself is"
         f" {bytes_(scores // work.seq * work.head)}."
     )
     if failed:
         first = min(failed, key=lambda record: record.config["seq"])
         memory = bytes_(first.environment.device_memory_bytes)
+        wanted = msgspec.convert(first.config, AttentionWorkload)
         text += (
-            f" The first that does not fit into {memory}: {_named(first)} {first.config['mode']}."
+            f" The first that does not fit into {memory}: {_named(first)} {first.config['mode']},"
+            f" which needs {bytes_(sum(peak_lines(wanted).values()))} ({squares(wanted)} and the rest)."
         )
     yield Finding(text=text, tone="warn" if failed else "info")
 
