@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parallel_records import collective_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
@@ -50,6 +51,14 @@ def mixed_records() -> dict[str, list[Record]]:
     half = benchmark_record("forward", size="tiny")
     half_lost = benchmark_record(size="tiny", status="oom", reason=FAILURES["oom"])
     return {
+        "allreduce": [
+            *(collective_record(ranks=ranks) for ranks in (1, 2, 4)),
+            collective_record("broadcast", wrong=1),
+            *(
+                collective_record(ranks=ranks, status=status, reason=FAILURES[status])
+                for ranks, status in enumerate(FAILURES, start=5)
+            ),
+        ],
         "benchmark": [*sound, *lost, half, half_lost],
         "attention": [
             *(
@@ -199,6 +208,7 @@ class TestViews:
             "attention": attention_record,
             "profile": profile_record,
             "flash": flash_record,
+            "allreduce": collective_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -212,4 +222,4 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
-    assert names == ["benchmark", "warmup", "profile", "attention", "flash", "machine", "records"]
+    assert names == ["benchmark", "warmup", "profile", "attention", "flash", "allreduce", "machine", "records"]

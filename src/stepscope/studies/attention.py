@@ -286,9 +286,10 @@ def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
         first = min(failed, key=lambda record: record.config["seq"])
         memory = bytes_(first.environment.device_memory_bytes)
         wanted = msgspec.convert(first.config, AttentionWorkload)
+        needed = bytes_(sum(peak_lines(wanted).values()))
         text += (
             f" The first that does not fit into {memory}: {_named(first)} {first.config['mode']},"
-            f" which needs {bytes_(sum(peak_lines(wanted).values()))} ({squares(wanted)} and the rest)."
+            f" which needs {needed} ({squares(wanted)} and the rest)."
         )
     yield Finding(text=text, tone="warn" if failed else "info")
 
