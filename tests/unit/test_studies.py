@@ -222,4 +222,13 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]
-    assert names == ["benchmark", "warmup", "profile", "attention", "flash", "allreduce", "machine", "records"]
+    assert names == [
+        "benchmark",
+        "warmup",
+        "profile",
+        "attention",
+        "flash",
+        "allreduce",
+        "machine",
+        "records",
+    ]

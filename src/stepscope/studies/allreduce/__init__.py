@@ -1,0 +1,134 @@
+"""How long do collectives take, and what do the links carry?
+
+    stepscope run allreduce --ranks 2 4 --collective all-reduce all-gather
+
+The ranks start once for a case; what is timed is one collective between two barriers. (A timing of
+the whole program is flat at the seconds that processes take to start, for every size.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.links import COLLECTIVES
+from stepscope.errors import UsageError, unknown_name
+from stepscope.records.schema import Environment, Quantity, Record, Series
+from stepscope.report.blocks import Block
+from stepscope.studies.allreduce.view import collective_blocks
+from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+
+BACKENDS = ("auto", "gloo", "nccl")
+MOST_SECONDS = 540.0
+
+
+class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case, sizes excepted."""
+
+    collective: tuple[str, ...] = ("all-reduce",)
+    """Collectives: all-reduce, all-gather, reduce-scatter, broadcast."""
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks, each a process on this machine."""
+    backend: tuple[str, ...] = ("auto",)
+    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    sizes: tuple[int, ...] = tuple(2**power for power in range(10, 27, 2))
+    """Sizes of the message in bytes, of float32."""
+    rounds: int = 10
+    """Samples of each size."""
+
+    def __post_init__(self) -> None:
+        for name in self.collective:
+            if name not in COLLECTIVES:
+                raise unknown_name("collective", name, COLLECTIVES)
+        for name in self.backend:
+            if name not in BACKENDS:
+                raise unknown_name("backend", name, BACKENDS)
+        if min(self.ranks, default=0) < 1:
+            raise UsageError(f"ranks is {self.ranks}", "give numbers from 1 on")
+        if min(self.sizes, default=0) < 4 * max(self.ranks):
+            raise UsageError(f"sizes is {self.sizes}", "every rank needs 4 bytes at least")
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+
+
+class AllReduce(Study[AllReduceFlags]):
+    name = "allreduce"
+    title = "Collectives"
+    question = "How long do collectives take at each size, and what do the links carry?"
+    examples = (
+        "stepscope run allreduce --ranks 2 4 --sizes 1048576 67108864",
+        "stepscope run allreduce --collective all-gather reduce-scatter broadcast",
+    )
+    flags = AllReduceFlags
+
+    def cases(self, flags: AllReduceFlags) -> tuple[Case, ...]:
+        return tuple(
+            Case(
+                study=self.name,
+                key=f"{collective}_r{ranks}_{backend}_{min(flags.sizes)}-{max(flags.sizes)}B",
+                config={
+                    "collective": collective, "ranks": ranks, "backend": backend,
+                    "sizes": list(flags.sizes), "rounds": flags.rounds,
+                },
+            )
+            for ranks in flags.ranks
+            for backend in flags.backend
+            for collective in flags.collective
+        )  # fmt: skip
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.parallel import Limits, launch
+        from stepscope.studies.allreduce.ranks import time_collective
+
+        backend = config["backend"]
+        if backend == "nccl" and bench.device.kind != "cuda":
+            raise CaseSkipped("backend nccl needs GPUs")
+        bench.progress(0, 1, f"{config['ranks']} ranks")
+        ranks = launch(
+            time_collective,
+            (config["collective"], tuple(config["sizes"]), config["rounds"]),
+            ranks=config["ranks"],
+            backend=backend,
+            device=bench.device.kind,
+            limits=Limits(step=120.0, total=MOST_SECONDS),
+        )
+        series = tuple(
+            Series(name=str(size), unit="ms", rank=rank, values=values, warmup=warmup)
+            for size in config["sizes"]
+            for rank, result in enumerate(ranks)
+            for values, warmup in (result.times[size],)
+        )
+        wrong = {
+            f"wrong.{size}": Quantity(
+                value=sum(result.wrong[size] for result in ranks), unit="elements"
+            )
+            for size in config["sizes"]
+        }
+        return Measurement(series=series, quantities=wrong, notes={"backend": ranks[0].backend})
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        return collective_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[AllReduceFlags]]:
+        seeds = (2**20, 2**22, 2**24, 2**26, 2**28, 2**30)
+        everything = COLLECTIVES
+        if environment.device_kind == "cpu":
+            quick = AllReduceFlags(sizes=(2**10, 2**14, 2**18, 2**22), rounds=10)
+        else:
+            quick = AllReduceFlags(ranks=(1,))
+        available = (1,) if environment.device_count < 2 else (1, 2)
+        return {
+            "quick": (quick,),
+            "seeds": (AllReduceFlags(ranks=(1, 2), sizes=seeds),),
+            "cs336-2026": (AllReduceFlags(ranks=(2, 4, 6), sizes=seeds),),
+            "h200": (
+                AllReduceFlags(ranks=available, collective=everything),
+                AllReduceFlags(ranks=(2,), backend=("gloo",), collective=everything),
+            ),
+            "full": (AllReduceFlags(ranks=(1, 2, 4, 6), collective=everything, sizes=seeds),),
+        }
+
+
+STUDY = AllReduce()

@@ -1,0 +1,183 @@
+"""Findings, figure and tables of the collectives, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from stepscope.analysis.links import Link, bus_factor, fit_link
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, summarize
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
+from stepscope.report.format import bytes_, duration, percent, rate
+
+FORMULA = (
+    "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"
+)
+
+
+class Point(NamedTuple):
+    size: int
+    time: Summary
+    """Of the slowest rank in each round, in ms."""
+    wrong: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the message per second."""
+        return self.size / self.time.median * 1e3
+
+
+class Sweep(NamedTuple):
+    record: Record
+    points: list[Point]
+    link: Link | None
+
+    @property
+    def collective(self) -> str:
+        return str(self.record.config["collective"])
+
+    @property
+    def ranks(self) -> int:
+        return int(self.record.config["ranks"])
+
+    @property
+    def name(self) -> str:
+        backend = self.record.notes.get("backend", self.record.config["backend"])
+        return f"{self.collective}, {self.ranks} ranks, {backend}"
+
+    def bus_bandwidth(self, point: Point) -> float:
+        return point.algorithm_bandwidth * bus_factor(self.collective, self.ranks)
+
+
+def collective_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    sweeps = [sweep_of(record) for record in records if record.status == "ok"]
+    return (*_findings(sweeps), *_figure(sweeps), _table(records, sweeps), *_link_table(sweeps))
+
+
+def sweep_of(record: Record) -> Sweep:
+    points = []
+    for size in record.config["sizes"]:
+        held = [series.values for series in record.series if series.name == str(size)]
+        if not held:
+            continue
+        slowest = [max(samples) for samples in zip(*held, strict=True)]
+        wrong = record.quantity(f"wrong.{size}") or 0.0
+        points.append(Point(size, summarize(slowest), wrong))
+    link = fit_link([p.size for p in points], [p.time.median for p in points])
+    return Sweep(record, points, link)
+
+
+def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
+    for sweep in sweeps:
+        wrong = [point for point in sweep.points if point.wrong]
+        if wrong:
+            yield Finding(
+                text=f"{sweep.name}: {wrong[0].wrong:g} elements of {bytes_(wrong[0].size)} are"
+                " wrong; its times mean nothing.",
+                tone="warn",
+            )
+        if sweep.ranks == 1 or not sweep.points:
+            continue
+        best = max(sweep.points, key=sweep.bus_bandwidth)
+        small = min(sweep.points)
+        text = (
+            f"{sweep.name}: {bytes_(small.size)} take {duration(small.time.median)}; the links"
+            f" carry up to {rate(sweep.bus_bandwidth(best), 'B/s')} (busbw at {bytes_(best.size)})."
+        )
+        if sweep.link is not None:
+            even = sweep.link.latency_ms * sweep.link.bytes_per_ms
+            text += (
+                f" As a line: {duration(sweep.link.latency_ms)} a message and"
+                f" {rate(sweep.link.bytes_per_ms * 1e3, 'B/s')}, off by at most"
+                f" {percent(sweep.link.residual)}; below {bytes_(even)} a message costs more than"
+                " its bytes."
+            )
+        yield Finding(text=text)
+
+
+def _figure(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
+    curves = tuple(
+        Curve(
+            label=sweep.name,
+            x=tuple(float(point.size) for point in sweep.points),
+            y=tuple(sweep.bus_bandwidth(point) / 1e9 for point in sweep.points),
+        )
+        for sweep in sweeps
+        if sweep.ranks > 1 and sweep.points
+    )
+    if curves:
+        yield Figure(
+            name="allreduce-bandwidth",
+            title="What the links carry",
+            kind="lines",
+            curves=curves,
+            x_label="message, bytes",
+            y_label="busbw, GB/s",
+            x_log=True,
+            y_log=True,
+            caption=FORMULA,
+        )
+
+
+def _table(records: Sequence[Record], sweeps: Sequence[Sweep]) -> Table:
+    done = {sweep.record.id: sweep for sweep in sweeps}
+    rows: list[tuple[Cell, ...]] = []
+    for record in records:
+        config = record.config
+        head: tuple[Cell, ...] = (config["collective"], config["ranks"])
+        if record.id not in done:
+            rows.append((*head, config["backend"], *(None,) * 3, record.status, *(None,) * 3))
+            continue
+        sweep = done[record.id]
+        backend = record.notes.get("backend", config["backend"])
+        for point in sweep.points:
+            time = Interval(value=point.time.median, low=point.time.low, high=point.time.high)
+            rows.append(
+                (
+                    *head, backend, point.size, point.size // 4, "float32", time,
+                    point.algorithm_bandwidth, sweep.bus_bandwidth(point), int(point.wrong),
+                )
+            )  # fmt: skip
+    return Table(
+        name="allreduce-times",
+        title="Collectives by size",
+        columns=(
+            Column(title="collective"),
+            Column(title="ranks", kind="count"),
+            Column(title="backend"),
+            Column(title="size", kind="bytes"),
+            Column(title="count", kind="count"),
+            Column(title="type"),
+            Column(
+                title="time", kind="number", unit="ms",
+                hint="of the slowest rank, after a barrier; median with its 95 % interval",
+            ),
+            Column(title="algbw", kind="rate", unit="B/s"),
+            Column(title="busbw", kind="rate", unit="B/s"),
+            Column(title="wrong", kind="count", hint="elements with a wrong result"),
+        ),
+        rows=tuple(rows),
+        caption=f"algbw = size / time; {FORMULA}. Starting the processes is not timed.",
+    )  # fmt: skip
+
+
+def _link_table(sweeps: Sequence[Sweep]) -> Iterator[Table]:
+    rows = tuple(
+        (sweep.name, sweep.link.latency_ms, sweep.link.bytes_per_ms * 1e3, sweep.link.residual)
+        for sweep in sweeps
+        if sweep.link is not None and sweep.ranks > 1
+    )
+    if rows:
+        yield Table(
+            name="allreduce-links",
+            title="Latency and bandwidth",
+            columns=(
+                Column(title="collective"),
+                Column(title="α", kind="number", unit="ms", hint="what a message costs"),
+                Column(title="1/β", kind="rate", unit="B/s", hint="bytes per second"),
+                Column(title="residual", kind="percent", hint="the worst point's distance"),
+            ),
+            rows=rows,
+            caption="t = α + β·bytes, fitted to the medians by least relative squares.",
+        )

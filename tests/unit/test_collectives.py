@@ -1,0 +1,107 @@
+"""The study of collectives: what it refuses, what it measures, what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallel_records import SIZES, collective_record
+from stepscope.analysis.links import bus_factor, fit_link
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.report.blocks import Figure, Finding, Interval, Table
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.registry import find_study
+
+
+class QuietBench:
+    device = CpuDevice()
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+def blocks(*records: Any) -> tuple[list[str], dict[str, Table]]:
+    shown = find_study("allreduce").view(records)
+    return (
+        [block.text for block in shown if isinstance(block, Finding)],
+        {block.name: block for block in shown if isinstance(block, Table)},
+    )
+
+
+def test_a_line_through_exact_times_is_found() -> None:
+    link = fit_link(SIZES, [0.25 + size / 2e6 for size in SIZES])
+    assert link is not None
+    assert link.latency_ms == pytest.approx(0.25)
+    assert link.bytes_per_ms == pytest.approx(2e6)
+    assert link.residual == pytest.approx(0.0, abs=1e-9)
+
+
+def test_no_line_where_there_is_none() -> None:
+    assert fit_link([1024], [1.0]) is None
+    assert fit_link([1024, 2**20], [5.0, 0.001]) is None
+    steep = fit_link([10, 1000], [0.001, 1.0])
+    assert steep is not None
+    assert steep.latency_ms == 0.0
+    assert steep.residual > 0.5
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all-reduce", 1.5), ("all-gather", 0.75), ("reduce-scatter", 0.75), ("broadcast", 1.0)],
+)
+def test_bus_bandwidth_is_counted_as_the_field_does(collective: str, factor: float) -> None:
+    assert bus_factor(collective, 4) == factor
+    _, tables = blocks(collective_record(collective, ranks=4))
+    for row in tables["allreduce-times"].rows:
+        size, count, time, algorithm, bus = row[3], row[4], row[6], row[7], row[8]
+        assert isinstance(time, Interval)
+        assert count == size // 4
+        assert algorithm == pytest.approx(size / time.value * 1e3)
+        assert bus == pytest.approx(algorithm * factor)
+
+
+def test_the_time_is_that_of_the_slowest_rank() -> None:
+    _, tables = blocks(collective_record(latency_ms=1.0, bytes_per_ms=1e9))
+    time = tables["allreduce-times"].rows[0][6]
+    assert isinstance(time, Interval)
+    assert time.value == pytest.approx(1.01, rel=1e-3)
+
+
+def test_findings_give_latency_bandwidth_and_wrong_results() -> None:
+    said, _ = blocks(collective_record(latency_ms=0.1, bytes_per_ms=1e6))
+    assert "all-reduce, 2 ranks, gloo" in said[0]
+    assert "101 µs a message" in said[0]
+    assert "990 MB/s" in said[0]
+    said, _ = blocks(collective_record(wrong=3))
+    assert "3 elements of 1.00 KiB are wrong" in said[0]
+
+
+def test_one_rank_claims_no_link() -> None:
+    said, tables = blocks(collective_record(ranks=1))
+    assert said == []
+    assert set(tables) == {"allreduce-times"}
+    shown = find_study("allreduce").view([collective_record(ranks=1)])
+    assert not [block for block in shown if isinstance(block, Figure)]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"collective": ("all-reduse",)}, "perhaps you meant all-reduce"),
+        ({"backend": ("mpi",)}, "backend 'mpi' does not exist"),
+        ({"ranks": (0,)}, "ranks is"),
+        ({"ranks": (4,), "sizes": (8,)}, "every rank needs 4 bytes"),
+        ({"rounds": 0}, "rounds is 0"),
+    ],
+)
+def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        find_study("allreduce").flags(**how)
+
+
+def test_nccl_without_gpus_is_skipped() -> None:
+    study = find_study("allreduce")
+    (case,) = study.cases(study.flags(backend=("nccl",)))
+    with pytest.raises(CaseSkipped, match="needs GPUs"):
+        study.measure(case.config, QuietBench())  # type: ignore[arg-type]
