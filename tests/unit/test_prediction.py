@@ -12,12 +12,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
-from stepscope.analysis.predict.memory import (
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    WEIGHT_COPIES,
-)
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.errors import UsageError
@@ -27,7 +21,7 @@ from stepscope.model import cost
 from stepscope.model.config import precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.jsonl import read_records
-from stepscope.studies.prediction_view import saved_bytes
+from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
 from stepscope.studies.workload import TrainingStep, Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"
@@ -191,7 +185,7 @@ def test_the_lines_name_what_the_formulas_know(dtype: str) -> None:
     loss = next(moment for moment in told.phases if moment.phase == "loss")
     # Tokens and targets have a line of their own.
     indices = 2 * 4 * 256 * 8
-    assert saved_bytes(loss) == kept.total - kept.weight_copies - indices
+    assert saved_bytes(loss.lines) == kept.total - kept.weight_copies - indices
 
 
 def test_bfloat16_needs_more_than_float32_at_short_contexts_because_of_its_copies() -> None:

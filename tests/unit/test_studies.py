@@ -18,6 +18,7 @@ from study_records import (
     attention_record,
     benchmark_record,
     flash_record,
+    memory_record,
     profile_record,
     race_record,
     tiles_record,
@@ -73,6 +74,19 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
         "flash": flash_records(),
+        "memory": [
+            *(
+                memory_record(mode, context=context, dtype=dtype, attention=attention)
+                for mode in ("forward", "train-step")
+                for context in (128, 512)
+                for dtype in ("float32", "bfloat16")
+                for attention in ("reference", "sdpa")
+            ),
+            *(
+                memory_record(context=64 * place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=1)
+            ),
+        ],
         "profile": [
             *(
                 profile_record(mode, context=context, dtype=dtype)
@@ -207,6 +221,7 @@ class TestViews:
             "warmup": lambda **how: warmup_record(COLD, **how),
             "attention": attention_record,
             "profile": profile_record,
+            "memory": memory_record,
             "flash": flash_record,
             "allreduce": collective_record,
         }
@@ -226,6 +241,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "benchmark",
         "warmup",
         "profile",
+        "memory",
         "attention",
         "flash",
         "allreduce",

@@ -15,30 +15,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class Held:
+    """One storage that lives: its bytes, who made it, and the line of the account it is on."""
+
+    __slots__ = ("bytes", "line", "operator")
+
+    def __init__(self, size: int, operator: str, line: str) -> None:
+        self.bytes = size
+        self.operator = operator
+        self.line = line
+
+
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages on one device while it is entered.
 
-    A tensor that an operator makes and frees within itself is not seen: where PyTorch computes an
-    operator out of others in C++ below the dispatcher, its inner tensors are no part of the count.
+    A tensor that an operator makes and frees within itself is not seen.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.type
-        self._live: dict[int, int] = {}
+        self._live: dict[int, Held] = {}
         self.now = 0
         self.peak = 0
-        self.peak_operator = ""
-        self.largest = (0, "")
-        """Bytes of the largest single tensor made, and the operator that made it."""
 
-    def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors that were made outside."""
+    def count(self, tensors: Iterable[torch.Tensor], line: str = "") -> None:
+        """Tensors that were made outside, or that belong on another line from now on."""
         for tensor in tensors:
-            self._see(tensor, "")
+            held = self._see(tensor, "")
+            if held is not None:
+                self.move(held, line)
+
+    def move(self, held: Held, line: str) -> None:
+        held.line = line
 
     def reset_peak(self) -> None:
         self.peak = self.now
+
+    def held(self, tensor: torch.Tensor) -> Held | None:
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(
         self,
@@ -52,23 +67,27 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, str(function))
+        self.peak = max(self.peak, self.now)
         return result
 
-    def _see(self, tensor: torch.Tensor, operator: str) -> None:
+    def _see(self, tensor: torch.Tensor, operator: str) -> Held | None:
         if tensor.device.type != self._kind:
-            return
+            return None
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
-            return
-        size = storage.nbytes()
-        self._live[key] = size
-        self.now += size
-        weakref.finalize(storage, self._forget, key)
-        if size > self.largest[0]:
-            self.largest = (size, operator)
-        if self.now > self.peak:
-            self.peak, self.peak_operator = self.now, operator
+        if key not in self._live:
+            held = self._live[key] = self.made(storage.nbytes(), operator)
+            self.now += held.bytes
+            weakref.finalize(storage, self._forget, key)
+        return self._live[key]
 
     def _forget(self, key: int) -> None:
-        self.now -= self._live.pop(key, 0)
+        held = self._live.pop(key)
+        self.now -= held.bytes
+        self.freed(held)
+
+    def made(self, size: int, operator: str) -> Held:
+        return Held(size, operator, "")
+
+    def freed(self, held: Held) -> None:
+        """Called when a storage has died."""

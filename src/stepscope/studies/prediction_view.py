@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
-from stepscope.analysis.predict.memory import SAVED, Moment
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
+from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
 from stepscope.report.format import bytes_
 
@@ -80,16 +80,12 @@ def ledger_table(told: Prediction) -> Table:
 def peak_finding(name: str, told: Prediction) -> Finding:
     peak = told.peak
     line, largest = peak.largest
-    saved = saved_bytes(peak)
+    saved = saved_bytes(peak.lines)
     return Finding(
         text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
         f" {bytes_(saved)} of it activations kept for backward; the largest single tensor has"
         f" {bytes_(largest)} ({line})."
     )
-
-
-def saved_bytes(moment: Moment) -> int:
-    return sum(held for line, held in moment.lines.items() if line.startswith(SAVED))
 
 
 def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, ...]:

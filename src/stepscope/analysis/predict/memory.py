@@ -7,18 +7,7 @@ import weakref
 import msgspec
 
 from stepscope.analysis.predict.allocator import Allocator, Block
-
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer state"
-WEIGHT_COPIES = "autocast weight copies"
-GATHERED = "parameters gathered from other ranks"
-INPUTS = "tokens, targets and tables"
-LIBRARIES = "cuBLAS work space"
-LOGITS = "logits"
-TEMPORARIES = "temporaries"
-SAVED = "saved: "
-"""Begins the lines of activations kept for backward; module and operator follow."""
+from stepscope.records.memory import SAVED, TEMPORARIES
 
 
 class Buffer:

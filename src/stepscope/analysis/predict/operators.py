@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stepscope.analysis.predict.memory import WEIGHT_COPIES, Buffer
+from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.tape import Tape, Value
+from stepscope.records.memory import WEIGHT_COPIES
 
 FLOAT32 = 4
 

@@ -8,24 +8,17 @@ import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator
 from stepscope.analysis.predict.layers import Layers, Shape
-from stepscope.analysis.predict.memory import (
-    GATHERED,
-    INPUTS,
-    LIBRARIES,
-    LOGITS,
-    OPTIMIZER,
-    PARAMETERS,
-    Buffer,
-    Memory,
-    Moment,
-)
+from stepscope.analysis.predict.memory import Buffer, Memory, Moment
 from stepscope.analysis.predict.operators import FLOAT32, Operators
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.tape import Tape, Value
 from stepscope.model.config import precision
+from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMIZER, PARAMETERS
 
 _INT64 = 8
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope": 1, "course": 3}
+"""Of the size of a parameter, while an optimizer updates it alone."""
 _STEPS = 2
 """The first makes the optimizer state, the second is like all that follow."""
 
@@ -237,19 +230,21 @@ class Play:
 
     def _optimize(self, first: bool) -> None:
         memory, optimizer = self.memory, self.plan.optimizer
-        one_at_a_time = optimizer in ("stepscope", "course")
+        # Torch works on all parameters at once on CUDA only.
+        on_all = optimizer == "torch" and self.plan.device == "cuda"
+        temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
-        if first and not one_at_a_time:
+        if first and not temporaries:
             self.state = [memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
-        if optimizer == "torch":
-            # The roots of the second moments, of all parameters at once.
+        if on_all:
+            # The roots of the second moments.
             roots = [memory.buffer(size) for size in sizes]
             del roots
-        for size in sizes if one_at_a_time else ():
+        for size in sizes if temporaries else ():
             if first:
                 self.state += [memory.buffer(size, OPTIMIZER) for _ in "mv"]
-            temporaries = [memory.buffer(size) for _ in range(1 if optimizer == "stepscope" else 3)]
-            del temporaries
+            held = [memory.buffer(size) for _ in range(temporaries)]
+            del held
         for parameter in self._parameters():
             parameter.gradient = None
 

@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from stepscope.analysis.predict.memory import GRADIENTS, PARAMETERS, Buffer, Memory
+from stepscope.analysis.predict.memory import Buffer, Memory
+from stepscope.records.memory import GRADIENTS, PARAMETERS
 
 Gradients = Sequence["Buffer | None"]
 Rule = Callable[[Buffer], Gradients]

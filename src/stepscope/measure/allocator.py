@@ -1,0 +1,62 @@
+"""What CUDA's allocator and driver say of the memory, and a snapshot with stacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+HISTORY_ENTRIES = 200_000
+"""Allocations and frees that a recording keeps; a step of the largest size has a tenth of that."""
+
+
+class CudaAllocator:
+    """The statistics of one device's caching allocator, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def requested(self) -> int:
+        """What was asked for; blocks are larger."""
+        return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def driver_used(self) -> int:
+        """Of the whole device, by all processes, as `nvidia-smi` shows it."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+    def library_bytes(self) -> int:
+        """Work space that cuBLAS holds in the allocator: given back here, taken again when used."""
+        torch.cuda.synchronize(self._device)
+        before = self.allocated()
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is None:
+            return 0
+        clear()
+        return before - self.allocated()
+
+
+@contextlib.contextmanager
+def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[None]:
+    """Record what happens inside with Python stacks, and write a snapshot that memory_viz opens."""
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    try:
+        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,203 @@
+"""A closed account of memory while a step runs: every storage on one line, at each phase's peak.
+
+Storages are counted at the dispatcher. What is saved for backward is told by autograd's hooks for
+saved tensors, with the module, the operator and the line of code that saved it. On CUDA the
+allocator is read around every operator, so that what an operator takes within itself and what
+blocks are larger than requests are measured too; the rest is the residual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from stepscope.measure.allocator import CudaAllocator
+from stepscope.measure.tensors import Held, TensorBytes
+from stepscope.records.memory import (
+    GRADIENTS,
+    INPUTS,
+    LIBRARIES,
+    OPTIMIZER,
+    PARAMETERS,
+    ROUNDING,
+    SAVED,
+    TEMPORARIES,
+    WEIGHT_COPIES,
+    WITHIN_OPERATORS,
+    PhasePeak,
+    SavedTensor,
+)
+
+
+class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
+    """Enter it around a step; `phase` marks where one begins."""
+
+    def __init__(
+        self, device: torch.device, allocator: CudaAllocator | None, library_bytes: int = 0
+    ) -> None:
+        super().__init__(device)
+        self.saved: list[SavedTensor] = []
+        self.peaks: list[PhasePeak] = []
+        self.largest: tuple[int, str, str] = (0, "", "")
+        """Bytes of the largest storage made, its operator, and the line of code."""
+        self._allocator = allocator
+        self._libraries = library_bytes
+        self._lines: dict[str, int] = {}
+        self._current = ""
+        self._best = PhasePeak(phase="", allocated=0, lines={}, operator="")
+        self._modules: list[str] = []
+        self._functions: list[str] = []
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Everything that lives so far is put on its line, and modules tell where they begin."""
+        self.count(model.parameters(), PARAMETERS)
+        self.count(model.buffers(), INPUTS)
+        for state in optimizer.state.values():
+            self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                for handle in self._hook(name, module):
+                    stack.callback(handle.remove)
+            for parameter in model.parameters():
+                made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._gradient_made
+                )
+                stack.callback(made.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x))
+            stack.enter_context(_FunctionNames(self._functions))
+            stack.enter_context(self)
+            yield
+
+    def phase(self, name: str, run: Callable[[], object]) -> None:
+        """Run a phase and keep its peak."""
+        self._current = name
+        self._reach(self.now if self._allocator is None else self._allocator.allocated(), "")
+        run()
+        self.peaks.append(self._best)
+
+    def made(self, size: int, operator: str) -> Held:
+        self._lines[TEMPORARIES] = self._lines.get(TEMPORARIES, 0) + size
+        if operator and size > self.largest[0]:
+            self.largest = (size, operator, _line_of_code())
+        return Held(size, operator, TEMPORARIES)
+
+    def freed(self, held: Held) -> None:
+        self._lines[held.line] -= held.bytes
+
+    def move(self, held: Held, line: str) -> None:
+        self._lines[held.line] -= held.bytes
+        self._lines[line] = self._lines.get(line, 0) + held.bytes
+        held.line = line
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._allocator is not None:
+            self._allocator.reset_peak()
+        result = super().__torch_dispatch__(function, types, arguments, keywords)
+        if function is torch.ops.aten._to_copy.default:
+            self._mark_weight_copy(arguments[0], result)
+        reached = self.now if self._allocator is None else self._allocator.peak()
+        if reached > self._best.allocated:
+            self._reach(reached, str(function))
+        return result
+
+    def _reach(self, reached: int, operator: str) -> None:
+        lines = {line: size for line, size in self._lines.items() if size}
+        if self._allocator is not None:
+            allocated = self._allocator.allocated()
+            lines[WITHIN_OPERATORS] = reached - allocated
+            lines[ROUNDING] = allocated - self._allocator.requested()
+            lines[LIBRARIES] = self._libraries
+        self._best = PhasePeak(
+            phase=self._current, allocated=reached, lines=lines, operator=operator
+        )
+
+    def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        original, made = self.held(source), self.held(copy)
+        if original is not None and made is not None and original.line == PARAMETERS:
+            self.move(made, WEIGHT_COPIES)
+
+    def _gradient_made(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.count((parameter.grad,), GRADIENTS)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        held = self.held(tensor)
+        if held is not None and held.line == TEMPORARIES:
+            module = self._modules[-1] if self._modules else "loss"
+            operator = self._functions[-1] if self._functions else held.operator
+            self.move(held, f"{SAVED}{_part(module)}, {operator}")
+            self.saved.append(
+                SavedTensor(
+                    module=module, operator=operator, shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."), bytes=held.bytes,
+                    code=_line_of_code(),
+                )
+            )  # fmt: skip
+        return tensor
+
+    def _hook(self, name: str, module: torch.nn.Module) -> list[Any]:
+        def enter(*_: Any) -> None:
+            self._modules.append(name)
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+
+class _FunctionNames(TorchFunctionMode):
+    """Knows which function of torch the model has called."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        name = resolve_name(function) or getattr(function, "__name__", "")
+        self._names.append(name.rpartition(".")[2].strip("_"))
+        try:
+            return function(*arguments, **(keywords or {}))
+        finally:
+            self._names.pop()
+
+
+def _part(module: str) -> str:
+    """Modules of all blocks together: `blocks.3.attention.query` is `attention`."""
+    words = module.split(".")
+    if len(words) > 2 and words[1].isdigit():
+        return words[2]
+    return words[0] or "model"
+
+
+def _line_of_code() -> str:
+    """The innermost line outside of torch and of the instruments."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/stepscope/measure/" not in file and "<" not in file:
+            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

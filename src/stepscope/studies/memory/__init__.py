@@ -1,0 +1,109 @@
+"""Where does the memory of a step go, and was that to be known before?
+
+    stepscope run memory --size small xl --context 128 512 --dtype float32 bfloat16
+
+Each mode is a case of its own, in a process of its own, so that CUDA's context and libraries can be
+measured before the model exists. The step runs as it is first, for its peaks and its time; then
+once more with every storage counted and put on a line. On a CPU the count itself gives the peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.workload import Mode, WorkloadFlags, workloads
+
+
+class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to account for: every combination of the values is a case."""
+
+    mode: tuple[Mode, ...] = ("forward", "train-step")
+    """forward (its graph kept, as in training), forward-backward, train-step."""
+    steps: int = 3
+    """Steps without recording, at least 2: the first makes the optimizer state."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
+
+
+class Memory(Study[MemoryFlags]):
+    name = "memory"
+    title = "Where the memory goes"
+    question = (
+        "What fills the memory at the peak of each phase, what does the driver count on top,"
+        " and how well was it predicted from the configuration?"
+    )
+    examples = (
+        "stepscope run memory --size small large --context 128 512 --dtype float32 bfloat16",
+        "stepscope run memory --size 2.7b --context 512 --attention reference sdpa",
+        "stepscope run memory --size tiny --context 64 --device cpu",
+    )
+    flags = MemoryFlags
+    fresh_process = True
+
+    def cases(self, flags: MemoryFlags) -> tuple[Case, ...]:
+        return tuple(
+            Case(
+                study=self.name,
+                key=workload.key,
+                config=msgspec.to_builtins(workload) | {"steps": flags.steps},
+                needs=workload.needs(),
+            )
+            for workload in workloads(flags, flags.mode)
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.studies.memory.recording import measure_memory
+
+        return measure_memory(config, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.memory.view import memory_blocks
+
+        return memory_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[MemoryFlags]]:
+        sizes_2025 = ("small", "medium", "large", "xl", "2.7b")
+        both = ("float32", "bfloat16")
+        quick: tuple[MemoryFlags, ...]
+        if environment.device_kind == "cpu":
+            quick = (
+                MemoryFlags(
+                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
+                    attention=("reference", "sdpa"), mode=("train-step",),
+                ),
+                # So short that the copies of the weights outweigh the halved activations.
+                MemoryFlags(
+                    size=("tiny",), context=(16,), batch=(2,), vocab=512, steps=2, dtype=both,
+                    mode=("forward",),
+                ),
+            )  # fmt: skip
+        else:
+            quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
+        course = MemoryFlags(size=sizes_2025, context=(128, 256, 512), dtype=both)
+        attentions = MemoryFlags(
+            size=("2.7b",), context=(512, 2048), dtype=("bfloat16",),
+            attention=("reference", "sdpa"), optimizer=("torch-fused",),
+        )  # fmt: skip
+        long = MemoryFlags(
+            size=("2.7b",), context=(1024, 2048, 4096), dtype=(*both, "bfloat16-pure")
+        )
+        course_2026 = MemoryFlags(size=("xl",), table="2026", context=(128, 512, 2048), dtype=both)
+        return {
+            "quick": quick,
+            "seeds": (course,),
+            "cs336-2026": (course_2026,),
+            "h200": (course, attentions, long),
+            "full": (course, attentions, long, course_2026),
+        }
+
+
+STUDY = Memory()

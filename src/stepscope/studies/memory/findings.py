@@ -1,0 +1,195 @@
+"""What the memory study says, in sentences that carry their numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from stepscope.analysis.predict.fit import changes_that_fit
+from stepscope.analysis.predict.step import predict
+from stepscope.attention.registry import implementation
+from stepscope.records.memory import LIBRARIES, WEIGHT_COPIES
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding
+from stepscope.report.format import bytes_, number, percent
+from stepscope.studies.memory.plans import plan_of
+from stepscope.studies.memory.rows import Accounted
+from stepscope.studies.workload import Workload
+
+_CLOSED = 0.01
+_PREDICTED = 0.05
+_MOST_POST_MORTEMS = 4
+"""Each takes a second or two: every change is predicted."""
+
+
+def memory_findings(cases: Sequence[Accounted], lost: Sequence[Record]) -> tuple[Finding, ...]:
+    return (
+        *_prediction(cases),
+        *_closure(cases),
+        *_driver(cases),
+        *_autocast(cases),
+        *_attention(cases),
+        *_largest(cases),
+        *_post_mortems(lost),
+    )
+
+
+def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    off = [(abs(case.prediction_off), case) for case in cases if case.prediction_off is not None]
+    if not off:
+        return
+    worst, case = max(off, key=lambda pair: pair[0])
+    middle = statistics.median(share for share, _ in off)
+    yield Finding(
+        text=f"Peaks were known before the run: predicted from the configuration alone,"
+        f" {len(off)} of them are off by {percent(middle)} in the median and {percent(worst)} at"
+        f" most ({case.name}: {bytes_(case.bytes('predicted_bytes') or 0)} predicted,"
+        f" {bytes_(case.peak)} measured).",
+        tone="good" if worst <= _PREDICTED else "warn",
+    )
+
+
+def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    if not cases:
+        return
+    worst = max(cases, key=lambda case: case.residual_share)
+    share = worst.residual_share
+    if worst.on_cuda:
+        text = f"The account of the peak leaves {percent(share)} at most on no line ({worst.name})."
+    else:
+        text = (
+            "On a CPU there is no allocator to ask: the peak is the count of all tensors itself,"
+            " so the account closes by construction."
+        )
+    costs = [case.recording_cost for case in cases if case.recording_cost is not None]
+    if costs:
+        text += (
+            f" The step that is recorded takes {number(statistics.median(costs), 3)}× the time of"
+            " a plain one; times and peaks are those of plain ones where there is an allocator to"
+            " ask."
+        )
+    yield Finding(text=text, tone="good" if share <= _CLOSED else "warn")
+
+
+def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Why `nvidia-smi` shows more than `memory_allocated`, in one sentence."""
+    asked = [case for case in cases if case.bytes("driver_bytes") is not None]
+    if not asked:
+        return
+    case = max(asked, key=lambda case: case.peak)
+    driver, context = case.bytes("driver_bytes") or 0, case.bytes("context_bytes") or 0
+    reserved = case.bytes("reserved_bytes") or 0
+    residual = driver - context - reserved
+    yield Finding(
+        text=f"`nvidia-smi` and `memory_allocated` disagree because the driver counts what the"
+        f" process holds: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
+        f" at the peak, {bytes_(reserved - case.peak)} that the allocator keeps for later, and"
+        f" {bytes_(context)} of CUDA context, kernels and libraries, measured before the model"
+        f" existed; {bytes_(residual)} ({percent(abs(residual) / driver if driver else 0)}) are"
+        " left over.",
+        tone="good" if driver and abs(residual) / driver <= _CLOSED else "warn",
+    )
+
+
+def _pairs(
+    cases: Sequence[Accounted], field: str
+) -> Iterator[tuple[tuple[object, ...], dict[str, Accounted]]]:
+    """Cases that differ in one field of their workload alone."""
+    together: dict[str, dict[str, Accounted]] = {}
+    for case in cases:
+        blank = {"mode": case.workload.mode} | {field: ""}
+        key = repr(msgspec.to_builtins(case.workload) | blank)
+        together.setdefault(key, {})[getattr(case.workload, field)] = case
+    for key, members in together.items():
+        if len(members) > 1:
+            yield (key,), members
+
+
+def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Where bfloat16 needs more than float32 in the forward, and why."""
+    pairs = [
+        (members["float32"], members["bfloat16"])
+        for _, members in _pairs(cases, "dtype")
+        if {"float32", "bfloat16"} <= members.keys()
+        and members["float32"].workload.mode == "forward"
+    ]
+    above = [pair for pair in pairs if pair[1].peak > pair[0].peak]
+    if not pairs:
+        return
+    if not above:
+        yield Finding(
+            text=f"In none of {len(pairs)} forwards does bfloat16 autocast need more than float32."
+        )
+        return
+    wide, narrow = min(above, key=lambda pair: pair[0].workload.context)
+    copies = narrow.line(WEIGHT_COPIES)
+    yield Finding(
+        text=f"bfloat16 autocast needs more than float32 in {len(above)} of {len(pairs)} forwards:"
+        f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
+        f" context. For {narrow.name} the copies are {bytes_(copies)}, while the activations kept"
+        f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
+        f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}. Longer contexts turn that around."
+    )
+
+
+def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Attention that keeps its scores against one that does not."""
+    best: tuple[float, Accounted, Accounted] | None = None
+    for _, members in _pairs(cases, "attention"):
+        naive = members.get("reference")
+        flash = next(
+            (case for name, case in members.items() if not implementation(name).saves_scores), None
+        )
+        if naive is not None and flash is not None and flash.peak:
+            gain = naive.peak / flash.peak
+            if best is None or gain > best[0]:
+                best = (gain, naive, flash)
+    if best is None:
+        return
+    gain, naive, flash = best
+    yield Finding(
+        text=f"Flash attention does change the memory, not its traffic alone:"
+        f" {naive.name} keeps {bytes_(naive.kept)} of activations and peaks at"
+        f" {bytes_(naive.peak)}; with {flash.workload.attention} it keeps {bytes_(flash.kept)} and"
+        f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less. What it leaves out grows with"
+        " the square of the context."
+    )
+
+
+def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    if not cases:
+        return
+    case = max(cases, key=lambda case: case.bytes("largest_bytes") or 0)
+    work = case.workload
+    stream = work.batch * work.context * work.model().d_model * 4
+    text = (
+        f"The largest single tensor of {case.name} has"
+        f" {bytes_(case.bytes('largest_bytes') or 0)} ({case.record.notes.get('largest', '')});"
+        f" one float32 activation of the residual stream has {bytes_(stream)}"
+    )
+    held = case.highest.lines.get(LIBRARIES, 0)
+    text += f", the work space of cuBLAS {bytes_(held)}." if held else "."
+    yield Finding(text=text)
+
+
+def _post_mortems(lost: Sequence[Record]) -> Iterator[Finding]:
+    """What a case that ran out would have needed, and the smallest change that fits."""
+    full = [r for r in lost if r.status == "oom" and r.config["compile"] == "no"]
+    for record in full[:_MOST_POST_MORTEMS]:
+        workload = msgspec.convert(record.config, Workload)
+        plan = plan_of(workload, record.environment.device_kind)
+        told = predict(plan).peak
+        there = record.environment.device_memory_bytes
+        held = sorted(told.lines.items(), key=lambda item: -item[1])[:3]
+        changes = changes_that_fit(plan, there, most=2)
+        fits = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
+        yield Finding(
+            text=f"{workload.name}, {workload.mode}, ran out: it needs {bytes_(told.allocated)} of"
+            f" {bytes_(there)}, {bytes_(max(0, told.allocated - there))} too much, most of it"
+            f" {', '.join(f'{line} {bytes_(size)}' for line, size in held)}."
+            + (f" Predicted to fit, smallest change first: {fits}." if fits else
+               " No change that is known here fits."),
+            tone="warn",
+        )  # fmt: skip

@@ -1,0 +1,29 @@
+"""From a workload to the plan that a prediction is made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.step import Prediction, predict
+from stepscope.studies.workload import Workload
+
+
+def plan_of(workload: Workload, device_kind: str) -> StepPlan:
+    device: Literal["cuda", "cpu"] = "cuda" if device_kind == "cuda" else "cpu"
+    return StepPlan(
+        model=workload.model(),
+        batch=workload.batch,
+        context=workload.context,
+        dtype=workload.dtype,
+        attention=workload.attention,
+        mode=workload.mode,
+        optimizer=workload.optimizer,
+        device=device,
+        used_before=True,
+    )
+
+
+def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:
+    """None for a compiled step, whose operators are the compiler's choice."""
+    return None if workload.compile != "no" else predict(plan_of(workload, device_kind))

@@ -1,0 +1,156 @@
+"""Measures one case: peaks of the plain step, then an account of every storage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.records.memory import INPUTS, SavedTensor
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.memory.plans import prediction_for
+from stepscope.studies.profile.tracing import TRACES
+from stepscope.studies.workload import TrainingStep, Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.allocator import CudaAllocator
+    from stepscope.measure.device import Device
+    from stepscope.measure.ledger import StorageLedger
+
+
+def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.allocator import CudaAllocator
+
+    workload = msgspec.convert(config, Workload)
+    device = bench.device
+    allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
+    found: dict[str, int] = {}
+    if allocator is not None:
+        found["context_bytes"] = _context_and_libraries(workload, device, allocator)
+    device.reset_peak()
+    step = TrainingStep(workload, device)
+    took, peaks = _plain_steps(step, device, allocator, config["steps"], bench)
+    resident = device.peak_bytes() if allocator is None else None
+    if resident is not None:
+        found["resident_bytes"] = resident
+    if allocator is not None:
+        found["reserved_bytes"] = allocator.reserved()
+        found["driver_bytes"] = allocator.driver_used()
+    bench.progress(0, 1, "ledger")
+    start = time.perf_counter()
+    ledger = _account(step, device, allocator)
+    recorded = (time.perf_counter() - start) * 1e3
+    peaks = peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
+    found |= {f"peak.{phase}": size for phase, size in peaks.items()}
+    found["peak_bytes"] = max(peaks.values())
+    told = prediction_for(workload, device.kind)
+    if told is not None:
+        found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
+        found["predicted_bytes"] = told.peak.allocated
+    size, operator, code = ledger.largest
+    found["largest_bytes"] = size
+    notes = {
+        "ledger": msgspec.json.encode(ledger.peaks).decode(),
+        "saved": msgspec.json.encode(_of_one_block(ledger.saved)).decode(),
+        "largest": f"{operator} at {code}",
+    } | _snapshot(step, device, workload)
+    return Measurement(
+        series=(
+            Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),
+            Series(name="recorded", unit="ms", values=(recorded,)),
+        ),
+        quantities=workload.quantities()
+        | {name: Quantity(value=value, unit="B") for name, value in found.items()},
+        notes=notes,
+    )
+
+
+def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAllocator) -> int:
+    """What the driver counts beside the allocator, after a small step of the same kind has loaded
+    the libraries and kernels, and before the model exists."""
+    small = msgspec.structs.replace(
+        workload, size="tiny", table="2025", context=128, batch=1, overrides={}
+    )
+    first = TrainingStep(small, device)
+    for phase in first.phases():
+        phase.run()
+    del first, phase
+    device.synchronize()
+    device.release()
+    return allocator.driver_used() - allocator.reserved()
+
+
+def _plain_steps(
+    step: TrainingStep, device: Device, allocator: CudaAllocator | None, steps: int, bench: Bench
+) -> tuple[list[float], dict[str, int]]:
+    """Milliseconds of each step, and the allocator's peak of each phase of the last one."""
+    took, peaks = [], {}
+    for number in range(steps):
+        step.reset()
+        device.synchronize()
+        start = time.perf_counter()
+        for phase in step.phases():
+            if allocator is not None:
+                allocator.reset_peak()
+            phase.run()
+            device.synchronize()
+            if allocator is not None:
+                peaks[phase.name] = allocator.peak()
+        took.append((time.perf_counter() - start) * 1e3)
+        bench.progress(number + 1, steps, "steps")
+    return took, peaks
+
+
+def _account(step: TrainingStep, device: Device, allocator: CudaAllocator | None) -> StorageLedger:
+    from stepscope.measure.ledger import StorageLedger
+
+    step.reset()
+    device.synchronize()
+    libraries = 0
+    if allocator is not None:
+        libraries = allocator.library_bytes()
+        # Taken again before the account begins, so that it does not look like an operator's.
+        for phase in step.phases():
+            phase.run()
+        step.reset()
+        device.synchronize()
+    ledger = StorageLedger(device.torch_device, allocator, libraries)
+    with ledger.watching(step.model, step.optimizer):
+        ledger.count((step.tokens, step.targets), INPUTS)
+        for phase in step.phases():
+            ledger.phase(phase.name, phase.run)
+    step.reset()
+    return ledger
+
+
+def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """All blocks save the same: the first stands for them."""
+    return [
+        tensor
+        for tensor in saved
+        if not tensor.module.startswith("blocks.") or tensor.module.startswith("blocks.0.")
+    ]
+
+
+def _snapshot(step: TrainingStep, device: Device, workload: Workload) -> dict[str, str]:
+    """One step under the allocator's own recorder, kept where traces are kept."""
+    folder = os.environ.get(TRACES)
+    if device.kind != "cuda" or not folder:
+        return {}
+    from stepscope.measure.allocator import recorded_history
+
+    path = Path(folder) / f"{workload.key}.memory.pickle"
+    try:
+        with recorded_history(path):
+            for phase in step.phases():
+                phase.run()
+            device.synchronize()
+    except Exception as error:
+        # Without a snapshot the account stands all the same.
+        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {"snapshot": path.name}

@@ -1,0 +1,111 @@
+"""Records of the memory study, each with its account decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from stepscope.model import cost
+from stepscope.records.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    SAVED,
+    PhasePeak,
+    SavedTensor,
+    decode_peaks,
+    decode_saved,
+    saved_bytes,
+)
+from stepscope.records.schema import Record
+from stepscope.studies.workload import Workload
+
+
+class Accounted:
+    """One case that ran."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.workload = msgspec.convert(record.config, Workload)
+
+    @cached_property
+    def phases(self) -> tuple[PhasePeak, ...]:
+        return decode_peaks(self.record.notes["ledger"])
+
+    @cached_property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        return decode_saved(self.record.notes["saved"])
+
+    @property
+    def name(self) -> str:
+        mode = "" if self.workload.mode == "train-step" else f", {self.workload.mode}"
+        return f"{self.workload.name}{mode}"
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.record.environment.device_kind == "cuda"
+
+    @property
+    def peak(self) -> float:
+        return self.bytes("peak_bytes") or 0.0
+
+    def bytes(self, name: str) -> float | None:
+        return self.record.quantity(name)
+
+    @cached_property
+    def highest(self) -> PhasePeak:
+        return max(self.phases, key=lambda peak: peak.allocated)
+
+    @property
+    def prediction_off(self) -> float | None:
+        """Predicted over measured, less one."""
+        predicted = self.bytes("predicted_bytes")
+        return None if predicted is None or not self.peak else predicted / self.peak - 1
+
+    @property
+    def residual_share(self) -> float:
+        """Of the account: what is on no line, as a share of the peak."""
+        return abs(self.highest.residual) / self.highest.allocated if self.highest.allocated else 0
+
+    @property
+    def recording_cost(self) -> float | None:
+        """Time of the recorded step over that of a plain one."""
+        plain, recorded = self.record.find("step"), self.record.find("recorded")
+        if plain is None or recorded is None or not plain.values or not recorded.values:
+            return None
+        return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
+
+    def line(self, name: str) -> int:
+        """The most that a line holds at the peak of any phase."""
+        return max((peak.lines.get(name, 0) for peak in self.phases), default=0)
+
+    @cached_property
+    def kept(self) -> int:
+        """Activations kept for backward, at most."""
+        return max((saved_bytes(peak.lines) for peak in self.phases), default=0)
+
+    @property
+    def per_parameter(self) -> float:
+        """Bytes of parameters, gradients and optimizer state for each parameter."""
+        held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+        return held / cost.parameters(self.workload.model()).total
+
+    def groups(self, peak: PhasePeak) -> dict[str, int]:
+        """Lines by kind: all that is saved for backward is one."""
+        found: dict[str, int] = {}
+        for line, size in peak.lines.items():
+            kind = "saved for backward" if line.startswith(SAVED) else line
+            found[kind] = found.get(kind, 0) + size
+        if peak.residual:
+            found["residual"] = peak.residual
+        return found
+
+
+def accounted(records: Sequence[Record]) -> list[Accounted]:
+    return [
+        Accounted(record)
+        for record in records
+        if record.status == "ok" and "ledger" in record.notes and "saved" in record.notes
+    ]

@@ -1,0 +1,198 @@
+"""Tables and figures of the memory study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.records.memory import WEIGHT_COPIES
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
+from stepscope.studies.memory.findings import memory_findings
+from stepscope.studies.memory.rows import Accounted, accounted
+
+_BYTES: Kind = "bytes"
+_GIB = 2**30
+_PHASES = ("forward", "loss", "backward", "optimizer")
+_KEY = (
+    Column(title="size"),
+    Column(title="context", kind="count"),
+    Column(title="batch", kind="count"),
+    Column(title="dtype"),
+    Column(title="attention"),
+    Column(title="mode"),
+)
+_REGIMES = (
+    ("float32", 4, 4, 8, 0, "all in float32"),
+    ("bfloat16 autocast", 4, 4, 8, 2, "float32 weights, copies while the graph lives"),
+    ("bfloat16 with master weights", 2, 2, 12, 0, "float32 master copy beside the two moments"),
+    ("bfloat16-pure", 2, 2, 4, 0, "everything in bfloat16"),
+)
+
+
+def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    cases = accounted(records)
+    lost = [record for record in records if record.status != "ok"]
+    blocks: list[Block] = [*memory_findings(cases, lost)]
+    if cases:
+        lead = max(cases, key=lambda case: (len(case.phases), case.peak))
+        blocks += [
+            _peaks_table(cases),
+            _figure(lead),
+            _ledger_table(lead),
+            _regimes_table(cases),
+            _saved_table(lead),
+        ]
+    if lost:
+        blocks.append(_lost_table(lost))
+    return tuple(blocks)
+
+
+def _key(config: dict[str, Cell]) -> tuple[Cell, ...]:
+    return tuple(config[c.title] for c in _KEY)
+
+
+def _peaks_table(cases: Sequence[Accounted]) -> Table:
+    def row(case: Accounted) -> tuple[Cell, ...]:
+        return (
+            *_key(case.record.config),
+            *(case.bytes(f"peak.{phase}") for phase in _PHASES),
+            case.peak,
+            case.bytes("predicted_bytes"),
+            case.prediction_off,
+            case.bytes("reserved_bytes"),
+            case.bytes("driver_bytes"),
+            case.residual_share,
+        )
+
+    return Table(
+        name="memory-peaks",
+        title="Peak memory of each phase, measured and predicted",
+        columns=(
+            *_KEY,
+            *(Column(title=phase, kind=_BYTES) for phase in _PHASES),
+            Column(title="peak", kind=_BYTES),
+            Column(
+                title="predicted", kind=_BYTES, hint="from the configuration alone, before the run"
+            ),
+            Column(title="off", kind="percent", hint="predicted over measured, less one"),
+            Column(title="reserved", kind=_BYTES, hint="what the allocator holds after the step"),
+            Column(title="driver", kind=_BYTES, hint="as `nvidia-smi` shows it"),
+            Column(title="residual", kind="percent", hint="share of the peak that is on no line"),
+        ),
+        rows=tuple(row(case) for case in cases),
+        caption="On CUDA `max_memory_allocated` of plain steps; on a CPU the bytes of all tensors"
+        " that live, counted at the dispatcher.",
+    )
+
+
+def _ledger_table(case: Accounted) -> Table:
+    lines = sorted(
+        {line for peak in case.phases for line in peak.lines},
+        key=lambda line: -max(peak.lines.get(line, 0) for peak in case.phases),
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (line, *(peak.lines.get(line) for peak in case.phases)) for line in lines
+    ]
+    rows.append(("residual", *(peak.residual for peak in case.phases)))
+    rows.append(("sum", *(peak.allocated for peak in case.phases)))
+    return Table(
+        name="memory-ledger",
+        title=f"What is live at the peak of each phase: {case.name}",
+        columns=(
+            Column(title="line"),
+            *(Column(title=peak.phase, kind=_BYTES) for peak in case.phases),
+        ),
+        rows=tuple(rows),
+        caption="Activations kept for backward are named by the part of the model and the operator"
+        " that keeps them. The residual is the only line that is a remainder.",
+    )
+
+
+def _figure(case: Accounted) -> Figure:
+    groups = [case.groups(peak) for peak in case.phases]
+    kinds = list(dict.fromkeys(kind for group in groups for kind in group))
+    x = tuple(peak.phase for peak in case.phases)
+    return Figure(
+        name="memory-stack",
+        title=f"The peak of each phase by what fills it: {case.name}",
+        kind="stacks",
+        curves=tuple(
+            Curve(label=kind, x=x, y=tuple(max(0, g.get(kind, 0)) / _GIB for g in groups))
+            for kind in kinds
+        ),
+        x_label="phase",
+        y_label="memory, GiB",
+    )
+
+
+def _regimes_table(cases: Sequence[Accounted]) -> Table:
+    """Bytes per parameter by regime; measured where a train step ran in it."""
+    names = {"float32": "float32", "bfloat16": "bfloat16 autocast", "bfloat16-pure": ""}
+    measured: dict[str, Accounted] = {}
+    for case in cases:
+        if case.workload.mode == "train-step":
+            name = names.get(case.workload.dtype) or case.workload.dtype
+            if name not in measured or case.peak > measured[name].peak:
+                measured[name] = case
+    rows: list[tuple[Cell, ...]] = []
+    for name, weights, gradients, state, copies, meaning in _REGIMES:
+        total = weights + gradients + state
+        case_of = measured.get(name)
+        rows.append(
+            (
+                name, weights, gradients, state, total, copies, total / 4,
+                case_of.per_parameter if case_of else None, meaning,
+            )
+        )  # fmt: skip
+    return Table(
+        name="memory-regimes",
+        title="Bytes for each parameter, by regime",
+        columns=(
+            Column(title="regime"),
+            Column(title="weights", kind="count", unit="B"),
+            Column(title="gradients", kind="count", unit="B"),
+            Column(title="optimizer state", kind="count", unit="B", hint="AdamW, two moments"),
+            Column(title="sum", kind="count", unit="B"),
+            Column(title=WEIGHT_COPIES, kind="count", unit="B", hint="matrices only"),
+            Column(title="× float32 weights", kind="number"),
+            Column(title="measured", kind="number", unit="B", hint="without the copies"),
+            Column(title="what it is"),
+        ),
+        rows=tuple(rows),
+        caption="The sum over float32 weights is the “4× the model” of a float32 step; “8×” counts"
+        " from weights in bfloat16 with float32 master weights. Activations come on top.",
+    )
+
+
+def _saved_table(case: Accounted) -> Table:
+    """Every tensor that one block and the ends of the model keep."""
+    return Table(
+        name="memory-saved",
+        title=f"Saved for backward by the first block and the ends: {case.name}",
+        columns=(
+            Column(title="module"),
+            Column(title="operator"),
+            Column(title="shape"),
+            Column(title="dtype"),
+            Column(title="bytes", kind=_BYTES),
+            Column(title="line of code"),
+        ),
+        rows=tuple(
+            (
+                tensor.module, tensor.operator, "×".join(map(str, tensor.shape)) or "scalar",
+                tensor.dtype, tensor.bytes, tensor.code,
+            )
+            for tensor in case.saved
+        ),
+        caption="Told by autograd's hooks for saved tensors; each storage once, by the operator"
+        " that saved it first; parameters and autocast's copies of them are left out.",
+    )  # fmt: skip
+
+
+def _lost_table(lost: Sequence[Record]) -> Table:
+    return Table(
+        name="memory-lost",
+        title="Cases without a result",
+        columns=(*_KEY, Column(title="status"), Column(title="reason")),
+        rows=tuple((*_key(record.config), record.status, record.reason) for record in lost),
+    )

@@ -1,0 +1,188 @@
+"""The account of a running step: every storage on its line, told apart by what keeps it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from stepscope.measure.device import pick_device
+from stepscope.measure.ledger import StorageLedger
+from stepscope.measure.tensors import TensorBytes
+from stepscope.model import cost
+from stepscope.model.config import precision
+from stepscope.records.memory import (
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+    SAVED,
+    WEIGHT_COPIES,
+    WITHIN_OPERATORS,
+    saved_bytes,
+)
+from stepscope.studies.workload import TrainingStep, Workload
+
+CPU = torch.device("cpu")
+
+
+def accounted(
+    dtype: str = "float32", attention: str = "reference"
+) -> tuple[Workload, StorageLedger]:
+    work = Workload(
+        size="tiny", table="2025", context=24, batch=2, dtype=dtype, attention=attention,
+        compile="no", optimizer="torch", mode="train-step", overrides={"vocab": 77},
+    )  # fmt: skip
+    step = TrainingStep(work, pick_device("cpu"))
+    for phase in step.phases():
+        phase.run()
+    step.reset()
+    ledger = StorageLedger(CPU, None)
+    with ledger.watching(step.model, step.optimizer):
+        ledger.count((step.tokens, step.targets), INPUTS)
+        for phase in step.phases():
+            ledger.phase(phase.name, phase.run)
+    return work, ledger
+
+
+@pytest.fixture(scope="module")
+def of_float32() -> tuple[Workload, StorageLedger]:
+    return accounted()
+
+
+def test_every_phase_adds_up(of_float32: tuple[Workload, StorageLedger]) -> None:
+    _, ledger = of_float32
+    assert [peak.phase for peak in ledger.peaks] == ["forward", "loss", "backward", "optimizer"]
+    for peak in ledger.peaks:
+        assert peak.residual == 0
+        assert min(peak.lines.values()) > 0
+
+
+def test_states_are_on_their_lines(of_float32: tuple[Workload, StorageLedger]) -> None:
+    work, ledger = of_float32
+    weights = cost.weight_bytes(work.model(), precision("float32"))
+    last = ledger.peaks[-1].lines
+    assert last[PARAMETERS] == weights
+    assert last[GRADIENTS] == weights
+    # The two moments, and a count of steps for each parameter.
+    assert 0 < last[OPTIMIZER] - 2 * weights < 4 * 100
+    assert WEIGHT_COPIES not in last
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_saved_is_what_the_formula_says(dtype: str) -> None:
+    work, ledger = accounted(dtype)
+    form = precision(dtype)
+    kept = cost.activation_bytes(work.model(), 2, 24, form, "reference", "cpu")
+    loss = ledger.peaks[1].lines
+    assert loss.get(WEIGHT_COPIES, 0) == kept.weight_copies
+    indices = 2 * 2 * 24 * 8
+    assert saved_bytes(loss) == kept.total - kept.weight_copies - indices
+    block = [t for t in ledger.saved if t.module.startswith("blocks.1.")]
+    copies = cost.activation_bytes(work.model(), 2, 24, form, "reference", "cpu").per_block
+    assert sum(tensor.bytes for tensor in block) == copies
+
+
+def test_saved_tensors_name_operator_shape_and_line_of_code() -> None:
+    _, ledger = accounted("bfloat16")
+    softmax = [t for t in ledger.saved if t.operator == "softmax"]
+    assert [t.module for t in softmax] == ["blocks.0.attention", "blocks.1.attention"]
+    assert softmax[0].shape == (2, 4, 24, 24)
+    assert softmax[0].dtype == "bfloat16"
+    assert softmax[0].code.startswith("reference.py:")
+    norms = [t for t in ledger.saved if t.module == "blocks.0.attention_norm"]
+    assert {t.dtype for t in norms} == {"float32"}
+
+
+def test_flash_attention_saves_no_scores() -> None:
+    _, ledger = accounted(attention="sdpa")
+    assert not [t for t in ledger.saved if t.operator == "softmax"]
+    assert f"{SAVED}attention, softmax" not in ledger.peaks[1].lines
+
+
+def test_the_largest_tensor_is_named_with_its_line(
+    of_float32: tuple[Workload, StorageLedger],
+) -> None:
+    work, ledger = of_float32
+    size, operator, code = ledger.largest
+    # A gradient of a feed-forward matrix.
+    assert size == work.model().d_model * work.model().d_ff * 4
+    assert operator.startswith("aten.")
+    assert ":" in code
+
+
+def test_the_model_is_as_before() -> None:
+    """Hooks are gone, and a plain step gives the same gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters())
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with StorageLedger(CPU, None).watching(model, optimizer):
+        model(x).sum().backward()
+    recorded = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_failing_step_leaves_no_hook_behind() -> None:
+    model = torch.nn.Linear(4, 4)
+    ledger = StorageLedger(CPU, None)
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        ledger.watching(model, torch.optim.SGD(model.parameters())),
+    ):
+        model(torch.randn(2, 5))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+class ScriptedAllocator:
+    """An allocator whose blocks are 10 bytes larger than the tensors, with a work space of 1000,
+    and whose operators take 500 bytes within themselves."""
+
+    def __init__(self) -> None:
+        self.ledger: StorageLedger | None = None
+
+    def allocated(self) -> int:
+        assert self.ledger is not None
+        return self.ledger.now + 10 + 1000
+
+    def requested(self) -> int:
+        return self.allocated() - 10
+
+    def peak(self) -> int:
+        return self.allocated() + 500
+
+    def reset_peak(self) -> None:
+        pass
+
+
+def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
+    allocator = ScriptedAllocator()
+    ledger = StorageLedger(CPU, allocator, library_bytes=1000)  # type: ignore[arg-type]
+    allocator.ledger = ledger
+    model = torch.nn.Linear(8, 8)
+    with ledger.watching(model, torch.optim.SGD(model.parameters())):
+        ledger.phase("forward", lambda: model(torch.randn(2, 8)))
+    (peak,) = ledger.peaks
+    assert peak.lines[WITHIN_OPERATORS] == 500
+    assert peak.residual == 0
+
+
+def test_counted_bytes_follow_what_lives() -> None:
+    counter = TensorBytes(CPU)
+    with counter:
+        a = torch.zeros(256)
+        b = a[:16]
+        c = a + 1
+        assert counter.now == 2048
+        del a
+        assert counter.now == 2048, "a view keeps the storage"
+        del b, c
+        gc.collect()
+        assert counter.now == 0
+    assert counter.peak == 2048

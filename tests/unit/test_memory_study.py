@@ -1,0 +1,181 @@
+"""The memory study: measured on this CPU, and what it says of records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sample_records import environment
+from stepscope.errors import UsageError
+from stepscope.measure.device import pick_device
+from stepscope.model import cost
+from stepscope.model.sizes import find_size
+from stepscope.records.memory import WEIGHT_COPIES, SavedTensor, decode_peaks, decode_saved
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.memory import MemoryFlags
+from stepscope.studies.memory.rows import accounted
+from stepscope.studies.registry import find_study
+from study_records import memory_record
+
+GIB = 1 << 30
+
+
+class QuietBench:
+    device = pick_device("cpu")
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        pass
+
+
+def findings(records: list[Record]) -> str:
+    blocks = find_study("memory").view(records)
+    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+
+
+def table(records: list[Record], name: str) -> Table:
+    (found,) = (
+        block
+        for block in find_study("memory").view(records)
+        if isinstance(block, Table) and block.name == name
+    )
+    return found
+
+
+def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
+    study = find_study("memory")
+    flags = MemoryFlags(
+        size=("tiny",), context=(32,), batch=(2,), vocab=97, mode=("train-step",), steps=2
+    )
+    (case,) = study.cases(flags)
+    measured = study.measure(case.config, QuietBench())
+    held = {name: quantity.value for name, quantity in measured.quantities.items()}
+    phases = decode_peaks(measured.notes["ledger"])
+    assert held["peak_bytes"] == max(peak.allocated for peak in phases)
+    for phase in phases:
+        # The count of each parameter's steps lives on the host, which is the device here.
+        assert held[f"predicted.{phase.phase}"] == pytest.approx(phase.allocated, abs=200)
+    modules = {tensor.module.split(".")[0] for tensor in decode_saved(measured.notes["saved"])}
+    assert modules == {"blocks", "norm", "head", "loss"}
+    assert {s.name for s in measured.series} == {"step", "recorded"}
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="steps is 1"):
+        MemoryFlags(steps=1)
+
+
+def test_it_says_how_far_the_prediction_was_off() -> None:
+    good = memory_record(peak=10 * GIB, found={"predicted_bytes": 10.1 * GIB})
+    bad = memory_record(context=256, peak=10 * GIB, found={"predicted_bytes": 12 * GIB})
+    said = findings([good, bad])
+    assert "off by 10.5 % in the median and 20.0 % at most" in said
+    tones = [b.tone for b in find_study("memory").view([good]) if isinstance(b, Finding)]
+    assert tones[0] == "good"
+
+
+def test_a_residual_is_shown_and_judged() -> None:
+    whole = memory_record(peak=1000)
+    holed = memory_record(peak=1000, lines={"parameters": 300})
+    assert accounted([whole])[0].residual_share == 0
+    assert accounted([holed])[0].residual_share == pytest.approx(0.2)
+    assert "leaves 20.0 % at most on no line" in findings([holed])
+    ledger = table([holed], "memory-ledger")
+    assert ("residual", 200, 200, 200, 200) in ledger.rows
+    assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
+
+
+def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
+    on_cpu = environment(device_kind="cpu", device_name="Xeon")
+    said = findings([memory_record(environment=on_cpu)])
+    assert "closes by construction" in said
+    assert "nvidia-smi" not in said
+
+
+def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
+    said = findings(
+        [
+            memory_record(
+                peak=10 * GIB,
+                found={
+                    "driver_bytes": 13.0 * GIB,
+                    "reserved_bytes": 12.0 * GIB,
+                    "context_bytes": 0.9 * GIB,
+                },
+            )
+        ]
+    )
+    assert (
+        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
+        " later, and 922 MiB of CUDA context" in said
+    )
+    assert "102 MiB (0.8 %) are left over" in said
+
+
+def test_it_explains_why_bfloat16_can_need_more() -> None:
+    wide = memory_record("forward", peak=18 * GIB)
+    narrow = memory_record(
+        "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
+    )
+    said = findings([wide, narrow])
+    assert "needs more than float32 in 1 of 1 forwards" in said
+    assert "the copies are 6.00 GiB" in said
+    assert "peak 22.0 GiB against 18.0 GiB" in said
+    lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
+    assert "In none of 1 forwards" in findings([wide, lower])
+
+
+def test_it_tells_naive_from_flash_attention() -> None:
+    said = findings(
+        [
+            memory_record(peak=60 * GIB),
+            memory_record(attention="sdpa", peak=20 * GIB),
+            memory_record(attention="sdpa", peak=1 * GIB, context=256),
+        ]
+    )
+    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in said
+    assert "peaks at 20.0 GiB, 3.00× less" in said
+
+
+def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
+    small = environment(device_memory_bytes=6 * GIB)
+    lost = memory_record(
+        size="small", context=1024, status="oom", reason="CUDA out of memory", environment=small
+    )
+    said = findings([lost])
+    assert "ran out: it needs 8.10 GiB of 6.00 GiB, 2.10 GiB too much" in said
+    assert "smallest change first: flash attention (" in said
+
+
+def test_a_budget_that_nothing_fits_is_said() -> None:
+    tiny = environment(device_memory_bytes=1 << 20)
+    said = findings([memory_record(status="oom", reason="out of memory", environment=tiny)])
+    assert "No change that is known here fits." in said
+
+
+def test_saved_tensors_stand_in_a_table() -> None:
+    saved = SavedTensor(
+        module="blocks.0.attention", operator="softmax", shape=(4, 8, 16, 16), dtype="float32",
+        bytes=32768, code="reference.py:39",
+    )  # fmt: skip
+    rows = table([memory_record(saved=(saved,))], "memory-saved").rows
+    expected = ("blocks.0.attention", "softmax", "4×8×16×16", "float32", 32768, "reference.py:39")
+    assert rows == (expected,)
+
+
+def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
+    rows: dict[Any, Any] = {
+        row[0]: row for row in table([memory_record(peak=1 << 30)], "memory-regimes").rows
+    }
+    assert [row[4] for row in rows.values()] == [16, 16, 16, 8]
+    parameters = cost.parameters(find_size("tiny")).total
+    assert rows["float32"][7] == pytest.approx((1 << 29) / parameters)
+    assert rows["bfloat16-pure"][7] is None
+
+
+def test_records_of_another_form_are_left_out() -> None:
+    bare = msgspec.structs.replace(memory_record(), notes={})
+    assert accounted([bare]) == []
+    assert find_study("memory").view([bare]) == ()
