@@ -19,6 +19,7 @@ import triton.language as tl
 from stepscope.attention.triton_memory import (
     add_product,
     held,
+    keys_of,
     load_tile,
     outer_product,
     place,
@@ -106,11 +107,7 @@ def query_kernel(
     )  # fmt: skip
     query = held(query, dq, HOLD)
     level = tl.load(lse + rows_before + i, mask=i < M, other=0.0)
-    full = N // BLOCK_N * BLOCK_N
-    stop = N
-    if CAUSAL:
-        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
-        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
+    full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
     grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     mass = tl.zeros([BLOCK_M], dtype=tl.float32)
     grad_q, grad_q_e, mass = _gather_keys(

@@ -12,6 +12,7 @@ import triton.language as tl
 from stepscope.attention.triton_memory import (
     add_product,
     held,
+    keys_of,
     load_tile,
     outer_product,
     place,
@@ -93,12 +94,7 @@ def forward_kernel(
     )  # fmt: skip
     query = held(query, o, HOLD)
     factor = base_of(scale, EXACT)
-    # Key tiles before `full` are seen whole by every row; those up to `stop` in part.
-    full = N // BLOCK_N * BLOCK_N
-    stop = N
-    if CAUSAL:
-        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
-        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
+    full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
     acc, acc_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)

@@ -31,6 +31,18 @@ def place(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
 
 
 @triton.jit
+def keys_of(row, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys before the first number are seen whole by every row of the tile that starts at `row`, in
+    whole tiles; those up to the second in part."""
+    full = N // BLOCK_N * BLOCK_N
+    stop = N
+    if CAUSAL:
+        full = tl.maximum(0, tl.minimum(full, (row + shift + 1) // BLOCK_N * BLOCK_N))
+        stop = tl.maximum(full, tl.minimum(N, row + BLOCK_M + shift))
+    return full, stop
+
+
+@triton.jit
 def _load_part(
     source, strides, batch, head, row, rows, d, COLUMN: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
