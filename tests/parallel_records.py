@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -48,3 +49,49 @@ def collective_record(
         }
         | changes,
     )
+
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed 1 MiB", "bucketed 10 MiB")
+
+
+def ddp_record(
+    steps: Mapping[str, float] | None = None,
+    *,
+    ranks: int = 2,
+    context: int = 128,
+    communication: float = 40.0,
+    **changes: Any,
+) -> Record:
+    """Every way with a step of so many ms; rank 1 is later and waits less for the slowest."""
+    study = find_study("ddp")
+    flags = study.flags(context=(context,), ranks=(ranks,), bucket_mb=(1.0, 10.0))
+    (case,) = study.cases(flags)
+    took = {"no communication": 100.0, **dict.fromkeys(STRATEGIES, 120.0), "torch DDP": 120.0}
+    took |= steps or {}
+    series = []
+    for way, step in took.items():
+        phases = {
+            "step": step, "forward": 30.0, "backward": 60.0, "waited": step - 100.0,
+            "optimizer": 10.0,
+        }  # fmt: skip
+        if way in STRATEGIES:
+            phases |= {"slowest": 2.0, "transfer": step - 102.0, "communication": communication}
+        for name, ms in phases.items():
+            for rank in range(ranks):
+                held = times(f"{way}.{name}", max(ms, 1e-3), "host", seed=len(series))
+                series.append(msgspec.structs.replace(held, rank=rank))
+    lanes = {"naive": {"compute": [(0.0, 30.0, "forward")], "reductions": [(90.0, 95.0, "2 MiB")]}}
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="ddp",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "quantities": {"gradient_bytes": Quantity(value=2**29, unit="B")},
+            "notes": {} if failed else {
+                "backend": "gloo", "timeline": msgspec.json.encode(lanes).decode(),
+            },
+        }
+        | changes,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from stepscope.analysis.links import COLLECTIVES
@@ -29,3 +30,23 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
     assert min(min(s.values) for s in measured.series if s.name == "1024") < 100.0
     assert all(quantity.value == 0 for quantity in measured.quantities.values())
     assert measured.notes == {"backend": "gloo"}
+
+
+def test_every_way_to_average_gradients_is_timed() -> None:
+    study = find_study("ddp")
+    flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3)
+    (case,) = study.cases(flags)
+    measured = study.measure(case.config, CpuBench())
+    steps = {(s.name.rpartition(".")[0], s.rank) for s in measured.series if ".step" in s.name}
+    ways = (
+        "no communication", "naive", "flat", "overlap", "bucketed 0.1 MiB", "torch DDP",
+    )  # fmt: skip
+    assert steps == {(way, rank) for way in ways for rank in (0, 1)}
+    assert all(len(series.values) == 3 for series in measured.series)
+    sent = {name: measured.quantities[f"reductions.{name}"].value for name in ways[1:5]}
+    assert sent["naive"] == sent["overlap"] > sent["bucketed 0.1 MiB"] > sent["flat"] == 1
+    lanes = msgspec.json.decode(measured.notes["timeline"])
+    for name in ways[1:5]:
+        backward = next(s for s in lanes[name]["compute"] if s[2] == "backward")
+        early = [s for s in lanes[name]["reductions"] if s[0] < backward[1]]
+        assert bool(early) == (name in ("overlap", "bucketed 0.1 MiB")), name

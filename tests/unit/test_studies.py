@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_records import collective_record
+from parallel_records import collective_record, ddp_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
@@ -58,6 +58,13 @@ def mixed_records() -> dict[str, list[Record]]:
             *(
                 collective_record(ranks=ranks, status=status, reason=FAILURES[status])
                 for ranks, status in enumerate(FAILURES, start=5)
+            ),
+        ],
+        "ddp": [
+            *(ddp_record(ranks=ranks) for ranks in (1, 2)),
+            *(
+                ddp_record(context=64 * place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=1)
             ),
         ],
         "benchmark": [*sound, *lost, half, half_lost],
@@ -224,6 +231,7 @@ class TestViews:
             "memory": memory_record,
             "flash": flash_record,
             "allreduce": collective_record,
+            "ddp": ddp_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -245,6 +253,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "attention",
         "flash",
         "allreduce",
+        "ddp",
         "machine",
         "records",
     ]

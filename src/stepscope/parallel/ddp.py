@@ -93,6 +93,20 @@ class DDP(nn.Module):
             )
         return self.module(*inputs, **named)
 
+    @property
+    def message_bytes(self) -> list[int]:
+        """What each reduction of a step carries, in order."""
+        return self._reducer.message_bytes()
+
+    @contextmanager
+    def observed(self, observer: Callable[[int, dist.Work], None]) -> Iterator[None]:
+        """Tell `observer` of each reduction that leaves: its bytes and its work."""
+        self._reducer.observer = observer
+        try:
+            yield
+        finally:
+            self._reducer.observer = None
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only accumulate; the first one outside synchronizes the sum."""

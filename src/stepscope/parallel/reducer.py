@@ -8,7 +8,7 @@ on (`agreement.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -46,6 +46,8 @@ class Reducer:
         """Reductions leave during the backward."""
         self._blocking = strategy == "naive"
         self._group = group
+        self.observer: Callable[[int, dist.Work], None] | None = None
+        """Told of every reduction that leaves: its bytes, and how to know when it is done."""
         self._views: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         if strategy in ("flat", "bucketed"):
@@ -128,6 +130,20 @@ class Reducer:
         tensor = self._buffers.get(number)
         if tensor is None:
             tensor = self.parameters[bucket.items[0]].grad
-        work = dist.all_reduce(tensor, group=self._group, async_op=not self._blocking)
-        if work is not None:
+        assert tensor is not None
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        if self.observer is not None:
+            self.observer(tensor.numel() * tensor.element_size(), work)
+        if self._blocking:
+            with HEARTBEAT.waiting():
+                work.wait()
+        else:
             self._flying.append(work)
+
+    def message_bytes(self) -> list[int]:
+        """The reductions of a step in which every parameter has a gradient."""
+        return [
+            sum(self.items[place].elements * self.items[place].element_bytes for place in b.items)
+            for b in self.buckets
+        ]

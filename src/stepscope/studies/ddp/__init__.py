@@ -1,0 +1,141 @@
+"""What does data parallelism cost, and how much of it is hidden behind the backward?
+
+    stepscope run ddp --size small --context 128 --ranks 2
+
+All ways to average gradients take turns in the same ranks: every round has one step of each, in an
+order that changes, and one without any communication. `exposed` is what a step takes longer than
+that one; the wait at the end of the backward is told apart into waiting for the slowest rank and
+waiting for bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Environment, Quantity, Record, Series
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+from stepscope.studies.ddp.view import ddp_blocks
+
+MOST_SECONDS = 540.0
+
+
+class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: sizes, contexts and numbers of ranks are cases."""
+
+    size: tuple[str, ...] = ("small",)
+    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    table: str = "2025"
+    """Which year's size table: xl differs between them."""
+    context: tuple[int, ...] = (128,)
+    """Sequence lengths in tokens."""
+    batch: int = 4
+    """Sequences per step, shared out among the ranks."""
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks, each a process on this machine."""
+    backend: tuple[str, ...] = ("auto",)
+    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    bucket_mb: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
+    """Bucket sizes to try, in MiB."""
+    rounds: int = 10
+    """Samples of each way."""
+
+    def __post_init__(self) -> None:
+        for ranks in self.ranks:
+            if ranks < 1:
+                raise UsageError(f"ranks is {ranks}", "it must be at least 1")
+            if self.batch < ranks or self.batch % ranks:
+                raise UsageError(
+                    f"a batch of {self.batch} cannot be shared out among {ranks} ranks",
+                    "choose a multiple of the ranks",
+                )
+        if min(self.bucket_mb, default=0) <= 0:
+            raise UsageError(f"bucket_mb is {self.bucket_mb}", "give sizes above 0")
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+
+
+class DataParallel(Study[DDPFlags]):
+    name = "ddp"
+    title = "Data parallelism"
+    question = "What does averaging gradients cost, and how much of it hides behind the backward?"
+    examples = (
+        "stepscope run ddp --size small --context 128 --ranks 2",
+        "stepscope run ddp --size medium --ranks 2 4 --bucket-mb 1 10 100 1000",
+    )
+    flags = DDPFlags
+
+    def cases(self, flags: DDPFlags) -> tuple[Case, ...]:
+        made = []
+        for size in flags.size:
+            for context in flags.context:
+                with_overrides(find_size(size, flags.table), context=context)
+                for ranks in flags.ranks:
+                    for backend in flags.backend:
+                        year = "" if flags.table == "2025" else f"{flags.table}_"
+                        config = {
+                            "size": size, "table": flags.table, "context": context,
+                            "batch": flags.batch, "ranks": ranks, "backend": backend,
+                            "bucket_mb": list(flags.bucket_mb), "rounds": flags.rounds,
+                        }  # fmt: skip
+                        key = f"{year}{size}_c{context}_b{flags.batch}_r{ranks}_{backend}"
+                        made.append(Case(study=self.name, key=key, config=config))
+        return tuple(made)
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.parallel import Limits, launch
+        from stepscope.studies.ddp.ranks import time_ways
+
+        if config["backend"] == "nccl" and bench.device.kind != "cuda":
+            raise CaseSkipped("backend nccl needs GPUs")
+        bench.progress(0, 1, f"{config['ranks']} ranks")
+        ranks = launch(
+            time_ways,
+            (config,),
+            ranks=config["ranks"],
+            backend=config["backend"],
+            device=bench.device.kind,
+            limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
+        )
+        series = tuple(
+            Series(name=name, unit="ms", rank=rank, values=tuple(values))
+            for name in ranks[0].samples
+            for rank, result in enumerate(ranks)
+            for values in (result.samples[name],)
+        )
+        quantities = {
+            "gradient_bytes": Quantity(value=ranks[0].gradient_bytes, unit="B"),
+            **{
+                f"reductions.{way}": Quantity(value=count, unit="messages")
+                for way, count in ranks[0].reductions.items()
+            },
+        }
+        lanes = msgspec.json.encode(ranks[0].lanes).decode()
+        notes = {"backend": ranks[0].backend, "timeline": lanes}
+        return Measurement(series=series, quantities=quantities, notes=notes)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        return ddp_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
+        if environment.device_kind == "cpu":
+            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(0.1, 1.0), rounds=8)
+        else:
+            quick = DDPFlags(ranks=(1,))
+        # Two ranks on one GPU go over gloo: the ways compare, the times are not a cluster's.
+        h200 = DDPFlags(size=("small",), backend=("gloo",), rounds=20)
+        return {
+            "quick": (quick,),
+            "seeds": (DDPFlags(size=("medium",)),),
+            "cs336-2026": (DDPFlags(size=("xl",), table="2026"),),
+            "h200": (h200,),
+            "full": (DDPFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
+        }
+
+
+STUDY = DataParallel()

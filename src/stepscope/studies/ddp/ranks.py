@@ -1,0 +1,219 @@
+"""What each rank of the study does. Loads without torch."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stepscope.parallel import DDP, World
+
+WARMUP = 2
+ALONE = "no communication"
+TORCH = "torch DDP"
+
+
+class RankSteps(NamedTuple):
+    samples: dict[str, list[float]]
+    """`WAY.PHASE` to times in ms."""
+    gradient_bytes: int
+    reductions: dict[str, int]
+    lanes: dict[str, dict[str, list[tuple[float, float, str]]]]
+    """By way: what one step did when, in ms from its start."""
+    backend: str
+
+
+class Way:
+    """One way to average gradients, with a model and an optimizer of its own."""
+
+    def __init__(self, name: str, model: nn.Module, parameters: nn.Module) -> None:
+        import torch
+
+        self.name = name
+        self.model = model
+        self.optimizer = torch.optim.AdamW(parameters.parameters())
+        self.averages_itself = hasattr(model, "finish_gradient_synchronization")
+
+
+def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
+    import torch
+    import torch.distributed as dist
+
+    ways = make_ways(world, config)
+    tokens = _tokens(world, config)
+    samples: dict[str, list[float]] = {}
+    shuffle = random.Random(0).shuffle
+    order = list(ways)
+    step = 0
+    for taken in range(-WARMUP, config["rounds"]):
+        shuffle(order)
+        for way in order:
+            world.step(step)
+            step += 1
+            marks = one_step(world, way, tokens)
+            for phase, ms in marks.items() if taken >= 0 else ():
+                samples.setdefault(f"{way.name}.{phase}", []).append(ms)
+    reductions = {}
+    for way in ways:
+        if not way.averages_itself:
+            continue
+        sizes: Any = way.model.message_bytes
+        reductions[way.name] = len(sizes)
+        held = [torch.zeros(size // 4, device=world.device) for size in sizes]
+        for _ in range(config["rounds"]):
+            world.step(step)
+            step += 1
+            samples.setdefault(f"{way.name}.communication", []).append(_alone(world, way, held))
+    lanes = {way.name: _lanes(world, way, tokens) for way in ways if way.averages_itself}
+    gradient_bytes = sum(p.numel() * p.element_size() for p in ways[0].model.parameters())
+    names = [way.name for way in ways]
+    order_of = {name: place for place, name in enumerate(names)}
+    dist.barrier()
+    sorted_samples = dict(
+        sorted(samples.items(), key=lambda item: order_of[item[0].rpartition(".")[0]])
+    )
+    return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
+
+
+def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
+    """Without communication first, then our four, then torch's."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from stepscope.model import TransformerLM, find_size, with_overrides
+    from stepscope.parallel import DDP
+
+    shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
+
+    def model() -> TransformerLM:
+        torch.manual_seed(0)
+        return TransformerLM(shape, device=world.device)
+
+    alone = model()
+    ways = [Way(ALONE, alone, alone)]
+    for strategy in ("naive", "flat", "overlap"):
+        ways.append(_ours(strategy, DDP(model(), strategy)))
+    for size in config["bucket_mb"]:
+        ways.append(_ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
+    theirs = model()
+    wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+    ways.append(Way(TORCH, wrapped, theirs))
+    return ways
+
+
+def _ours(name: str, model: DDP) -> Way:
+    return Way(name, model, model.module)
+
+
+def _tokens(world: World, config: dict[str, Any]) -> Tensor:
+    import torch
+
+    share = config["batch"] // world.size
+    generator = torch.Generator().manual_seed(world.rank)
+    shape = (share, config["context"] + 1)
+    # Token numbers below the smallest vocabulary: the values do not matter for the time.
+    return torch.randint(100, shape, generator=generator).to(world.device)
+
+
+def one_step(world: World, way: Way, tokens: Tensor) -> dict[str, float]:
+    """Times of the phases in ms; the device is idle at each mark."""
+    import torch.distributed as dist
+
+    from stepscope.model import cross_entropy
+
+    settle = _settle(world)
+    settle()
+    dist.barrier()
+    began = time.perf_counter()
+    loss = cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
+    settle()
+    forward = time.perf_counter()
+    loss.backward()  # type: ignore[no-untyped-call]
+    # On a GPU this waits for the backward, and for what it overlaps with, like the ones below.
+    settle()
+    backward = time.perf_counter()
+    marks = {}
+    if way.averages_itself:
+        way.model.finish_gradient_synchronization()  # type: ignore[operator]
+        settle()
+        timing: Any = way.model.timing
+        marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
+    waited = time.perf_counter()
+    way.optimizer.step()
+    way.optimizer.zero_grad()
+    settle()
+    ended = time.perf_counter()
+    return {
+        "step": (ended - began) * 1e3,
+        "forward": (forward - began) * 1e3,
+        "backward": (backward - forward) * 1e3,
+        "waited": (waited - backward) * 1e3,
+        "optimizer": (ended - waited) * 1e3,
+        **marks,
+    }
+
+
+def _settle(world: World) -> Callable[[], object]:
+    import torch
+
+    if world.device.type == "cuda":
+        return lambda: torch.cuda.synchronize(world.device)
+    return lambda: None
+
+
+def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
+    """The reductions of a step with nothing to hide behind, in ms."""
+    import torch.distributed as dist
+
+    settle = _settle(world)
+    settle()
+    dist.barrier()
+    began = time.perf_counter()
+    flying = []
+    for message in messages:
+        work = dist.all_reduce(message, async_op=True)
+        if way.name == "naive":
+            work.wait()
+        else:
+            flying.append(work)
+    for work in flying:
+        work.wait()
+    settle()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _lanes(world: World, way: Way, tokens: Tensor) -> dict[str, list[tuple[float, float, str]]]:
+    """One more step, with every reduction's start and end."""
+    flights: list[list[float]] = []
+
+    def observer(size: int, work: Any) -> None:
+        flight = [time.perf_counter(), 0.0, float(size)]
+        flights.append(flight)
+
+        def landed(_: Any) -> None:
+            flight[1] = time.perf_counter()
+
+        work.get_future().then(landed)
+
+    observed = getattr(way.model, "observed", lambda _: nullcontext())
+    with observed(observer):
+        began = time.perf_counter()
+        marks = one_step(world, way, tokens)
+    # The step began after a barrier; its end is what both clocks share.
+    start = time.perf_counter() - marks["step"] / 1e3
+    assert start >= began
+    phases, at = [], 0.0
+    for name in ("forward", "backward", "waited", "optimizer"):
+        phases.append((at, at + marks[name], name))
+        at += marks[name]
+    in_flight = [
+        (max(0.0, (left - start) * 1e3), (landed - start) * 1e3, f"{size / 2**20:.3g} MiB")
+        for left, landed, size in flights
+        if landed
+    ]
+    return {"compute": phases, "reductions": in_flight}

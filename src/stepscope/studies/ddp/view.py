@@ -1,0 +1,250 @@
+"""Findings, figures and tables of data parallelism, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, ratio_interval, summarize
+from stepscope.report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Curve,
+    Figure,
+    Finding,
+    Interval,
+    Lane,
+    Stretch,
+    Table,
+    Timeline,
+)
+from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.studies.ddp.ranks import ALONE, TORCH
+
+PHASES = ("forward", "backward", "waited", "optimizer")
+GOAL = 1.02
+"""At most this much of torch's own wrapper."""
+
+
+class Ways(NamedTuple):
+    """One case: every way that was timed in it."""
+
+    record: Record
+
+    @property
+    def names(self) -> list[str]:
+        found = (s.name.rpartition(".")[0] for s in self.record.series if s.rank == 0)
+        return list(dict.fromkeys(found))
+
+    @property
+    def title(self) -> str:
+        config = self.record.config
+        backend = self.record.notes.get("backend", config["backend"])
+        return (
+            f"{config['size']} at context {config['context']}, {config['ranks']} ranks, {backend}"
+        )
+
+    def of(self, way: str, phase: str, rank: int | None = None) -> Summary | None:
+        """Of one rank, or of the slowest rank in each round."""
+        held = [
+            series.values
+            for series in self.record.series
+            if series.name == f"{way}.{phase}" and rank in (None, series.rank)
+        ]
+        return summarize([max(values) for values in zip(*held, strict=True)]) if held else None
+
+    def median(self, way: str, phase: str) -> float | None:
+        held = self.of(way, phase)
+        return held.median if held else None
+
+    def exposed(self, way: str) -> float | None:
+        """What a step takes longer than one without communication."""
+        step, alone = self.median(way, "step"), self.median(ALONE, "step")
+        return step - alone if step is not None and alone is not None else None
+
+    def samples(self, way: str) -> list[float]:
+        held = [s.values for s in self.record.series if s.name == f"{way}.step"]
+        return [max(values) for values in zip(*held, strict=True)]
+
+
+def ddp_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    done = [Ways(record) for record in records if record.status == "ok"]
+    return (
+        *(finding for ways in done for finding in _findings(ways)),
+        *(figure for ways in done for figure in _pictures(ways)),
+        _table(records, done),
+        *_rank_table(done),
+    )
+
+
+def _findings(ways: Ways) -> Iterator[Finding]:
+    ours = [name for name in ways.names if name not in (ALONE, TORCH)]
+    steps = {name: held for name in ours if (held := ways.median(name, "step")) is not None}
+    alone = ways.median(ALONE, "step")
+    if not steps or alone is None:
+        return
+    if ways.record.config["ranks"] == 1:
+        yield Finding(text=f"{ways.title}: one rank has nobody to average with; only the cost of"
+                      " the wrappers shows.")  # fmt: skip
+    best = min(steps, key=lambda name: steps[name])
+    size = ways.record.quantity("gradient_bytes") or 0.0
+    text = (
+        f"{ways.title}: {best} is the fastest at {duration(steps[best])} a step for"
+        f" {bytes_(size)} of gradients; without communication it is {duration(alone)}."
+    )
+    # Below zero is noise: communication does not make a step faster.
+    exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
+    if "naive" in steps and best != "naive":
+        text += (
+            f" Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
+        )
+    yield Finding(text=text)
+    hidden = ways.median(best, "communication")
+    if hidden and hidden > 0:
+        share = min(1.0, max(0.0, 1 - exposed[best] / hidden))
+        yield Finding(
+            text=f"{ways.title}: the reductions of {best} take {duration(hidden)} on their own;"
+            f" {percent(share)} of that is hidden behind the backward."
+        )
+    yield from _against_torch(ways)
+
+
+def _against_torch(ways: Ways) -> Iterator[Finding]:
+    buckets = [name for name in ways.names if name.startswith("bucketed")]
+    if not buckets or not ways.samples(TORCH):
+        return
+    best = min(buckets, key=lambda name: ways.median(name, "step") or 0.0)
+    ratio = ratio_interval(ways.samples(TORCH), ways.samples(best))
+    verdict = (
+        "as fast as it or faster" if ratio.high <= GOAL
+        else "slower" if ratio.low > GOAL
+        else f"which this machine's noise does not tell from the goal of {GOAL:g}"
+    )  # fmt: skip
+    yield Finding(
+        text=f"{ways.title}: {best} takes {number(ratio.value, 3)}× the step of torch's"
+        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {verdict}.",
+        tone="good" if ratio.high <= GOAL else "warn" if ratio.low > GOAL else "info",
+    )
+
+
+def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
+    names = [name for name in ways.names if ways.of(name, "forward")]
+    if not names:
+        return
+    yield Figure(
+        name=f"ddp-phases-{ways.record.case}",
+        title=f"Where a step goes: {ways.title}",
+        kind="stacks",
+        curves=tuple(
+            Curve(
+                label=phase,
+                x=tuple(names),
+                y=tuple(ways.median(name, phase) or 0.0 for name in names),
+            )
+            for phase in PHASES
+        ),
+        x_label="way",
+        y_label="ms",
+        caption="Medians of the slowest rank; `waited` is from the end of the backward until the"
+        " gradients are averaged. torch's wrapper waits inside its backward.",
+    )
+    lanes = []
+    steps = msgspec.json.decode(ways.record.notes.get("timeline", "{}"))
+    for name, held in steps.items():
+        for lane, stretches in held.items():
+            if stretches:
+                lanes.append(
+                    Lane(
+                        label=f"{name}: {lane}",
+                        stretches=tuple(
+                            Stretch(start=start, end=end, label=label,
+                                    group=label if lane == "compute" else "reduction")
+                            for start, end, label in stretches
+                        ),
+                    )
+                )  # fmt: skip
+    if lanes:
+        yield Timeline(
+            name=f"ddp-timeline-{ways.record.case}",
+            title=f"When reductions are under way: {ways.title}",
+            lanes=tuple(lanes),
+            x_label="ms",
+            caption="One step of rank 0. Where reductions lie beside the backward, they overlap.",
+        )
+
+
+def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
+    known = {ways.record.id: ways for ways in done}
+    rows: list[tuple[Cell, ...]] = []
+    for record in records:
+        config = record.config
+        head: tuple[Cell, ...] = (config["size"], config["context"], config["ranks"])
+        if record.id not in known:
+            rows.append((*head, None, record.status, *(None,) * 7))
+            continue
+        ways = known[record.id]
+        for name in ways.names:
+            step = ways.of(name, "step")
+            rows.append(
+                (
+                    *head,
+                    name,
+                    Interval(value=step.median, low=step.low, high=step.high) if step else None,
+                    *(ways.median(name, phase) for phase in PHASES),
+                    ways.median(name, "communication"),
+                    None if name == ALONE else ways.exposed(name),
+                    record.quantity(f"reductions.{name}"),
+                )
+            )
+    return Table(
+        name="ddp-steps",
+        title="A step with each way to average gradients",
+        columns=(
+            Column(title="size"),
+            Column(title="context", kind="count"),
+            Column(title="ranks", kind="count"),
+            Column(title="way"),
+            Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
+            *(Column(title=phase, kind="number", unit="ms") for phase in PHASES),
+            Column(
+                title="communication", kind="number", unit="ms",
+                hint="its reductions with nothing to hide behind",
+            ),
+            Column(
+                title="exposed", kind="number", unit="ms",
+                hint="step minus the step without communication",
+            ),
+            Column(title="reductions", kind="count"),
+        ),
+        rows=tuple(rows),
+        caption="Times of the slowest rank in each round; all ways take turns in the same ranks.",
+    )  # fmt: skip
+
+
+def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
+    rows: list[tuple[Cell, ...]] = []
+    for ways in done:
+        for name in ways.names:
+            for rank in range(ways.record.config["ranks"]):
+                slowest, transfer = ways.of(name, "slowest", rank), ways.of(name, "transfer", rank)
+                if slowest and transfer:
+                    rows.append((ways.title, name, rank, slowest.median, transfer.median))
+    if rows:
+        yield Table(
+            name="ddp-waits",
+            title="What each rank waits for",
+            columns=(
+                Column(title="case"),
+                Column(title="way"),
+                Column(title="rank", kind="count"),
+                Column(title="slowest rank", kind="number", unit="ms"),
+                Column(title="transfer", kind="number", unit="ms"),
+            ),
+            rows=tuple(rows),
+            caption="At the end of the backward: until the last rank has arrived, and from then"
+            " until its gradients are there.",
+        )

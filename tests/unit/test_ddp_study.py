@@ -1,0 +1,88 @@
+"""The study of data parallelism: what it refuses and what it says of given times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallel_records import ddp_record
+from stepscope.errors import UsageError
+from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.registry import find_study
+
+
+def findings(**how: Any) -> list[Finding]:
+    return [b for b in find_study("ddp").view([ddp_record(**how)]) if isinstance(b, Finding)]
+
+
+def table(name: str, **how: Any) -> Table:
+    shown = find_study("ddp").view([ddp_record(**how)])
+    return next(b for b in shown if isinstance(b, Table) and b.name == name)
+
+
+def test_exposed_is_what_a_step_takes_longer_than_without_communication() -> None:
+    rows = {row[3]: row for row in table("ddp-steps", steps={"naive": 140.0, "flat": 130.0}).rows}
+    assert rows["naive"][-2] == pytest.approx(40.0, rel=0.05)
+    assert rows["flat"][-2] == pytest.approx(30.0, rel=0.05)
+    assert rows["no communication"][-2] is None
+
+
+def test_the_fastest_way_and_what_it_hides_are_named() -> None:
+    fast = {"naive": 140.0, "bucketed 10 MiB": 108.0}
+    said = [finding.text for finding in findings(steps=fast, communication=40.0)]
+    assert "bucketed 10 MiB is the fastest at 108 ms" in said[0]
+    assert "512 MiB of gradients" in said[0]
+    assert "of naive" in said[0]
+    assert "ms on their own; 80." in said[1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "tone", "words"),
+    [(110.0, "good", "faster"), (140.0, "warn", "slower"), (122.4, "info", "noise")],
+)
+def test_torch_is_the_measure(ours: float, tone: str, words: str) -> None:
+    last = findings(steps={"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0})[-1]
+    assert last.tone == tone
+    assert words in last.text
+
+
+def test_waits_are_told_apart_for_every_rank() -> None:
+    rows = table("ddp-waits").rows
+    assert {row[2] for row in rows} == {0, 1}
+    assert all(row[3] == pytest.approx(2.0, rel=0.01) for row in rows)
+    assert all(row[4] == pytest.approx(18.0, rel=0.01) for row in rows)
+
+
+def test_pictures_show_phases_and_reductions() -> None:
+    shown = find_study("ddp").view([ddp_record()])
+    figure = next(block for block in shown if isinstance(block, Figure))
+    assert [curve.label for curve in figure.curves] == [
+        "forward",
+        "backward",
+        "waited",
+        "optimizer",
+    ]
+    timeline = next(block for block in shown if isinstance(block, Timeline))
+    assert [lane.label for lane in timeline.lanes] == ["naive: compute", "naive: reductions"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"batch": 1}, "a batch of 1 cannot be shared out among 2 ranks"),
+        ({"batch": 3}, "choose a multiple of the ranks"),
+        ({"ranks": (0,)}, "ranks is 0"),
+        ({"bucket_mb": (0.0,)}, "bucket_mb is"),
+        ({"rounds": 0}, "rounds is 0"),
+    ],
+)
+def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        find_study("ddp").flags(**how)
+
+
+def test_a_size_that_does_not_exist_is_refused() -> None:
+    study = find_study("ddp")
+    with pytest.raises(UsageError, match="smal"):
+        study.cases(study.flags(size=("smal",)))
