@@ -1,0 +1,28 @@
+"""Where our Triton kernels can run, and what every launch here needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernels_take(*tensors: Tensor) -> bool:
+    """On a GPU, or in Triton's interpreter, which computes bfloat16 wrongly. Not under the
+    compiler: it fuses the plain form itself."""
+    if not _HAS_TRITON or torch.compiler.is_compiling():
+        return False
+    if not all(x.dtype in _FORMATS and x.numel() for x in tensors):
+        return False
+    if interpreted():
+        return all(x.dtype != torch.bfloat16 for x in tensors)
+    return all(x.is_cuda for x in tensors)

@@ -1,0 +1,210 @@
+"""The head and its loss by chunks: what the plain form gives, without all logits in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stepscope.model.kernels import linear_cross_entropy
+from stepscope.model.kernels.linear_cross_entropy import CHUNK_ELEMENTS, rows_of_a_chunk
+
+ROWS, D, VOCAB = 37, 12, 53
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    x = draw(ROWS, D, dtype=dtype).requires_grad_()
+    weight = draw(VOCAB, D, dtype=dtype, seed=1).requires_grad_()
+    targets = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(2))
+    targets[[0, 5, 36]] = -100
+    return x, weight, targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return functional.cross_entropy(x @ weight.T, targets, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk_rows", [1, 8, 37, 100, None])
+@pytest.mark.parametrize("upstream", [1.0, -3.5, 0.0, 65536.0])
+def test_as_the_plain_form(reduction: str, chunk_rows: int | None, upstream: float) -> None:
+    x, weight, targets = inputs()
+    expected = plain(x, weight, targets, reduction)
+    actual = linear_cross_entropy(x, weight, targets, reduction=reduction, chunk_rows=chunk_rows)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    above = torch.tensor(upstream, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, (x, weight), above),
+        torch.autograd.grad(expected, (x, weight), above),
+        rtol=1e-10, atol=1e-12 * max(1.0, abs(upstream)),
+    )  # fmt: skip
+
+
+def test_leading_dimensions_and_another_ignored_index() -> None:
+    x, weight, _ = inputs()
+    batched = draw(3, 5, D, seed=4)
+    targets = torch.arange(15).reshape(3, 5)
+    expected = functional.cross_entropy(
+        (batched @ weight.T).flatten(0, 1), targets.flatten(), ignore_index=7
+    )
+    actual = linear_cross_entropy(batched, weight, targets, ignore_index=7, chunk_rows=4)
+    torch.testing.assert_close(actual, expected)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_only_what_learns_gets_a_gradient(frozen: str) -> None:
+    x, weight, targets = inputs()
+    (x if frozen == "x" else weight).requires_grad_(False)
+    learns = weight if frozen == "x" else x
+    (actual,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), learns)
+    (expected,) = torch.autograd.grad(plain(x, weight, targets), learns)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_all_rows_ignored_is_what_torch_makes_of_it() -> None:
+    x, weight, targets = inputs()
+    nothing = torch.full_like(targets, -100)
+    loss = linear_cross_entropy(x, weight, nothing)
+    assert loss.isnan()
+    assert plain(x, weight, nothing).isnan()
+    assert all(not grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
+
+
+def test_tied_weights_get_both_gradients() -> None:
+    _, weight, targets = inputs()
+    tokens = targets.roll(1).clamp(min=0)
+    (actual,) = torch.autograd.grad(linear_cross_entropy(weight[tokens], weight, targets), weight)
+    (expected,) = torch.autograd.grad(plain(weight[tokens], weight, targets), weight)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_second_backward_is_refused_and_not_wrong() -> None:
+    x, weight, targets = inputs()
+    loss = linear_cross_entropy(x, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autocast_computes_in_its_format_and_answers_in_the_inputs() -> None:
+    x, weight, targets = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, chunk_rows=8)
+        expected = functional.cross_entropy((x @ weight.T).float(), targets)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    exact = torch.autograd.grad(plain(x, weight, targets), (x, weight))
+    for actual, theirs, truth in zip(
+        torch.autograd.grad(loss, (x, weight)),
+        torch.autograd.grad(expected, (x, weight)),
+        exact,
+        strict=True,
+    ):
+        assert actual.dtype == torch.float32
+        error, reference = (actual - truth).abs().max(), (theirs - truth).abs().max()
+        assert 0 < error <= 1.5 * reference
+
+
+def test_bfloat16_gradients_do_not_lose_chunks() -> None:
+    """Summed in bfloat16, a chunk below a 256th of the sum so far would vanish."""
+    x, weight, targets = torch.ones(2048, 1), torch.zeros(2, 1), torch.zeros(2048, dtype=torch.long)
+    leaf = weight.bfloat16().requires_grad_()
+    loss = linear_cross_entropy(x.bfloat16(), leaf, targets, reduction="sum", chunk_rows=1)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert grad.flatten().tolist() == [-1024.0, 1024.0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_under_the_compiler_in_one_graph(autocast: bool) -> None:
+    x, weight, targets = inputs(torch.float32)
+
+    def scaled_loss(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return 3 * linear_cross_entropy(2 * x, weight, targets, chunk_rows=8)
+
+    compiled = torch.compile(scaled_loss, backend="aot_eager", fullgraph=True)
+    actual, expected = compiled(x, weight), scaled_loss(x, weight)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, (x, weight)), torch.autograd.grad(expected, (x, weight))
+    )
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        del types
+        made = function(*arguments, **(keywords or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+def test_no_tensor_is_larger_than_a_chunk_or_the_weight() -> None:
+    rows, d, vocab, chunk = 512, 4, 300, 16
+    x, weight = draw(rows, d).requires_grad_(), draw(vocab, d).requires_grad_()
+    targets = torch.randint(vocab, (rows,))
+    with LargestTensor() as ours:
+        linear_cross_entropy(x, weight, targets, chunk_rows=chunk).backward()
+    assert ours.elements == chunk * vocab
+    with LargestTensor() as theirs:
+        plain(x, weight, targets).backward()
+    assert theirs.elements == rows * vocab
+
+
+def test_nothing_is_read_back_to_the_host() -> None:
+    class NoReading(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            del types
+            assert function is not torch.ops.aten._local_scalar_dense.default
+            return function(*arguments, **(keywords or {}))
+
+    x, weight, targets = inputs()
+    with NoReading():
+        linear_cross_entropy(x, weight, targets, chunk_rows=8).backward()
+        with pytest.raises(AssertionError):
+            x.sum().item()
+
+
+def test_chunks_grow_with_the_work_and_never_vanish() -> None:
+    assert rows_of_a_chunk(2048, 10_000, 768) * 10_000 <= CHUNK_ELEMENTS
+    assert rows_of_a_chunk(32_768, 151_936, 4096) == 768
+    assert rows_of_a_chunk(8, 10**9, 4) == 128
+
+
+def test_training_with_it_finds_the_minimum() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(4, 3, bias=False)
+    x = torch.eye(4)[:3]
+    optimizer = torch.optim.SGD(head.parameters(), lr=5.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = linear_cross_entropy(x, head.weight, torch.arange(3))
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reduction": "none"}, "reduction is 'none'"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, "go together"),
+        ({"weight": torch.zeros(VOCAB, D + 1)}, "go together"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
+    x, weight, targets = inputs()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**({"x": x, "weight": weight, "targets": targets} | change))  # type: ignore[arg-type]
