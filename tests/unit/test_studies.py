@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel_records import collective_record, ddp_record
+from precision_records import dot_record, square_record, sum_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
@@ -81,6 +82,16 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
         "flash": flash_records(),
+        "accumulation": [
+            sum_record(),
+            sum_record("float32", "float32", total=100.0, moved=10_000),
+            dot_record(),
+            square_record(),
+            sum_record("bfloat16", "bfloat16", status="oom", reason=FAILURES["oom"]),
+            dot_record("tf32", status="skipped", reason=FAILURES["skipped"]),
+            square_record("float32", status="error", reason=FAILURES["error"]),
+            square_record("bfloat16", status="timeout", reason=FAILURES["timeout"]),
+        ],
         "memory": [
             *(
                 memory_record(mode, context=context, dtype=dtype, attention=attention)
@@ -229,6 +240,7 @@ class TestViews:
             "attention": attention_record,
             "profile": profile_record,
             "memory": memory_record,
+            "accumulation": sum_record,
             "flash": flash_record,
             "allreduce": collective_record,
             "ddp": ddp_record,
@@ -250,6 +262,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "warmup",
         "profile",
         "memory",
+        "accumulation",
         "attention",
         "flash",
         "allreduce",

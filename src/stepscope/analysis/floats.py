@@ -1,0 +1,113 @@
+"""Number formats as arithmetic: range, step, what a sum loses, drawn bit by bit. No torch."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import msgspec
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """A binary floating-point format with subnormal numbers."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    storage_bits: int
+
+    @property
+    def bias(self) -> int:
+        return int(2 ** (self.exponent_bits - 1)) - 1
+
+    @property
+    def largest(self) -> float:
+        return float((2 - Fraction(1, 2**self.mantissa_bits)) * Fraction(2) ** self.bias)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The step from 1 to the next number."""
+        return 2.0**-self.mantissa_bits
+
+    def step_at(self, value: float) -> float:
+        """From that value to the next larger one."""
+        exponent = math.floor(math.log2(abs(value))) if value else 1 - self.bias
+        return 2.0 ** (max(exponent, 1 - self.bias) - self.mantissa_bits)
+
+    def nearest(self, value: float) -> float:
+        """Rounded to the format, ties to even; beyond the range it is infinite."""
+        if value == 0 or not math.isfinite(value):
+            return value
+        step = Fraction(self.step_at(value))
+        rounded = float(round(Fraction(value) / step) * step)
+        return rounded if abs(rounded) <= self.largest else math.copysign(math.inf, value)
+
+    def stalls_at(self, term: float) -> float:
+        """The sum from which on adding `term` changes nothing: half a step is no longer below."""
+        held = self.nearest(term)
+        power = math.ceil(math.log2(2 * held)) + self.mantissa_bits
+        while self.nearest(2.0 ** (power - 1) + held) == 2.0 ** (power - 1):
+            power -= 1
+        return 2.0**power
+
+
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        Format(name="float32", exponent_bits=8, mantissa_bits=23, storage_bits=32),
+        Format(name="tf32", exponent_bits=8, mantissa_bits=10, storage_bits=32),
+        Format(name="float16", exponent_bits=5, mantissa_bits=10, storage_bits=16),
+        Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, storage_bits=16),
+    )
+}
+
+
+class Alignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Two numbers as an adder sees them: the smaller is shifted until exponents agree."""
+
+    larger: str
+    smaller: str
+    shifted: str
+    """The smaller one's digits in the places of the larger one."""
+    kept: str
+    """What of it lies within the larger one's last place."""
+    gap: int
+    result: float
+
+
+def align(larger: float, smaller: float, form: Format) -> Alignment:
+    """Add two positive normal numbers by hand."""
+    high, low = _exponent(form.nearest(larger)), _exponent(form.nearest(smaller))
+    digits = _digits(form.nearest(smaller), form)
+    gap = high - low
+    shifted = ("0" * gap + digits)[: form.mantissa_bits + 1 + gap]
+    return Alignment(
+        larger=_written(form.nearest(larger), form),
+        smaller=_written(form.nearest(smaller), form),
+        shifted=f"{shifted[0]}.{shifted[1:]}",
+        kept=f"{shifted[0]}.{shifted[1 : form.mantissa_bits + 1]}",
+        gap=gap,
+        result=form.nearest(form.nearest(larger) + form.nearest(smaller)),
+    )
+
+
+def _exponent(value: float) -> int:
+    return math.floor(math.log2(value))
+
+
+def _digits(value: float, form: Format) -> str:
+    scaled = Fraction(value) / Fraction(2) ** _exponent(value) * 2**form.mantissa_bits
+    return format(int(scaled), f"0{form.mantissa_bits + 1}b")
+
+
+def _written(value: float, form: Format) -> str:
+    digits = _digits(value, form)
+    return f"{digits[0]}.{digits[1:]} × 2^{_exponent(value)}"

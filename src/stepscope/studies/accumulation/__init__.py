@@ -1,0 +1,116 @@
+"""What does a sum lose in each number format, and what does this device's matrix unit keep?
+
+    stepscope run accumulation
+
+`sum` cases add the same small number again and again; `dot` cases multiply long rows on the device;
+`square` cases square numbers near the ends of each format's range. None of them takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.floats import FORMATS
+from stepscope.errors import UsageError, unknown_name
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+
+SUMS = (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    ("float16-converted", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+)
+"""Format of the terms and of the accumulator; the first four are those of the course."""
+OVERFLOWED = -1.0
+"""Stands for an infinite square in a series."""
+SQUARES = ("float32", "float16", "bfloat16")
+
+
+class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sums to try."""
+
+    term: float = 0.01
+    """What is added again and again."""
+    count: int = 10_000
+    """How often; the course adds 1000 times, and that sum is reported too."""
+    length: tuple[int, ...] = (256, 1024, 4096, 16384)
+    """Lengths of the dot products."""
+    format: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    """Formats of the dot products; on NVIDIA GPUs from Ampere on also tf32."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1000:
+            raise UsageError(f"count is {self.count}", "it must be at least 1000")
+        if not 0 < self.term < 1000:
+            raise UsageError(f"term is {self.term}", "give a positive number below 1000")
+        if min(self.length, default=0) < 2:
+            raise UsageError(f"length is {self.length}", "give lengths of at least 2")
+        for name in self.format:
+            if name not in FORMATS:
+                raise unknown_name("format", name, FORMATS)
+
+
+class Accumulation(Study[AccumulationFlags]):
+    name = "accumulation"
+    title = "Accumulation"
+    question = (
+        "How far is a sum from the truth in each number format, when does it stop to grow,"
+        " and in which format does the matrix unit add?"
+    )
+    examples = (
+        "stepscope run accumulation",
+        "stepscope run accumulation --term 0.001 --count 20000",
+    )
+    flags = AccumulationFlags
+
+    def cases(self, flags: AccumulationFlags) -> tuple[Case, ...]:
+        sums = [
+            Case(
+                study=self.name,
+                key=f"sum_{terms}_in_{accumulator}_x{flags.term}_n{flags.count}",
+                config={
+                    "part": "sum", "terms": terms, "accumulator": accumulator,
+                    "term": flags.term, "count": flags.count,
+                },
+            )
+            for terms, accumulator in SUMS
+        ]  # fmt: skip
+        products = [
+            Case(
+                study=self.name,
+                key=f"dot_{form}_k{'-'.join(map(str, flags.length))}",
+                config={"part": "dot", "format": form, "length": list(flags.length)},
+                needs=(form,),
+            )
+            for form in flags.format
+        ]
+        squares = [
+            Case(study=self.name, key=f"square_{form}", config={"part": "square", "format": form})
+            for form in SQUARES
+        ]
+        return (*sums, *products, *squares)
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.studies.accumulation.measuring import measure_part
+
+        return measure_part(config, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.accumulation.view import accumulation_blocks
+
+        return accumulation_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[AccumulationFlags]]:
+        on_gpu = ("tf32",) if environment.device_kind == "cuda" else ()
+        flags = (AccumulationFlags(format=("float32", *on_gpu, "float16", "bfloat16")),)
+        return dict.fromkeys(("quick", "seeds", "cs336-2026", "h200", "full"), flags)
+
+
+STUDY = Accumulation()

@@ -1,0 +1,138 @@
+"""The sums themselves."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.accumulation import OVERFLOWED
+from stepscope.studies.base import Bench, Measurement
+
+if TYPE_CHECKING:
+    import torch
+
+_MARKS_PER_DECADE = (1, 2, 5)
+_ROWS = 64
+_EDGES = (1e-24, 1e-12, 1e-5, 1e-4, 1e-3, 200.0, 300.0, 1e5, 1e19, 2e19)
+
+
+def measure_part(config: dict[str, Any], bench: Bench) -> Measurement:
+    part = {"sum": _sum, "dot": _dot, "square": _square}[config["part"]]
+    return part(config, bench)
+
+
+def _sum(config: dict[str, Any], bench: Bench) -> Measurement:
+    """Add one after the other, on the host: the arithmetic is the same everywhere."""
+    import torch
+
+    terms, accumulator = config["terms"], getattr(torch, config["accumulator"])
+    held = torch.tensor(config["term"], dtype=getattr(torch, terms.removesuffix("-converted")))
+    if terms.endswith("-converted"):
+        held = held.to(torch.float32)
+    marks = _marks(config["count"])
+    total, sums, last_moved = torch.zeros((), dtype=accumulator), [], 0
+    start = time.perf_counter()
+    before = 0.0
+    for number in range(1, config["count"] + 1):
+        total += held
+        now = total.item()
+        if now != before:
+            before, last_moved = now, number
+        if number in marks:
+            sums.append(now)
+    took = (time.perf_counter() - start) * 1e3
+    bench.progress(1, 1, "sum")
+    found = {
+        "sum": before,
+        "sum_1000": sums[sorted(marks).index(1000)],
+        "last_moved": last_moved,
+        "term_held": held.item(),
+    }
+    return Measurement(
+        series=(
+            Series(name="partial", unit="1", values=tuple(sums)),
+            Series(name="at", unit="terms", values=tuple(map(float, sorted(marks)))),
+            Series(name="step", unit="ms", values=(took,)),
+        ),
+        quantities=_quantities(found),
+    )
+
+
+def _marks(count: int) -> set[int]:
+    marks, decade = {1000, count}, 1
+    while decade <= count:
+        marks |= {decade * digit for digit in _MARKS_PER_DECADE if decade * digit <= count}
+        decade *= 10
+    return marks
+
+
+def _dot(config: dict[str, Any], bench: Bench) -> Measurement:
+    """Rows of positive numbers times each other: on the device, and added in the format itself."""
+    import torch
+
+    device, form = bench.device, config["format"]
+    storage = torch.float32 if form in ("float32", "tf32") else getattr(torch, form)
+    torch.set_float32_matmul_precision("high" if form == "tf32" else "highest")
+    generator = torch.Generator().manual_seed(0)
+    on_device, by_hand = [], []
+    for length in config["length"]:
+        a, b = (
+            (0.5 + torch.rand(_ROWS, length, generator=generator)).to(storage) for _ in range(2)
+        )
+        exact = (a.double() * b.double()).sum(dim=1)
+        product = a.to(device.torch_device) @ b.to(device.torch_device).T
+        on_device.append(_worst(product.diagonal().cpu().double(), exact))
+        total = torch.zeros(_ROWS, dtype=storage)
+        for column in (a * b).unbind(dim=1):
+            total += column
+        by_hand.append(_worst(total.double(), exact))
+    torch.set_float32_matmul_precision("highest")
+    return Measurement(
+        series=(
+            Series(name="device", unit="1", values=tuple(on_device)),
+            Series(name="in_format", unit="1", values=tuple(by_hand)),
+        )
+    )
+
+
+def _worst(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((found - exact) / exact).abs().max())
+
+
+def _square(config: dict[str, Any], bench: Bench) -> Measurement:
+    """Squares near the ends of the range, and the variance of numbers that are close together."""
+    import torch
+
+    form = getattr(torch, config["format"])
+    edges = torch.tensor(_EDGES, dtype=form)
+    generator = torch.Generator().manual_seed(0)
+    # Far from zero and narrow: mean(x²) - mean(x)² has nothing left to subtract.
+    narrow = (100.0 + torch.randn(4096, generator=generator)).to(form)
+    naive = (narrow * narrow).mean() - narrow.mean() ** 2
+    exact = narrow.double().var(correction=0)
+    bench.progress(1, 1, "squares")
+    return Measurement(
+        series=(
+            Series(name="value", unit="1", values=_EDGES),
+            Series(name="square", unit="1", values=tuple(_finite(edges * edges))),
+        ),
+        quantities=_quantities(
+            {
+                name: float(value)
+                for name, value in (("variance", naive), ("variance_exact", exact))
+                if torch.isfinite(value)
+            }
+        ),
+    )
+
+
+def _finite(values: torch.Tensor) -> list[float]:
+    """JSON knows no infinity: what overflowed is OVERFLOWED."""
+    import torch
+
+    return [OVERFLOWED if not torch.isfinite(value) else float(value) for value in values]
+
+
+def _quantities(found: dict[str, float]) -> dict[str, Quantity]:
+    return {name: Quantity(value=value, unit="1") for name, value in found.items()}

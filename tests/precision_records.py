@@ -1,0 +1,71 @@
+"""Records of the studies of number formats, with values that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sample_records import record
+from stepscope.records.schema import Quantity, Record, Series
+from stepscope.studies.registry import find_study
+
+
+def _case(**wanted: Any) -> Any:
+    study = find_study("accumulation")
+    (case,) = (
+        case
+        for case in study.cases(study.flags(format=("float32", "tf32", "float16", "bfloat16")))
+        if wanted.items() <= case.config.items()
+    )
+    return case
+
+
+def _record(case: Any, series: Sequence[Series], found: dict[str, float], **changes: Any) -> Record:
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="accumulation",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "quantities": {name: Quantity(value=v, unit="1") for name, v in found.items()},
+        }
+        | changes,
+    )
+
+
+def sum_record(
+    terms: str = "float16",
+    accumulator: str = "float16",
+    *,
+    total: float = 32.0,
+    moved: int = 2798,
+    **changes: Any,
+) -> Record:
+    case = _case(part="sum", terms=terms, accumulator=accumulator)
+    series = (
+        Series(name="partial", unit="1", values=(9.9531, total)),
+        Series(name="at", unit="terms", values=(1000.0, 10_000.0)),
+    )
+    found = {"sum": total, "sum_1000": 9.9531, "last_moved": moved, "term_held": 0.01000214}
+    return _record(case, series, found, **changes)
+
+
+def dot_record(
+    form: str = "bfloat16", *, device: float = 0.003, by_hand: float = 0.9, **changes: Any
+) -> Record:
+    case = _case(part="dot", format=form)
+    series = (
+        Series(name="device", unit="1", values=(device,) * 4),
+        Series(name="in_format", unit="1", values=(by_hand,) * 4),
+    )
+    return _record(case, series, {}, **changes)
+
+
+def square_record(form: str = "float16", *, variance: float = 0.0, **changes: Any) -> Record:
+    case = _case(part="square", format=form)
+    series = (
+        Series(name="value", unit="1", values=(1e-4, 1.0, 300.0)),
+        Series(name="square", unit="1", values=(0.0, 1.0, -1.0)),
+    )
+    return _record(case, series, {"variance": variance, "variance_exact": 1.0}, **changes)

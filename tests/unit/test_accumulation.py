@@ -1,0 +1,151 @@
+"""Number formats as arithmetic, against torch; the accumulation study, measured here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from precision_records import dot_record, square_record, sum_record
+from stepscope.analysis.floats import FORMATS, align
+from stepscope.errors import UsageError
+from stepscope.measure.device import pick_device
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.accumulation import OVERFLOWED, AccumulationFlags
+from stepscope.studies.base import Measurement
+from stepscope.studies.registry import find_study
+
+
+class QuietBench:
+    device = pick_device("cpu")
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        pass
+
+
+def measured(**wanted: object) -> Measurement:
+    study = find_study("accumulation")
+    flags = AccumulationFlags(length=(64, 4096))
+    (case,) = (c for c in study.cases(flags) if wanted.items() <= c.config.items())
+    return study.measure(case.config, QuietBench())
+
+
+def findings(records: list[Record]) -> str:
+    blocks = find_study("accumulation").view(records)
+    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+class TestFormats:
+    def test_has_the_limits_that_torch_states(self, name: str) -> None:
+        form, told = FORMATS[name], torch.finfo(getattr(torch, name))
+        assert form.largest == told.max
+        assert form.epsilon == told.eps
+        assert form.smallest_normal == told.smallest_normal
+
+    def test_rounds_as_torch_does(self, name: str) -> None:
+        form, dtype = FORMATS[name], getattr(torch, name)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(300, generator=generator, dtype=torch.float64)
+        scales = 10.0 ** torch.randint(-9, 6, (300,), generator=generator).double()
+        for value in (values * scales).tolist():
+            assert form.nearest(value) == torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+    def test_stalls_where_an_addition_changes_nothing(self, name: str) -> None:
+        form, dtype = FORMATS[name], getattr(torch, name)
+        for term in (0.01, 0.3, 1.0, 7.0):
+            edge = torch.tensor(form.stalls_at(term), dtype=dtype)
+            held = torch.tensor(term, dtype=dtype)
+            assert edge + held == edge
+            assert edge / 2 + held != edge / 2
+
+
+def test_the_largest_of_each_format_and_beyond() -> None:
+    assert FORMATS["float16"].nearest(65504.0) == 65504.0
+    assert FORMATS["float16"].nearest(-70000.0) == -math.inf
+    assert FORMATS["float16"].nearest(1e-9) == 0.0
+
+
+def test_the_smaller_number_is_shifted_out() -> None:
+    drawn = align(1000.0, 0.01, FORMATS["float16"])
+    assert drawn.larger == "1.1111010000 × 2^9"
+    assert drawn.smaller == "1.0100011111 × 2^-7"
+    assert drawn.gap == 16
+    assert drawn.kept == "0.0000000000"
+    assert drawn.result == 1000.0
+    near = align(1000.0, 1.0, FORMATS["float16"])
+    assert near.gap == 9
+    assert near.result == 1001.0
+
+
+@pytest.mark.parametrize(
+    ("terms", "accumulator", "after_1000"),
+    [
+        ("float32", "float32", "10.0001"),
+        ("float16", "float16", "9.9531"),
+        ("float16", "float32", "10.0021"),
+        ("float16-converted", "float32", "10.0021"),
+    ],
+)
+def test_the_sums_of_the_course(terms: str, accumulator: str, after_1000: str) -> None:
+    found = measured(part="sum", terms=terms, accumulator=accumulator).quantities
+    assert f"{found['sum_1000'].value:.4f}" == after_1000
+
+
+def test_a_stalled_sum_stops_where_the_format_says() -> None:
+    found = measured(part="sum", terms="bfloat16", accumulator="bfloat16").quantities
+    assert found["sum"].value == FORMATS["bfloat16"].stalls_at(0.01) == 4.0
+    assert found["last_moved"].value < 1000
+
+
+def test_a_product_on_the_device_is_nearer_than_one_added_in_its_format() -> None:
+    series = {s.name: s.values for s in measured(part="dot", format="bfloat16").series}
+    assert series["device"][-1] < 2 * FORMATS["bfloat16"].epsilon
+    assert series["in_format"][-1] > 0.1
+
+
+def test_squares_overflow_and_vanish() -> None:
+    series = {s.name: s.values for s in measured(part="square", format="float16").series}
+    squares = dict(zip(series["value"], series["square"], strict=True))
+    assert squares[300.0] == OVERFLOWED
+    assert squares[1e-4] == 0.0
+    assert squares[200.0] == 40_000.0
+
+
+def test_findings_say_when_and_why_a_sum_stops() -> None:
+    said = findings([sum_record()])
+    assert "stops at 32.00 after 2,798 additions" in said
+    assert "the step between neighbours is 0.03125" in said
+    assert "stops" not in findings([sum_record("float32", "float32", total=100.0, moved=10_000)])
+
+
+def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
+    assert "it adds in a wider format and rounds once" in findings([dot_record()])
+    assert "no wider than the format asks" in findings([dot_record(device=0.5)])
+
+
+def test_findings_name_the_ends_of_the_range() -> None:
+    said = findings([square_record()])
+    assert "squares vanish from 0.0001000 down, overflow from 300.0 up" in said
+    assert "comes out as 0 where it is 1.000" in said
+    assert "need float32" not in findings([square_record("float32", variance=1.001)])
+
+
+def test_an_overflow_is_a_word_in_the_table() -> None:
+    (table,) = (
+        block
+        for block in find_study("accumulation").view([square_record()])
+        if isinstance(block, Table) and block.name == "accumulation-squares"
+    )
+    assert table.rows[-1] == (300.0, "overflow")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"count": 10}, {"term": 0.0}, {"term": float("nan")}, {"length": (1,)}, {"format": ("int8",)}],
+)
+def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        AccumulationFlags(**fields)  # type: ignore[arg-type]
