@@ -124,7 +124,7 @@ class DataParallel(Study[DDPFlags]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
         if environment.device_kind == "cpu":
-            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(0.1, 1.0), rounds=8)
+            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(1.0,), rounds=5)
         else:
             quick = DDPFlags(ranks=(1,))
         # Two ranks on one GPU go over gloo: the ways compare, the times are not a cluster's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -90,11 +91,13 @@ def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
 
     shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
 
-    def model() -> TransformerLM:
-        torch.manual_seed(0)
-        return TransformerLM(shape, device=world.device)
+    torch.manual_seed(0)
+    alone = TransformerLM(shape, device=world.device)
 
-    alone = model()
+    def model() -> TransformerLM:
+        # Copying is faster than drawing weights again.
+        return copy.deepcopy(alone)
+
     ways = [Way(ALONE, alone, alone)]
     for strategy in ("naive", "flat", "overlap"):
         ways.append(_ours(strategy, DDP(model(), strategy)))
