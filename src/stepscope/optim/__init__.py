@@ -1,5 +1,6 @@
 """Optimizers."""
 
 from stepscope.optim.adamw import AdamW
+from stepscope.optim.fused import FusedAdamW
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "FusedAdamW"]

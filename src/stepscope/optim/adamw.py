@@ -53,21 +53,19 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update_all()
+        return loss
+
+    def _update_all(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
             raise RuntimeError("AdamW needs dense gradients; use SparseAdam for sparse ones")
-        state = self.state[parameter]
-        if not state:
-            # On the host: reading the count must not wait for the device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state = self._state_of(parameter, parameter.dtype)
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
 
@@ -80,6 +78,15 @@ class AdamW(Optimizer):
         # Both moments start at zero; dividing by 1 - βᵗ takes that bias out.
         root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
         parameter.addcdiv_(mean, root, value=-lr / (1 - beta1**steps))
+
+    def _state_of(self, parameter: Tensor, moments: torch.dtype) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            # On the host: reading the count must not wait for the device.
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=moments)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=moments)
+        return state
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

@@ -1,0 +1,176 @@
+"""AdamW over many tensors in one launch: a table says where they are, each program takes a piece.
+
+A row of the table is one tensor: the addresses of parameter, gradient and both moments, the number
+of elements, and which row of the settings is its own. A piece is a tensor and a block of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+_BLOCK = tl.constexpr(BLOCK)
+_ALIGNMENT = 16
+_COLUMNS = tl.constexpr(6)
+_SETTINGS = tl.constexpr(7)
+_FORMATS = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+class Settings(NamedTuple):
+    """What the update rule takes beside tensors, worked out on the host in double precision."""
+
+    decay: float  # 1 - lr · weight_decay
+    mean_share: float  # 1 - β₁
+    square_kept: float  # β₂
+    square_share: float  # 1 - β₂
+    eps: float
+    step_size: float  # lr / (1 - β₁ᵗ)
+    root_bias: float  # √(1 - β₂ᵗ)
+
+
+class Row(NamedTuple):
+    parameter: int
+    gradient: int
+    mean: int
+    square: int
+    elements: int
+    settings: int
+
+
+class Formats(NamedTuple):
+    parameter: torch.dtype
+    gradient: torch.dtype
+    moments: torch.dtype
+
+
+@triton.jit
+def _address(table, row, COLUMN: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    where = tl.load(table + row * _COLUMNS + COLUMN).to(tl.pointer_type(FORMAT))
+    if ALIGNED:
+        # Without it the compiler loads one element at a time.
+        where = tl.multiple_of(where, 16)
+    return where
+
+
+@triton.jit
+def _widened(bits):
+    """bfloat16, read as its bits, in float32."""
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded_by_chance(x, noise):
+    """To the neighbour above or below in bfloat16, the nearer one more often: the mean is x."""
+    bits = x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
+    return (bits >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _update(
+    parameter, gradient, mean, square, settings, at, inside, seed,
+    MASKED: tl.constexpr, CHANCE: tl.constexpr,
+):  # fmt: skip
+    """The rule of `optim.adamw`, in its order, for the elements `at`."""
+    decay, mean_share = tl.load(settings), tl.load(settings + 1)
+    square_kept, square_share = tl.load(settings + 2), tl.load(settings + 3)
+    eps, step_size, root_bias = tl.load(settings + 4), tl.load(settings + 5), tl.load(settings + 6)
+    if MASKED:
+        p = tl.load(parameter + at, mask=inside)
+        g = tl.load(gradient + at, mask=inside)
+        m = tl.load(mean + at, mask=inside)
+        s = tl.load(square + at, mask=inside)
+    else:
+        p, g = tl.load(parameter + at), tl.load(gradient + at)
+        m, s = tl.load(mean + at), tl.load(square + at)
+    p, g = p.to(tl.float32), g.to(tl.float32)
+    if CHANCE:
+        m, s = _widened(m), _widened(s)
+    else:
+        m, s = m.to(tl.float32), s.to(tl.float32)
+    p = p * decay
+    # As torch's lerp: from the nearer end.
+    near, far = m + mean_share * (g - m), g - (g - m) * (1.0 - mean_share)
+    m = tl.where(mean_share < 0.5, near, far)
+    s = s * square_kept + square_share * g * g
+    root = tl.math.div_rn(tl.math.sqrt_rn(s), tl.zeros_like(s) + root_bias) + eps
+    p = p - step_size * tl.math.div_rn(m, root)
+    if CHANCE:
+        piece = tl.program_id(0).to(tl.uint32) * _BLOCK
+        noise = tl.randint(seed, piece + tl.arange(0, _BLOCK)).to(tl.uint32, bitcast=True)
+        m, s = _rounded_by_chance(m, noise), _rounded_by_chance(s, noise >> 16)
+    else:
+        m, s = m.to(mean.dtype.element_ty), s.to(square.dtype.element_ty)
+    p = p.to(parameter.dtype.element_ty)
+    if MASKED:
+        tl.store(parameter + at, p, mask=inside)
+        tl.store(mean + at, m, mask=inside)
+        tl.store(square + at, s, mask=inside)
+    else:
+        tl.store(parameter + at, p)
+        tl.store(mean + at, m)
+        tl.store(square + at, s)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _table_kernel(
+    table, pieces, settings, seed,
+    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr,
+    ALIGNED: tl.constexpr, CHANCE: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(pieces + 2 * number)
+    start = tl.load(pieces + 2 * number + 1).to(tl.int64) * _BLOCK
+    parameter = _address(table, row, 0, PARAMETER, ALIGNED)
+    gradient = _address(table, row, 1, GRADIENT, ALIGNED)
+    mean = _address(table, row, 2, MOMENTS, ALIGNED)
+    square = _address(table, row, 3, MOMENTS, ALIGNED)
+    elements = tl.load(table + row * _COLUMNS + 4)
+    own = settings + tl.load(table + row * _COLUMNS + 5) * _SETTINGS
+    at = start + tl.arange(0, _BLOCK)
+    # Whole blocks need no mask, and only without one do loads take 16 bytes at once.
+    if start + _BLOCK <= elements:
+        _update(parameter, gradient, mean, square, own, at, at, seed, False, CHANCE)
+    else:
+        inside = at < elements
+        _update(parameter, gradient, mean, square, own, at, inside, seed, True, CHANCE)
+
+
+class Table:
+    """Tensors of the same formats on one device, ready for a launch."""
+
+    def __init__(self, rows: tuple[Row, ...], device: torch.device) -> None:
+        self.rows = rows
+        addresses = 0
+        for row in rows:
+            addresses |= row.parameter | row.gradient | row.mean | row.square
+        self._aligned = addresses % _ALIGNMENT == 0
+        blocks = torch.tensor([-(-row.elements // BLOCK) for row in rows])
+        owners = torch.repeat_interleave(torch.arange(len(rows)), blocks)
+        firsts = (blocks.cumsum(0) - blocks)[owners]
+        pieces = torch.stack((owners, torch.arange(len(owners)) - firsts), dim=1)
+        self._pieces = sent(pieces.to(torch.int32), device)
+        self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
+
+    def update(self, settings: Tensor, formats: Formats, *, by_chance: bool, seed: int) -> None:
+        moments = tl.uint16 if by_chance else _FORMATS[formats.moments]
+        _table_kernel[(len(self._pieces),)](
+            self._table, self._pieces, settings, seed,
+            PARAMETER=_FORMATS[formats.parameter], GRADIENT=_FORMATS[formats.gradient],
+            MOMENTS=moments, ALIGNED=self._aligned, CHANCE=by_chance, num_warps=8,
+        )  # fmt: skip
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """On the device without waiting for it."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
