@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sample_records import record
+import msgspec
+
+from sample_records import record, times
 from stepscope.records.schema import Quantity, Record, Series
+from stepscope.studies.autocast.dtype_rows import OperatorFormats
 from stepscope.studies.registry import find_study
 
 
@@ -69,3 +72,41 @@ def square_record(form: str = "float16", *, variance: float = 0.0, **changes: An
         Series(name="square", unit="1", values=(0.0, 1.0, -1.0)),
     )
     return _record(case, series, {"variance": variance, "variance_exact": 1.0}, **changes)
+
+
+def autocast_record(
+    subject: str = "toy",
+    dtype: str = "float16",
+    *,
+    formats: dict[str, str] | None = None,
+    operators: Sequence[OperatorFormats] = (),
+    **changes: Any,
+) -> Record:
+    """One step under autocast whose tensors had these formats."""
+    study = find_study("autocast")
+    (case,) = study.cases(study.flags(subject=(subject,), dtype=(dtype,)))
+    named = {"parameters": "float32", "fc1 output": dtype, "logits": dtype, "loss": "float32"}
+    listed = operators or (
+        OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2),
+        OperatorFormats(operator="_to_copy", inputs=("float32",), output=(dtype,), count=3),
+        OperatorFormats(operator="pow", inputs=("float32",), output=("float32",), count=1),
+    )
+    failed = changes.get("status", "ok") != "ok"
+    found = {"casts": 7.0, "cast_bytes": 4096.0, "norm_error.float16": 0.01}
+    return record(
+        study="autocast",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else (times("step", 10.0, "host"), times("casts", 1.0, "host")),
+            "quantities": {name: Quantity(value=v, unit="1") for name, v in found.items()},
+            "notes": {}
+            if failed
+            else {
+                "formats": msgspec.json.encode(formats or named).decode(),
+                "forward": msgspec.json.encode(listed).decode(),
+                "backward": msgspec.json.encode(listed[:1]).decode(),
+            },
+        }
+        | changes,
+    )

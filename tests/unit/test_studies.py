@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel_records import collective_record, ddp_record
-from precision_records import dot_record, square_record, sum_record
+from precision_records import autocast_record, dot_record, square_record, sum_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
@@ -91,6 +91,14 @@ def mixed_records() -> dict[str, list[Record]]:
             dot_record("tf32", status="skipped", reason=FAILURES["skipped"]),
             square_record("float32", status="error", reason=FAILURES["error"]),
             square_record("bfloat16", status="timeout", reason=FAILURES["timeout"]),
+        ],
+        "autocast": [
+            autocast_record(),
+            autocast_record("tiny", "bfloat16"),
+            *(
+                autocast_record(size, status=status, reason=FAILURES[status])
+                for size, status in zip(("mini", "small", "large", "xl"), FAILURES, strict=True)
+            ),
         ],
         "memory": [
             *(
@@ -190,6 +198,7 @@ def test_one_study_has_its_share_of_a_preset_in_the_same_order() -> None:
 def test_the_quick_preset_compiles_nothing_on_a_cpu_and_fits() -> None:
     for case in preset_cases("quick", ON_CPU):
         assert "compiler" not in case.needs
+        assert case.config.get("subject", "toy") in ("toy", "tiny")
         assert case.config.get("size", "tiny") in ("tiny", "mini", "midi")
         assert case.config.get("seq", 0) <= 512
 
@@ -241,6 +250,7 @@ class TestViews:
             "profile": profile_record,
             "memory": memory_record,
             "accumulation": sum_record,
+            "autocast": autocast_record,
             "flash": flash_record,
             "allreduce": collective_record,
             "ddp": ddp_record,
@@ -263,6 +273,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "profile",
         "memory",
         "accumulation",
+        "autocast",
         "attention",
         "flash",
         "allreduce",

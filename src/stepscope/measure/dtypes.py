@@ -1,0 +1,74 @@
+"""Which number format every operator reads and writes, as the dispatcher sees it.
+
+Autocast works above this: its casts arrive here as operators of their own, so what is recorded is
+what is computed and not what was written down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "expand",
+        "transpose",
+        "permute",
+        "slice",
+        "split",
+        "detach",
+        "t",
+        "alias",
+        "as_strided",
+        "select",
+        "unsqueeze",
+        "squeeze",
+    ]
+)
+_CAST = "_to_copy"
+
+Formats = tuple[str, ...]
+
+
+class DtypeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators by the floating-point formats that they read and write; no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: Counter[tuple[str, Formats, Formats]] = Counter()
+        self.casts: Counter[tuple[tuple[int, ...], str, str]] = Counter()
+        """Shape, from, to."""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        result = function(*arguments, **(keywords or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if name not in _VIEWS:
+            read, written = _formats((arguments, keywords)), _formats(result)
+            if written:
+                self.operators[name, read, written] += 1
+            if name == _CAST and read and read != written:
+                self.casts[tuple(arguments[0].shape), read[0], written[0]] += 1
+        return result
+
+
+def _formats(tree: Any) -> Formats:
+    found = {
+        str(leaf.dtype).removeprefix("torch.")
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
+    }
+    return tuple(sorted(found))

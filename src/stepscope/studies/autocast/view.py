@@ -1,0 +1,131 @@
+"""What autocast does to each tensor and operator: findings and tables. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Cell, Column, Finding, Table
+from stepscope.report.format import bytes_, count, percent
+from stepscope.studies.autocast.dtype_rows import decode_formats, decode_operators
+
+_ENDS = ("parameters", "logits", "loss", "gradients")
+_FORMATS = ("float16", "bfloat16", "float32")
+_CAST = "_to_copy"
+
+
+def autocast_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    done = [r for r in records if r.status == "ok" and "formats" in r.notes]
+    lost = [record for record in records if record.status != "ok"]
+    blocks: list[Block] = []
+    for record in done:
+        blocks += [*_findings(record)]
+    if done:
+        blocks += [_formats_table(done), _reductions_table(done)]
+        blocks += [_operators_table(record) for record in done]
+    if lost:
+        blocks.append(
+            Table(
+                name="autocast-lost",
+                title="Cases without a result",
+                columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
+                rows=tuple((record.case, record.status, record.reason) for record in lost),
+            )
+        )
+    return tuple(blocks)
+
+
+def _title(record: Record) -> str:
+    subject = record.config["subject"]
+    what = "the small net of the course" if subject == "toy" else f"the {subject} model"
+    return f"{what} under {record.config['dtype']} autocast"
+
+
+def kept_wide(record: Record) -> list[str]:
+    """Operators of the forward that read float32 and have more than casting to do."""
+    operators = decode_operators(record.notes["forward"])
+    return sorted(
+        {o.operator for o in operators if o.inputs == ("float32",) and o.operator != _CAST}
+    )
+
+
+def _findings(record: Record) -> Iterator[Finding]:
+    named = decode_formats(record.notes["formats"])
+    title = _title(record)
+    ends = ", ".join(f"{name} {named[name]}" for name in _ENDS if name in named)
+    inner = [name for name in named if name not in _ENDS]
+    listed = (
+        " Its modules give: " + ", ".join(f"{name} {named[name]}" for name in inner) + "."
+        if record.config["subject"] == "toy"
+        else ""
+    )
+    yield Finding(text=f"{title[:1].upper()}{title[1:]}: {ends}.{listed}")
+    casts, size = record.quantity("casts") or 0, record.quantity("cast_bytes") or 0
+    step, replayed = record.find("step"), record.find("casts")
+    text = f"In one step of {title} there are {count(casts)} casts, {bytes_(size)} read and written"
+    if step is not None and replayed is not None and step.values and replayed.values:
+        share = summarize(replayed.values).median / summarize(step.values).median
+        text += f"; alone they take {percent(share)} of the step's time"
+    wide = kept_wide(record)
+    if wide:
+        text += f". The forward keeps in float32: {', '.join(wide)}"
+    yield Finding(text=text + ".")
+
+
+def _formats_table(records: Sequence[Record]) -> Table:
+    held = [decode_formats(record.notes["formats"]) for record in records]
+    names = list(dict.fromkeys(name for formats in held for name in formats))
+    return Table(
+        name="autocast-formats",
+        title="The format of each tensor",
+        columns=(
+            Column(title="tensor"),
+            *(Column(title=f"{r.config['subject']}, {r.config['dtype']}") for r in records),
+        ),
+        rows=tuple((name, *(formats.get(name) for formats in held)) for name in names),
+        caption="Read off the tensors while a step ran; of several equal blocks the first is shown."
+        " Autocast has other lists for a CPU than for CUDA: this is what the device here does.",
+    )
+
+
+def _reductions_table(records: Sequence[Record]) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (_title(record), *(record.quantity(f"norm_error.{form}") for form in _FORMATS))
+        for record in records
+    ]
+    return Table(
+        name="autocast-reductions",
+        title="A norm's mean square with the sum kept in each format",
+        columns=(
+            Column(title="step"),
+            *(Column(title=form, kind="percent", hint="largest error") for form in _FORMATS),
+        ),
+        rows=tuple(rows),
+        caption="On the inputs that the norms of this step really had, against float64: why a norm"
+        " reduces in float32.",
+    )
+
+
+def _operators_table(record: Record) -> Table:
+    def rows(phase: str) -> Iterator[tuple[Cell, ...]]:
+        for held in decode_operators(record.notes[phase]):
+            yield phase, held.operator, _words(held.inputs), _words(held.output), held.count
+
+    return Table(
+        name=f"autocast-operators-{record.config['subject']}-{record.config['dtype']}",
+        title=f"Operators by format: {_title(record)}",
+        columns=(
+            Column(title="phase"),
+            Column(title="operator"),
+            Column(title="reads"),
+            Column(title="writes"),
+            Column(title="times", kind="count"),
+        ),
+        rows=(*rows("forward"), *rows("backward")),
+        caption="As the dispatcher sees them; `_to_copy` from one format to another is a cast.",
+    )
+
+
+def _words(formats: Sequence[str]) -> str:
+    return ", ".join(formats)

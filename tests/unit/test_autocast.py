@@ -1,0 +1,105 @@
+"""The autocast study: formats as the dispatcher tells them, measured here and from records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from precision_records import autocast_record
+from stepscope.errors import UsageError
+from stepscope.measure.device import pick_device
+from stepscope.measure.dtypes import DtypeRecorder
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.autocast import AutocastFlags
+from stepscope.studies.autocast.dtype_rows import (
+    OperatorFormats,
+    decode_formats,
+    decode_operators,
+)
+from stepscope.studies.autocast.view import kept_wide
+from stepscope.studies.base import Measurement
+from stepscope.studies.registry import find_study
+
+
+class QuietBench:
+    device = pick_device("cpu")
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        pass
+
+
+def measured(subject: str, dtype: str) -> Measurement:
+    study = find_study("autocast")
+    (case,) = study.cases(AutocastFlags(subject=(subject,), dtype=(dtype,), context=8))
+    return study.measure(case.config, QuietBench())
+
+
+def findings(records: list[Record]) -> str:
+    blocks = find_study("autocast").view(records)
+    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_small_net_of_the_course(dtype: str) -> None:
+    done = measured("toy", dtype)
+    named = decode_formats(done.notes["formats"])
+    assert named["parameters"] == named["gradients"] == named["loss"] == "float32"
+    assert named["fc1 output"] == named["logits"] == dtype
+    products = [o for o in decode_operators(done.notes["forward"]) if o.operator == "mm"]
+    assert products == [OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
+
+
+def test_the_model_keeps_its_stream_and_norms_in_float32() -> None:
+    done = measured("tiny", "bfloat16")
+    named = decode_formats(done.notes["formats"])
+    assert named["embedding output"] == named["norm output"] == "float32"
+    assert named["blocks.0.attention.query output"] == "bfloat16"
+    assert not any(name.startswith("blocks.1") for name in named)
+    found = {name: quantity.value for name, quantity in done.quantities.items()}
+    # Every matrix once, and every input of a product: at least 15 weights and 15 inputs.
+    assert found["casts"] >= 30
+    assert found["norm_error.float32"] < 1e-5 < found["norm_error.bfloat16"]
+    assert {series.name for series in done.series} == {"step", "casts"}
+
+
+def test_casts_are_counted_and_views_are_not() -> None:
+    recorder = DtypeRecorder()
+    x = torch.ones(4, 6)
+    with recorder:
+        y = x.to(torch.bfloat16)
+        y.t()
+        y.view(24)
+        y.to(torch.bfloat16)
+        x + 1
+    assert recorder.casts == {((4, 6), "float32", "bfloat16"): 1}
+    assert {name for name, _, _ in recorder.operators} == {"_to_copy", "add"}
+
+
+def test_findings_say_the_formats_and_the_cost_of_casts() -> None:
+    said = findings([autocast_record()])
+    assert "parameters float32, logits float16, loss float32" in said
+    assert "fc1 output float16" in said
+    assert "7 casts, 4.00 KiB read and written; alone they take 10" in said
+    assert "keeps in float32: pow" in said
+
+
+def test_an_operator_that_only_casts_is_not_kept_wide() -> None:
+    assert kept_wide(autocast_record()) == ["pow"]
+
+
+def test_one_table_compares_the_cases() -> None:
+    (table,) = (
+        block
+        for block in find_study("autocast").view([autocast_record(), autocast_record("tiny")])
+        if isinstance(block, Table) and block.name == "autocast-formats"
+    )
+    assert ("logits", "float16", "float16") in table.rows
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dtype": ("float32",)}, {"subject": ("huge",)}, {"context": 0}, {"attention": "x"}]
+)
+def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        AutocastFlags(**fields)  # type: ignore[arg-type]
