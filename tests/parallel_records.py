@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -95,3 +95,42 @@ def ddp_record(
         }
         | changes,
     )  # fmt: skip
+
+
+def sharding_record(
+    steps: Mapping[str, float] | None = None,
+    *,
+    ranks: int = 2,
+    context: int = 128,
+    shares: Sequence[float] | None = None,
+    **changes: Any,
+) -> Record:
+    """Parameters of 1 GiB; `shares` are the ranks' parts of the 2 GiB of state."""
+    study = find_study("sharding")
+    flags = study.flags(ranks=(ranks,), context=context, batch=12)
+    (case,) = study.cases(flags)
+    took = dict.fromkeys(("unsharded", "broadcast", "scatter", "torch ZeRO"), 100.0)
+    took |= steps or {}
+    series, held = [], {}
+    for way, step in took.items():
+        for name, ms in {"step": step, "backward": step - 20.0, "optimizer": 20.0}.items():
+            for rank in range(ranks):
+                one = times(f"{way}.{name}", ms, "host", seed=len(series))
+                series.append(msgspec.structs.replace(one, rank=rank))
+        for rank in range(ranks):
+            part = 1.0 if way == "unsharded" else (shares or [1 / ranks] * ranks)[rank]
+            sizes = {"parameters": 2**30, "gradients": 2**30, "state": 2**31 * part}
+            for kind, size in sizes.items():
+                held[f"{way}.{kind}.rank{rank}"] = Quantity(value=size, unit="B")
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="sharding",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else tuple(series),
+            "quantities": {} if failed else held,
+            "notes": {} if failed else {"backend": "gloo"},
+        }
+        | changes,
+    )

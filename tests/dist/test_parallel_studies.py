@@ -50,3 +50,18 @@ def test_every_way_to_average_gradients_is_timed() -> None:
         backward = next(s for s in lanes[name]["compute"] if s[2] == "backward")
         early = [s for s in lanes[name]["reductions"] if s[0] < backward[1]]
         assert bool(early) == (name in ("overlap", "bucketed 0.1 MiB")), name
+
+
+def test_sharded_state_is_counted_on_every_rank() -> None:
+    study = find_study("sharding")
+    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2))
+    measured = study.measure(case.config, CpuBench())
+    held = {name: quantity.value for name, quantity in measured.quantities.items()}
+    whole = held["unsharded.state.rank0"]
+    assert whole == pytest.approx(2 * held["unsharded.parameters.rank0"], rel=1e-3)
+    for way in ("broadcast", "scatter", "torch ZeRO"):
+        shares = [held[f"{way}.state.rank{rank}"] for rank in (0, 1)]
+        assert sum(shares) == pytest.approx(whole, rel=1e-3)
+        if way != "torch ZeRO":
+            assert max(shares) == pytest.approx(whole / 2, rel=0.02), way
+    assert {len(series.values) for series in measured.series} == {2}

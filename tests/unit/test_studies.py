@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_records import collective_record, ddp_record
+from parallel_records import collective_record, ddp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
@@ -66,6 +66,13 @@ def mixed_records() -> dict[str, list[Record]]:
             *(
                 ddp_record(context=64 * place, status=status, reason=FAILURES[status])
                 for place, status in enumerate(FAILURES, start=1)
+            ),
+        ],
+        "sharding": [
+            *(sharding_record(ranks=ranks) for ranks in (1, 2, 4)),
+            *(
+                sharding_record(context=64 * place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=3)
             ),
         ],
         "benchmark": [*sound, *lost, half, half_lost],
@@ -254,6 +261,7 @@ class TestViews:
             "flash": flash_record,
             "allreduce": collective_record,
             "ddp": ddp_record,
+            "sharding": sharding_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -278,6 +286,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "flash",
         "allreduce",
         "ddp",
+        "sharding",
         "machine",
         "records",
     ]

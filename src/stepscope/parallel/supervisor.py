@@ -194,7 +194,8 @@ class Watch:
         silent = [rank for rank in self._dead(pulses) if rank not in raised]
         stacks = {rank: held["stack"] for rank, held in raised.items()}
         if silent:
-            stacks |= self._stacks(*(r for r in self._ranks if r not in (*silent, *raised)))
+            others = [rank for rank in self._ranks if rank not in (*silent, *raised)]
+            stacks |= self._stacks(*others) if others else {}
             lost = silent[0]
             raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
         first = min(raised, key=lambda rank: raised[rank]["at_s"])
@@ -263,14 +264,18 @@ def in_collective(stack: str) -> bool:
 @contextlib.contextmanager
 def _quiet_signals() -> Iterator[None]:
     """Torch's launcher takes over signal handlers and logs what is reported here; undo both."""
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    was_disabled, logger.disabled = logger.disabled, True
+    names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in names]
+    were_disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     in_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main else ()
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
-        logger.disabled = was_disabled
+        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+            logger.disabled = was_disabled
         for number, handler in before.items():
             signal.signal(number, handler)

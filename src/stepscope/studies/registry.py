@@ -20,7 +20,19 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Study
 
 # The order in which a reader wants them; a study that is not named here comes after.
-_ORDER = ("benchmark", "warmup", "profile", "memory", "accumulation", "autocast", "attention", "flash", "allreduce", "ddp")
+_ORDER = (
+    "benchmark",
+    "warmup",
+    "profile",
+    "memory",
+    "accumulation",
+    "autocast",
+    "attention",
+    "flash",
+    "allreduce",
+    "ddp",
+    "sharding",
+)
 
 
 @cache

@@ -1,0 +1,122 @@
+"""What does dividing the optimizer's state among ranks save, and what does it cost?
+
+    stepscope run sharding --size small --context 128 --ranks 2
+
+Each way first runs alone, and what its tensors take is counted by kind; then all take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Environment, Quantity, Record, Series
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.sharding.view import sharding_blocks
+
+MOST_SECONDS = 540.0
+
+
+class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: sizes and numbers of ranks are cases."""
+
+    size: tuple[str, ...] = ("small",)
+    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    table: str = "2025"
+    """Which year's size table: xl differs between them."""
+    context: int = 128
+    """Sequence length in tokens."""
+    batch: int = 4
+    """Sequences per step, shared out among the ranks."""
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks, each a process on this machine."""
+    backend: str = "auto"
+    """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    rounds: int = 10
+    """Samples of each way."""
+
+    def __post_init__(self) -> None:
+        for ranks in self.ranks:
+            if ranks < 1 or self.batch < ranks or self.batch % ranks:
+                raise UsageError(
+                    f"a batch of {self.batch} cannot be shared out among {ranks} ranks",
+                    "choose a multiple of the ranks",
+                )
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+
+
+class Sharding(Study[ShardingFlags]):
+    name = "sharding"
+    title = "Sharded optimizer"
+    question = "What does dividing the optimizer's state among ranks save, and what does it cost?"
+    examples = ("stepscope run sharding --size small --ranks 2",)
+    flags = ShardingFlags
+
+    def cases(self, flags: ShardingFlags) -> tuple[Case, ...]:
+        made = []
+        for size in flags.size:
+            with_overrides(find_size(size, flags.table), context=flags.context)
+            for ranks in flags.ranks:
+                year = "" if flags.table == "2025" else f"{flags.table}_"
+                config = {
+                    "size": size, "table": flags.table, "context": flags.context,
+                    "batch": flags.batch, "ranks": ranks, "backend": flags.backend,
+                    "rounds": flags.rounds,
+                }  # fmt: skip
+                key = f"{year}{size}_c{flags.context}_b{flags.batch}_r{ranks}_{flags.backend}"
+                made.append(Case(study=self.name, key=key, config=config))
+        return tuple(made)
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.parallel import Limits, launch
+        from stepscope.studies.sharding.ranks import measure_ways
+
+        bench.progress(0, 1, f"{config['ranks']} ranks")
+        ranks = launch(
+            measure_ways,
+            (config,),
+            ranks=config["ranks"],
+            backend=config["backend"],
+            device=bench.device.kind,
+            limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
+        )
+        series = tuple(
+            Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
+            for name in ranks[0].samples
+            for rank, result in enumerate(ranks)
+        )
+        quantities = {
+            f"{name}.rank{rank}": Quantity(value=value, unit="B")
+            for rank, result in enumerate(ranks)
+            for name, value in result.held.items()
+        }
+        return Measurement(
+            series=series, quantities=quantities, notes={"backend": ranks[0].backend}
+        )
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        return sharding_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
+        quick = (
+            ShardingFlags(size=("tiny",), context=32, rounds=5)
+            if environment.device_kind == "cpu"
+            else ShardingFlags(ranks=(1,))
+        )
+        return {
+            "quick": (quick,),
+            "seeds": (ShardingFlags(size=("medium",)),),
+            "cs336-2026": (ShardingFlags(size=("xl",), table="2026"),),
+            # Two ranks on one GPU go over gloo: memory is what it would be, time is not.
+            "h200": (ShardingFlags(backend="gloo"),),
+            "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
+        }
+
+
+STUDY = Sharding()

@@ -1,0 +1,160 @@
+"""What each rank of the study does. Loads without torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from stepscope.parallel import World
+
+WARMUP = 2
+WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
+WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)
+
+
+class RankResult(NamedTuple):
+    samples: dict[str, list[float]]
+    """`WAY.PHASE` to times in ms."""
+    held: dict[str, float]
+    """`WAY.KIND` to bytes: parameters, gradients, state; on a GPU also what its counters say."""
+    backend: str
+
+
+class Trained(NamedTuple):
+    name: str
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def measure_ways(world: World, config: dict[str, Any]) -> RankResult:
+    import torch
+
+    from stepscope.model import TransformerLM, find_size, with_overrides
+
+    shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
+    torch.manual_seed(0)
+    origin = TransformerLM(shape)
+    share = config["batch"] // world.size
+    tokens = torch.randint(100, (share, config["context"] + 1)).to(world.device)
+    held: dict[str, float] = {}
+    for number, name in enumerate(WAYS):
+        world.step(number)
+        held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
+        gc.collect()
+    trained = [make(world, name, origin) for name in WAYS]
+    samples: dict[str, list[float]] = {}
+    order, shuffle = list(trained), random.Random(0).shuffle
+    for taken in range(-WARMUP, config["rounds"]):
+        shuffle(order)
+        for way in order:
+            world.step(len(WAYS) + taken + WARMUP)
+            for phase, ms in _step(world, way, tokens).items() if taken >= 0 else ():
+                samples.setdefault(f"{way.name}.{phase}", []).append(ms)
+    place = {name: number for number, name in enumerate(WAYS)}
+    ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
+    return RankResult(dict(ordered), held, world.backend)
+
+
+def make(world: World, name: str, origin: nn.Module) -> Trained:
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from stepscope.parallel import DDP, ShardedOptimizer
+
+    module = copy.deepcopy(origin).to(world.device)
+    model = module if name == SCATTER else DDP(module, "bucketed")
+    optimizer: torch.optim.Optimizer
+    if name == WHOLE:
+        optimizer = torch.optim.AdamW(module.parameters())
+    elif name == TORCH:
+        optimizer = ZeroRedundancyOptimizer(
+            module.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
+        )
+    else:
+        form: Any = name
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, form=form)
+    return Trained(name, model, module, optimizer)
+
+
+def _forward(way: Trained, tokens: Tensor) -> Tensor:
+    from stepscope.model import cross_entropy
+
+    return cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def _average(way: Trained) -> None:
+    finish = getattr(way.model, "finish_gradient_synchronization", None)
+    if finish is not None:
+        finish()
+
+
+def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[tuple[str, float]]:
+    """What the tensors of a way take after one step; on a GPU its counters at each station."""
+    import torch
+
+    found: list[tuple[str, float]] = []
+
+    def station(where: str) -> None:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+            free, total = torch.cuda.mem_get_info(world.device)
+            found.append((f"{where}.allocated", torch.cuda.memory_allocated(world.device)))
+            found.append((f"{where}.reserved", torch.cuda.memory_reserved(world.device)))
+            found.append((f"{where}.driver", total - free))
+
+    way = make(world, name, origin)
+    station("after model")
+    loss = _forward(way, tokens)
+    station("after forward")
+    loss.backward()  # type: ignore[no-untyped-call]
+    _average(way)
+    station("after backward")
+    way.optimizer.step()
+    station("after step")
+    found.append(("parameters", _bytes(list(way.module.parameters()))))
+    found.append(("gradients", _bytes([p.grad for p in way.module.parameters()])))
+    found.append(("state", _state_bytes(way.optimizer)))
+    return found
+
+
+def _state_bytes(optimizer: Any) -> float:
+    if hasattr(optimizer, "state_bytes"):
+        return float(optimizer.state_bytes())
+    inner = getattr(optimizer, "optim", optimizer)
+    return _bytes([value for held in inner.state.values() for value in held.values()])
+
+
+def _bytes(tensors: list[Any]) -> float:
+    return float(sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "numel")))
+
+
+def _step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    def now() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        return time.perf_counter()
+
+    dist.barrier()
+    began = now()
+    _forward(way, tokens).backward()  # type: ignore[no-untyped-call]
+    _average(way)
+    averaged = now()
+    way.optimizer.step()
+    stepped = now()
+    way.optimizer.zero_grad()
+    return {
+        "step": (stepped - began) * 1e3,
+        "backward": (averaged - began) * 1e3,
+        "optimizer": (stepped - averaged) * 1e3,
+    }

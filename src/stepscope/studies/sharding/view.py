@@ -1,0 +1,176 @@
+"""Findings and tables of the sharded optimizer, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, ratio_interval, summarize
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
+from stepscope.report.format import bytes_, number, percent
+from stepscope.studies.sharding.ranks import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
+
+KINDS = ("parameters", "gradients", "state")
+
+
+class Divided(NamedTuple):
+    record: Record
+
+    @property
+    def ranks(self) -> int:
+        return int(self.record.config["ranks"])
+
+    @property
+    def title(self) -> str:
+        config = self.record.config
+        return f"{config['size']}, {config['ranks']} ranks"
+
+    def held(self, way: str, kind: str) -> list[float]:
+        """Bytes of that kind on each rank."""
+        found = (self.record.quantity(f"{way}.{kind}.rank{rank}") for rank in range(self.ranks))
+        return [value for value in found if value is not None]
+
+    def samples(self, way: str, phase: str) -> list[float]:
+        """Of the slowest rank in each round."""
+        held = [s.values for s in self.record.series if s.name == f"{way}.{phase}"]
+        return [max(values) for values in zip(*held, strict=True)]
+
+    def of(self, way: str, phase: str) -> Summary | None:
+        values = self.samples(way, phase)
+        return summarize(values) if values else None
+
+
+def moved(way: str, size: float, ranks: int) -> float:
+    """Bytes that a rank sends in a step for parameters of that size, by the best algorithms."""
+    part = size * (ranks - 1) / ranks
+    return {WHOLE: 2 * part, SCATTER: 2 * part}.get(way, 3 * part)
+
+
+def sharding_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    done = [Divided(record) for record in records if record.status == "ok"]
+    return (
+        *(finding for case in done for finding in _findings(case)),
+        *(figure for case in done for figure in _figure(case)),
+        _table(records, done),
+        *_stages(done),
+    )
+
+
+def _findings(case: Divided) -> Iterator[Finding]:
+    whole, ours = case.held(WHOLE, "state"), case.held(BROADCAST, "state")
+    size = case.held(WHOLE, "parameters")
+    if not (whole and ours and size):
+        return
+    ideal = whole[0] / case.ranks
+    off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
+    yield Finding(
+        text=f"{case.title}: AdamW's state takes {bytes_(whole[0])} on every rank unsharded and"
+        f" {bytes_(max(ours))} at most when whole parameters are shared out by bytes:"
+        f" {percent(off)} off an equal share.",
+        tone="good" if off <= 0.02 else "info",
+    )
+    sent = {way: moved(way, size[0], case.ranks) for way in (BROADCAST, SCATTER)}
+    yield Finding(
+        text=f"{case.title}: averaging all gradients and then sending the parameters from their"
+        f" owners moves {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 proper"
+        f" (reduce-scatter, then all-gather) moves {bytes_(sent[SCATTER])}, as much as averaging"
+        " alone, and divides to the element. Both keep all gradients: stage 2 would keep a share of"
+        " them, stage 3 a share of the parameters too."
+    )
+    theirs, mine = case.samples(TORCH, "step"), case.samples(BROADCAST, "step")
+    if theirs and mine:
+        ratio = ratio_interval(theirs, mine)
+        yield Finding(
+            text=f"{case.title}: a step takes {number(ratio.value, 3)}× that with torch's"
+            f" ZeroRedundancyOptimizer [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
+            tone="good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info",
+        )
+
+
+def _figure(case: Divided) -> Iterator[Figure]:
+    ways = tuple(way for way in WAYS if case.held(way, "state"))
+    if ways:
+        yield Figure(
+            name=f"sharding-memory-{case.record.case}",
+            title=f"What a rank holds: {case.title}",
+            kind="stacks",
+            curves=tuple(
+                Curve(
+                    label=kind,
+                    x=ways,
+                    y=tuple(max(case.held(way, kind), default=0.0) / 2**20 for way in ways),
+                )
+                for kind in KINDS
+            ),
+            x_label="way",
+            y_label="MiB",
+            caption="Tensors after one step, on the rank that holds most; activations are gone.",
+        )
+
+
+def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
+    known = {case.record.id: case for case in done}
+    rows: list[tuple[Cell, ...]] = []
+    for record in records:
+        head: tuple[Cell, ...] = (record.config["size"], record.config["ranks"])
+        if record.id not in known:
+            rows.append((*head, None, record.status, *(None,) * 6))
+            continue
+        case = known[record.id]
+        for way in WAYS:
+            step, optimizer = case.of(way, "step"), case.of(way, "optimizer")
+            size = case.held(WHOLE, "parameters")
+            rows.append(
+                (
+                    *head,
+                    way,
+                    Interval(value=step.median, low=step.low, high=step.high) if step else None,
+                    optimizer.median if optimizer else None,
+                    *(max(case.held(way, kind), default=None) for kind in KINDS),
+                    min(case.held(way, "state"), default=None),
+                    moved(way, size[0], case.ranks) if size else None,
+                )
+            )
+    return Table(
+        name="sharding-ways",
+        title="A step and its memory, with and without sharding",
+        columns=(
+            Column(title="size"),
+            Column(title="ranks", kind="count"),
+            Column(title="way"),
+            Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
+            Column(title="optimizer", kind="number", unit="ms"),
+            *(Column(title=kind, kind="bytes", hint="on the rank with most") for kind in KINDS),
+            Column(title="least state", kind="bytes", hint="on the rank with least"),
+            Column(title="moved", kind="bytes", hint="per rank and step, predicted"),
+        ),
+        rows=tuple(rows),
+        caption="Times of the slowest rank; all ways take turns. Moved: an all-reduce is 2(n-1)/n"
+        " of the gradients, a reduce-scatter, an all-gather or a broadcast (n-1)/n.",
+    )
+
+
+def _stages(done: Sequence[Divided]) -> Iterator[Table]:
+    rows: list[tuple[Cell, ...]] = []
+    for case in done:
+        parts = [case.held(WHOLE, kind) for kind in KINDS]
+        if not all(parts):
+            continue
+        held = [part[0] for part in parts]
+        for stage, divided in enumerate(((), (2,), (1, 2), (0, 1, 2))):
+            sizes = [s / case.ranks if place in divided else s for place, s in enumerate(held)]
+            rows.append((case.title, f"ZeRO {stage}" if stage else "none", *sizes, sum(sizes)))
+    if rows:
+        yield Table(
+            name="sharding-stages",
+            title="What each stage of ZeRO leaves on a rank",
+            columns=(
+                Column(title="case"),
+                Column(title="stage"),
+                *(Column(title=kind, kind="bytes") for kind in KINDS),
+                Column(title="sum", kind="bytes"),
+            ),
+            rows=tuple(rows),
+            caption="From the unsharded bytes; activations come on top.",
+        )
