@@ -22,6 +22,7 @@ COMMANDS = {
     "import": "add the records of a JSON Lines file to the store",
     "compare": "hold two runs or two records against each other; a gate for CI",
     "predict": "the memory that a training step will need, by phase and line; needs no GPU",
+    "snapshot": "what held the memory at the peak, from a snapshot of CUDA's allocator",
     "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
     "profile-nsys": "record a training step with Nsight Systems and read the recording",
     "list": "studies, presets, sizes, and the runs that are stored",

@@ -20,7 +20,8 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         mode=workload.mode,
         optimizer=workload.optimizer,
         device=device,
-        used_before=True,
+        # The small step before it had a backward where this one has.
+        used_before=workload.mode != "forward",
     )
 
 

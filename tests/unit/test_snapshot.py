@@ -1,0 +1,142 @@
+"""Snapshots of CUDA's allocator: the peak worked out, and hostile files refused unrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.analysis.snapshot import read_snapshot, summarize
+from stepscope.cli import main
+from stepscope.errors import StepscopeError
+
+MIB = 1 << 20
+
+
+def frames(line: int) -> list[dict[str, Any]]:
+    return [
+        {"filename": "/lib/torch/nn/functional.py", "line": 9, "name": "linear"},
+        {"filename": "/home/me/model.py", "line": line, "name": "forward"},
+    ]
+
+
+def event(action: str, address: int, size: int, line: int = 1) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, "frames": frames(line)}
+
+
+def snapshot(events: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """One segment of 20 MiB: 4 in use, the rest free."""
+    blocks = [
+        {"size": 4 * MIB, "state": "active_allocated", "address": 1000, "frames": frames(7)},
+        {"size": 16 * MIB, "state": "inactive", "address": 1000 + 4 * MIB},
+    ]
+    segment = {"device": 0, "address": 1000, "total_size": 20 * MIB, "blocks": blocks}
+    return {"segments": [segment], "device_traces": [events or []]}
+
+
+HISTORY = [
+    event("alloc", 1000, 4 * MIB, line=7),
+    event("alloc", 9000, 10 * MIB, line=8),
+    event("free_requested", 9000, 10 * MIB, line=8),
+    event("free_completed", 9000, 10 * MIB, line=8),
+    event("alloc", 9000, 3 * MIB, line=9),
+    event("free_completed", 9000, 3 * MIB, line=9),
+]
+
+
+def written(path: Path, raw: Any) -> Path:
+    path.write_bytes(pickle.dumps(raw))
+    return path
+
+
+def test_the_peak_lies_where_most_was_live(tmp_path: Path) -> None:
+    held = read_snapshot(written(tmp_path / "s.pickle", snapshot(HISTORY)))
+    assert held.reserved == 20 * MIB
+    assert held.active == 4 * MIB
+    assert held.peak == 14 * MIB
+    assert held.largest is not None
+    assert (held.largest.bytes, held.largest.code) == (10 * MIB, "model.py:8 forward")
+    assert [(p.code, p.bytes) for p in held.places] == [
+        ("model.py:8 forward", 10 * MIB), ("model.py:7 forward", 4 * MIB),
+    ]  # fmt: skip
+
+
+def test_a_history_that_lost_its_beginning_is_right_for_the_rest() -> None:
+    held = summarize(snapshot(HISTORY[4:]))
+    assert held.peak == 7 * MIB
+    assert held.events == 2
+
+
+def test_without_history_there_is_the_end_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "s.pickle", snapshot())
+    assert main(["snapshot", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "20.0 MiB reserved, 4.00 MiB in use at the end" in said
+    assert "It has no history" in said
+
+
+def test_the_command_prints_and_gives_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "s.pickle", snapshot(HISTORY))
+    assert main(["snapshot", str(path), "--top", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "model.py:8 forward" in said
+    assert "1 more" in said
+    assert main(["snapshot", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["snapshot"]["peak"] == 14 * MIB
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_a_malicious_global_is_refused_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = snapshot(HISTORY) | {"extra": Payload()}
+    with pytest.raises(StepscopeError, match="mkdir"):
+        read_snapshot(written(tmp_path / "evil.pickle", raw))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_one_line(tmp_path: Path, share: float) -> None:
+    whole = pickle.dumps(snapshot(HISTORY))
+    path = tmp_path / "cut.pickle"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(StepscopeError, match="damaged or no snapshot"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        [],
+        {"pools": []},
+        {"segments": 3},
+        {"segments": [{"device": 0}]},
+        {"segments": [], "device_traces": [[{"action": "alloc"}]]},
+    ],
+)
+def test_another_format_is_refused(raw: Any) -> None:
+    with pytest.raises(StepscopeError, match="format"):
+        summarize(raw)
+
+
+def test_an_empty_snapshot_is_no_error() -> None:
+    held = summarize({"segments": [], "device_traces": []})
+    assert (held.reserved, held.peak, held.largest) == (0, 0, None)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", str(tmp_path / "none")]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
