@@ -134,3 +134,30 @@ def sharding_record(
         }
         | changes,
     )
+
+
+def fsdp_record(steps: Mapping[str, float] | None = None, **how: Any) -> Record:
+    """As the record of sharding, with every kind of bytes divided by `shares`."""
+    shares = how.pop("shares", None)
+    base = sharding_record(steps, **how)
+    named = {"broadcast": "FSDP", "torch ZeRO": "torch fully_shard"}
+    ranks = base.config["ranks"]
+    held = {}
+    for name, quantity in base.quantities.items():
+        way, _, rest = name.partition(".")
+        kind, _, rank = rest.partition(".")
+        if way in named:
+            part = (shares or [1 / ranks] * ranks)[int(rank.removeprefix("rank"))]
+            whole = base.quantities[f"unsharded.{kind}.{rank}"].value
+            held[f"{named[way]}.{kind}.{rank}"] = Quantity(value=whole * part, unit="B")
+        elif way == "unsharded":
+            held[name] = quantity
+    series = []
+    for one in base.series:
+        way, _, phase = one.name.rpartition(".")
+        if way != "scatter":
+            new_name = f"{named.get(way, way)}.{phase}"
+            series.append(msgspec.structs.replace(one, name=new_name))
+    return msgspec.structs.replace(
+        base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=held
+    )

@@ -65,3 +65,14 @@ def test_sharded_state_is_counted_on_every_rank() -> None:
         if way != "torch ZeRO":
             assert max(shares) == pytest.approx(whole / 2, rel=0.02), way
     assert {len(series.values) for series in measured.series} == {2}
+
+
+def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
+    study = find_study("fsdp")
+    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2))
+    measured = study.measure(case.config, CpuBench())
+    held = {name: quantity.value for name, quantity in measured.quantities.items()}
+    for way in ("FSDP", "torch fully_shard"):
+        for kind in ("parameters", "gradients", "state"):
+            share = max(held[f"{way}.{kind}.rank{rank}"] for rank in (0, 1))
+            assert share == pytest.approx(held[f"unsharded.{kind}.rank0"] / 2, rel=0.05), way

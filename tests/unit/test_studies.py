@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_records import collective_record, ddp_record, sharding_record
+from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
@@ -72,6 +72,13 @@ def mixed_records() -> dict[str, list[Record]]:
             *(sharding_record(ranks=ranks) for ranks in (1, 2, 4)),
             *(
                 sharding_record(context=64 * place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=3)
+            ),
+        ],
+        "fsdp": [
+            *(fsdp_record(ranks=ranks) for ranks in (1, 2, 4)),
+            *(
+                fsdp_record(context=64 * place, status=status, reason=FAILURES[status])
                 for place, status in enumerate(FAILURES, start=3)
             ),
         ],
@@ -262,6 +269,7 @@ class TestViews:
             "allreduce": collective_record,
             "ddp": ddp_record,
             "sharding": sharding_record,
+            "fsdp": fsdp_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -287,6 +295,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "allreduce",
         "ddp",
         "sharding",
+        "fsdp",
         "machine",
         "records",
     ]

@@ -32,6 +32,7 @@ _ORDER = (
     "allreduce",
     "ddp",
     "sharding",
+    "fsdp",
 )
 
 

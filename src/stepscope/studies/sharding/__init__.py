@@ -17,6 +17,7 @@ from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.sharding.ranks import WAYS, measure_ways
 from stepscope.studies.sharding.view import sharding_blocks
 
 MOST_SECONDS = 540.0
@@ -74,31 +75,7 @@ class Sharding(Study[ShardingFlags]):
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.parallel import Limits, launch
-        from stepscope.studies.sharding.ranks import measure_ways
-
-        bench.progress(0, 1, f"{config['ranks']} ranks")
-        ranks = launch(
-            measure_ways,
-            (config,),
-            ranks=config["ranks"],
-            backend=config["backend"],
-            device=bench.device.kind,
-            limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
-        )
-        series = tuple(
-            Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
-            for name in ranks[0].samples
-            for rank, result in enumerate(ranks)
-        )
-        quantities = {
-            f"{name}.rank{rank}": Quantity(value=value, unit="B")
-            for rank, result in enumerate(ranks)
-            for name, value in result.held.items()
-        }
-        return Measurement(
-            series=series, quantities=quantities, notes={"backend": ranks[0].backend}
-        )
+        return measure_on_ranks(config, bench, WAYS)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         return sharding_blocks(records)
@@ -117,6 +94,32 @@ class Sharding(Study[ShardingFlags]):
             "h200": (ShardingFlags(backend="gloo"),),
             "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
         }
+
+
+def measure_on_ranks(config: dict[str, Any], bench: Bench, ways: tuple[str, ...]) -> Measurement:
+    """Memory and times of these ways, from every rank."""
+    from stepscope.parallel import Limits, launch
+
+    bench.progress(0, 1, f"{config['ranks']} ranks")
+    ranks = launch(
+        measure_ways,
+        (config, ways),
+        ranks=config["ranks"],
+        backend=config["backend"],
+        device=bench.device.kind,
+        limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
+    )
+    series = tuple(
+        Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
+        for name in ranks[0].samples
+        for rank, result in enumerate(ranks)
+    )
+    quantities = {
+        f"{name}.rank{rank}": Quantity(value=value, unit="B")
+        for rank, result in enumerate(ranks)
+        for name, value in result.held.items()
+    }
+    return Measurement(series=series, quantities=quantities, notes={"backend": ranks[0].backend})
 
 
 STUDY = Sharding()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 WARMUP = 2
 WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
 WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)
+FULLY, TORCH_FULLY = "FSDP", "torch fully_shard"
+FULLY_WAYS = (WHOLE, FULLY, TORCH_FULLY)
 
 
 class RankResult(NamedTuple):
@@ -34,7 +36,7 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def measure_ways(world: World, config: dict[str, Any]) -> RankResult:
+def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) -> RankResult:
     import torch
 
     from stepscope.model import TransformerLM, find_size, with_overrides
@@ -45,20 +47,20 @@ def measure_ways(world: World, config: dict[str, Any]) -> RankResult:
     share = config["batch"] // world.size
     tokens = torch.randint(100, (share, config["context"] + 1)).to(world.device)
     held: dict[str, float] = {}
-    for number, name in enumerate(WAYS):
+    for number, name in enumerate(ways):
         world.step(number)
         held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
         gc.collect()
-    trained = [make(world, name, origin) for name in WAYS]
+    trained = [make(world, name, origin) for name in ways]
     samples: dict[str, list[float]] = {}
     order, shuffle = list(trained), random.Random(0).shuffle
     for taken in range(-WARMUP, config["rounds"]):
         shuffle(order)
         for way in order:
-            world.step(len(WAYS) + taken + WARMUP)
+            world.step(len(ways) + taken + WARMUP)
             for phase, ms in _step(world, way, tokens).items() if taken >= 0 else ():
                 samples.setdefault(f"{way.name}.{phase}", []).append(ms)
-    place = {name: number for number, name in enumerate(WAYS)}
+    place = {name: number for number, name in enumerate(ways)}
     ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
     return RankResult(dict(ordered), held, world.backend)
 
@@ -67,9 +69,12 @@ def make(world: World, name: str, origin: nn.Module) -> Trained:
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    from stepscope.parallel import DDP, ShardedOptimizer
+    from stepscope.parallel import DDP, FSDP, ShardedOptimizer
 
     module = copy.deepcopy(origin).to(world.device)
+    if name in (FULLY, TORCH_FULLY):
+        model = FSDP(module) if name == FULLY else _torch_fully_sharded(world, module)
+        return Trained(name, model, module, torch.optim.AdamW(module.parameters()))
     model = module if name == SCATTER else DDP(module, "bucketed")
     optimizer: torch.optim.Optimizer
     if name == WHOLE:
@@ -82,6 +87,18 @@ def make(world: World, name: str, origin: nn.Module) -> Trained:
         form: Any = name
         optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, form=form)
     return Trained(name, model, module, optimizer)
+
+
+def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    blocks: Any = module.blocks
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def _forward(way: Trained, tokens: Tensor) -> Tensor:
@@ -133,7 +150,9 @@ def _state_bytes(optimizer: Any) -> float:
 
 
 def _bytes(tensors: list[Any]) -> float:
-    return float(sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "numel")))
+    """Of what is on this rank."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
 
 
 def _step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:

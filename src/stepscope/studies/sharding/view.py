@@ -51,7 +51,7 @@ def sharding_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     done = [Divided(record) for record in records if record.status == "ok"]
     return (
         *(finding for case in done for finding in _findings(case)),
-        *(figure for case in done for figure in _figure(case)),
+        *(figure for case in done for figure in memory_figure(case, WAYS)),
         _table(records, done),
         *_stages(done),
     )
@@ -88,11 +88,11 @@ def _findings(case: Divided) -> Iterator[Finding]:
         )
 
 
-def _figure(case: Divided) -> Iterator[Figure]:
-    ways = tuple(way for way in WAYS if case.held(way, "state"))
+def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
+    ways = tuple(way for way in known if case.held(way, "state"))
     if ways:
         yield Figure(
-            name=f"sharding-memory-{case.record.case}",
+            name=f"{case.record.study}-memory-{case.record.case}",
             title=f"What a rank holds: {case.title}",
             kind="stacks",
             curves=tuple(
