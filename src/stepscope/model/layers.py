@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
+from stepscope.model.kernels.norm import plain_rms_norm
+from stepscope.model.kernels.rotary import plain_rotate
 from stepscope.ranges import named
 
 
@@ -69,9 +71,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
-        wide = x.to(_at_least_float32(x.dtype))
-        inverse_rms = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * inverse_rms * self.weight).to(x.dtype)
+        return plain_rms_norm(x, self.weight, self.eps)
 
 
 class RotaryEmbedding(nn.Module):
@@ -109,10 +109,7 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(angle.sin())
 
     def forward(self, x: Tensor) -> Tensor:  # (..., seq, d_head)
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x.dtype)
+        return plain_rotate(x, self.cos, self.sin)
 
 
 class SwiGLU(nn.Module):

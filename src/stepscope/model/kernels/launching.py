@@ -16,13 +16,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def format_taken(dtype: torch.dtype) -> bool:
+    """The interpreter computes bfloat16 wrongly."""
+    return dtype in _FORMATS and not (dtype == torch.bfloat16 and interpreted())
+
+
 def kernels_take(*tensors: Tensor) -> bool:
-    """On a GPU, or in Triton's interpreter, which computes bfloat16 wrongly. Not under the
-    compiler: it fuses the plain form itself."""
+    """On a GPU or in Triton's interpreter. Not under the compiler: it fuses the plain form
+    itself."""
     if not _HAS_TRITON or torch.compiler.is_compiling():
         return False
-    if not all(x.dtype in _FORMATS and x.numel() for x in tensors):
+    if not all(format_taken(x.dtype) and x.numel() for x in tensors):
         return False
-    if interpreted():
-        return all(x.dtype != torch.bfloat16 for x in tensors)
-    return all(x.is_cuda for x in tensors)
+    return interpreted() or all(x.is_cuda for x in tensors)

@@ -1,0 +1,67 @@
+"""Rotary positions applied to a projection where it lies, seen by attention as heads.
+
+A projection gives (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
+any strides, so the heads are a view, and a gradient that has the strides of its input comes back as
+the projection wants it: no copy either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stepscope.model.kernels.launching import kernels_take
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., seq, d_head)
+    cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def rotated_heads_(
+    x: Tensor,  # (batch, seq, heads · d_head)
+    cos: Tensor,  # (context, d_head/2)
+    sin: Tensor,
+    heads: int,
+) -> Tensor:  # (batch, heads, seq, d_head)
+    """The heads of a projection, turned by their position. x is overwritten, so nobody else may
+    want it, and it must not be a view."""
+    if x.shape[1] > cos.shape[0]:
+        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1:
+        return plain_rotate(_split(x, heads), cos, sin)
+    turned: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return _split(turned, heads)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        from stepscope.model.kernels.triton_rotary import turn
+
+        turn(x, x, cos, sin, heads, back=False)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from stepscope.model.kernels.triton_rotary import turn
+
+        cos, sin = ctx.saved_tensors
+        grad = grad.contiguous()
+        # Not in place: a gradient may be somebody else's as well.
+        out = torch.empty_like(grad)
+        turn(grad, out, cos, sin, ctx.heads, back=True)
+        return out, None, None, None

@@ -1,0 +1,37 @@
+"""The gate of a SwiGLU: keeps its two inputs for the backward, where the plain form keeps three."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from stepscope.model.kernels.launching import kernels_take
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    same = gate.shape == up.shape and gate.dtype == up.dtype
+    if not same or not kernels_take(gate, up):
+        return functional.silu(gate) * up
+    made: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())  # type: ignore[no-untyped-call]
+    return made
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from stepscope.model.kernels import triton_swiglu
+
+        ctx.save_for_backward(gate, up)
+        return triton_swiglu.forward(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        from stepscope.model.kernels import triton_swiglu
+
+        return triton_swiglu.backward(grad.contiguous(), *ctx.saved_tensors)

@@ -1,0 +1,121 @@
+"""RMSNorm with the sum before it: one read of the row each way.
+
+The forward keeps the inverse root mean square of each row. In the backward a program takes a run of
+rows and leaves one partial sum for the weight, so there are no atomics and the bits repeat.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS_TO_A_PROCESSOR = 4
+_PROGRAMS_INTERPRETED = 4
+
+
+@triton.jit
+def _forward_kernel(
+    x, branch, weight, stream, normed, inverse, eps, D,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < D
+    at = row * D + j
+    read = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        added = tl.load(branch + at, mask=inside, other=0.0)
+        read = (read.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
+        tl.store(stream + at, read, mask=inside)
+    # The sum as it is stored, since the backward reads that.
+    wide = read.to(tl.float32)
+    mean_square = tl.sum(wide * wide, 0) / D
+    root = tl.math.sqrt_rn(mean_square + eps)
+    scale = tl.math.div_rn(root * 0.0 + 1.0, root)
+    tl.store(inverse + row, scale)
+    learned = tl.load(weight + j, mask=inside, other=0.0).to(tl.float32)
+    out = wide * scale * learned
+    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_normed, grad_stream, stream, weight, inverse, grad_sum, grad_branch, grad_weight,
+    rows, rows_each, D,
+    THROUGH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """THROUGH: a gradient comes along the stream too. SPLIT: the branch has its own format."""
+    program = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < D
+    learned = tl.load(weight + j, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    start = program * rows_each
+    for number in tl.range(0, tl.minimum(rows_each, rows - start)):
+        row = start + number
+        at = row * D + j
+        scale = tl.load(inverse + row)
+        unit = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) * scale
+        g = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
+        total += g * unit
+        g = g * learned
+        along = tl.sum(g * unit, 0) / D
+        out = (g - unit * along) * scale
+        if THROUGH:
+            out += tl.load(grad_stream + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_sum + at, out.to(grad_sum.dtype.element_ty), mask=inside)
+        if SPLIT:
+            tl.store(grad_branch + at, out.to(grad_branch.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + program * D + j, total, mask=inside)
+
+
+def forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stream, normed, and the inverse root mean square of each row, of contiguous (..., d)."""
+    stream = x
+    if branch is not None:
+        stream = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+    normed = torch.empty_like(x, dtype=out_dtype)
+    inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
+    block = triton.next_power_of_2(x.shape[-1])
+    _forward_kernel[(inverse.numel(),)](
+        x, branch, weight, stream, normed, inverse, eps, x.shape[-1],
+        ADD=branch is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return stream, normed, inverse
+
+
+def backward(
+    grad_normed: Tensor, grad_stream: Tensor | None, stream: Tensor, weight: Tensor,
+    inverse: Tensor, branch_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the stream, of the branch (the same tensor where the format is), of the
+    weight."""
+    rows, d = inverse.numel(), stream.shape[-1]
+    grad_sum = torch.empty_like(stream)
+    split = branch_dtype != stream.dtype
+    grad_branch = torch.empty_like(stream, dtype=branch_dtype) if split else grad_sum
+    rows_each = triton.cdiv(rows, _programs(stream.device))
+    programs = triton.cdiv(rows, rows_each)
+    partial = torch.empty(programs, d, device=stream.device, dtype=torch.float32)
+    block = triton.next_power_of_2(d)
+    _backward_kernel[(programs,)](
+        grad_normed, grad_stream, stream, weight, inverse, grad_sum, grad_branch, partial,
+        rows, rows_each, d,
+        THROUGH=grad_stream is not None, SPLIT=split, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return grad_sum, grad_branch, partial.sum(0).to(weight.dtype)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(4, block // 1024))
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_INTERPRETED
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * _PROGRAMS_TO_A_PROCESSOR

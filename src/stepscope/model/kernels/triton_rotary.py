@@ -1,0 +1,47 @@
+"""Turns the pairs of every head of a token; a program takes one token and some of its heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MOST_PAIRS = 4096
+
+
+@triton.jit
+def _turn_kernel(
+    x, out, cos, sin, x_stride_b, x_stride_s, out_stride_b, out_stride_s, table_stride,
+    S, H, HALF, sign,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch, position = token // S, token % S
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    pair = tl.arange(0, BLOCK_HALF)
+    in_head = pair < HALF
+    inside = (head < H)[:, None] & in_head[None, :]
+    c = tl.load(cos + position * table_stride + pair, mask=in_head, other=0.0)[None, :]
+    s = tl.load(sin + position * table_stride + pair, mask=in_head, other=0.0)[None, :] * sign
+    at = head[:, None] * (2 * HALF) + pair[None, :]
+    source = x + batch * x_stride_b + position * x_stride_s + at
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    target = out + batch * out_stride_b + position * out_stride_s + at
+    kind = out.dtype.element_ty
+    tl.store(target, (first * c - second * s).to(kind), mask=inside)
+    tl.store(target + HALF, (second * c + first * s).to(kind), mask=inside)
+
+
+def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool) -> None:
+    """x and out are (batch, seq, heads · d_head) and may be the same; tables are
+    (context, d_head/2) in float32. `back` turns the other way."""
+    batch, seq, width = x.shape
+    half = width // heads // 2
+    block_half = triton.next_power_of_2(half)
+    block_heads = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // block_half))
+    _turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
+        x, out, cos, sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
+        seq, heads, half, -1.0 if back else 1.0,
+        BLOCK_H=block_heads, BLOCK_HALF=block_half, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""Norm with residual, SwiGLU and rotary positions by our kernels against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accuracy import hold_to_policy
+from stepscope.model.kernels import (
+    add_rms_norm,
+    rms_norm,
+    rotated_heads_,
+    swiglu,
+    triton_norm,
+    triton_rotary,
+    triton_swiglu,
+)
+from stepscope.model.kernels.norm import WIDEST, plain_rms_norm
+from stepscope.model.kernels.rotary import plain_rotate
+from stepscope.model.layers import RotaryEmbedding
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# The interpreter computes bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+EPS = 1e-5
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return drawn.to(DEVICE, dtype)
+
+
+def results(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: list[Tensor],
+    grads: list[Tensor], dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    leaves = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in inputs]
+    made = function(*leaves)
+    outputs = made if isinstance(made, tuple) else (made,)
+    above = [grad.to(out.dtype) for grad, out in zip(grads, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, leaves, above)
+    return {
+        **{f"output {n}": out.detach() for n, out in enumerate(outputs)},
+        **{f"d_input {n}": grad for n, grad in enumerate(gradients)},
+    }
+
+
+def hold(
+    fused: Callable[..., Tensor | tuple[Tensor, ...]],
+    plain: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: list[Tensor],
+    grads: list[Tensor],
+) -> None:
+    candidate = results(fused, inputs, grads)
+    for number, x in enumerate(inputs):
+        assert candidate[f"d_input {number}"].dtype == x.dtype
+    hold_to_policy(
+        results(plain, inputs, grads, torch.float64), results(plain, inputs, grads), candidate
+    )
+
+
+def plain_add_norm(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    stream = x + branch
+    return stream, plain_rms_norm(stream, weight, EPS)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of our kernels ran: a plain form in their place would be as exact."""
+    seen: list[str] = []
+
+    def watch(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+
+        def watched(*arguments: object, **named: object) -> object:
+            seen.append(f"{module.__name__.rpartition('_')[2]} {name}")
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(module, name, watched)
+
+    for module in (triton_norm, triton_swiglu):
+        watch(module, "forward")
+        watch(module, "backward")
+    watch(triton_rotary, "turn")
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "d"), [(1, 1), (3, 16), (11, 100), (9, 768), (5, 1600), (2, 5120)]
+)
+def test_sum_and_norm(rows: int, d: int, dtype: torch.dtype, launches: list[str]) -> None:
+    inputs = [draw(1, rows, d, dtype=dtype, seed=n) for n in range(2)]
+    weight = 1 + 0.1 * draw(d, dtype=dtype, seed=2)
+    grads = [draw(1, rows, d, seed=n) for n in (3, 4)]
+    hold(lambda *x: add_rms_norm(*x, EPS), plain_add_norm, [*inputs, weight], grads)
+    assert launches == ["norm forward", "norm backward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_alone(dtype: torch.dtype, launches: list[str]) -> None:
+    inputs = [draw(2, 7, 96, dtype=dtype), 1 + 0.1 * draw(96, dtype=dtype, seed=1)]
+    grads = [draw(2, 7, 96, seed=2)]
+    hold(lambda *x: rms_norm(*x, EPS), lambda *x: plain_rms_norm(*x, EPS), inputs, grads)
+    assert launches == ["norm forward", "norm backward"]
+
+
+def test_a_branch_in_a_lower_format_as_under_autocast() -> None:
+    """The stream stays float32, and the next product gets its input in its own format."""
+    x, branch, weight = draw(4, 64), draw(4, 64, dtype=torch.float16, seed=1), draw(64, seed=2)
+    grads = [draw(4, 64, seed=3), draw(4, 64, seed=4).half().float()]
+
+    def fused(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(*inputs, EPS, out_dtype=torch.float16)
+
+    def plain(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = plain_add_norm(*inputs)
+        return stream, normed if stream.dtype == torch.float64 else normed.half()
+
+    stream, normed = fused(x, branch, weight)
+    assert (stream.dtype, normed.dtype) == (torch.float32, torch.float16)
+    hold(fused, plain, [x, branch, weight], grads)
+
+
+@pytest.mark.parametrize("unused", [0, 1], ids=["stream", "normed"])
+def test_one_output_without_gradient(unused: int) -> None:
+    inputs = [draw(4, 40, seed=n).requires_grad_() for n in range(3)]
+    inputs[2] = draw(40).requires_grad_()
+    grad = draw(4, 40, seed=5)
+    actual = torch.autograd.grad(
+        add_rms_norm(*inputs, EPS)[1 - unused], inputs, grad, allow_unused=True
+    )
+    expected = torch.autograd.grad(
+        plain_add_norm(*inputs)[1 - unused], inputs, grad, allow_unused=True
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_too_wide_take_the_plain_form(launches: list[str]) -> None:
+    x, weight = draw(1, WIDEST + 1), draw(WIDEST + 1)
+    assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
+    assert launches == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 100), (2, 5, 1000)], ids=str)
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, launches: list[str]) -> None:
+    inputs = [3 * draw(*shape, dtype=dtype, seed=n) for n in range(2)]
+    hold(swiglu, lambda a, b: functional.silu(a) * b, inputs, [draw(*shape, seed=2)])
+    assert launches == ["swiglu forward", "swiglu backward"]
+
+
+def test_swiglu_far_out_and_scattered() -> None:
+    gate = torch.tensor([[-100.0, 100.0], [-1e4, 0.0]], device=DEVICE)
+    up = torch.full((2, 2), 2.0, device=DEVICE)
+    assert swiglu(gate.T, up).tolist() == [[0.0, 0.0], [200.0, 0.0]]
+
+
+def tables(d_head: int, context: int) -> tuple[Tensor, Tensor]:
+    made = RotaryEmbedding(d_head, context, device=DEVICE, dtype=torch.float32)
+    return made.cos, made.sin
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "d_head"),
+    [(1, 1, 1, 2), (2, 5, 3, 64), (1, 7, 25, 80), (1, 2, 80, 256)],
+)
+def test_rotated_heads(
+    batch: int, seq: int, heads: int, d_head: int, dtype: torch.dtype, launches: list[str]
+) -> None:
+    cos, sin = tables(d_head, seq + 3)
+
+    def fused(x: Tensor) -> Tensor:
+        # A leaf cannot be overwritten, what a projection made can.
+        return rotated_heads_(x * 1, cos, sin, heads)
+
+    def plain(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        heads_first = x.unflatten(-1, (heads, d_head)).transpose(1, 2)
+        return plain_rotate(heads_first, cos.to(wide), sin.to(wide))
+
+    x = draw(batch, seq, heads * d_head, dtype=dtype)
+    hold(fused, plain, [x], [draw(batch, heads, seq, d_head, seed=1)])
+    assert launches == ["rotary turn"] * 2
+
+
+def test_rotation_is_in_place_and_its_gradient_needs_no_copy() -> None:
+    cos, sin = tables(8, 6)
+    x = draw(2, 6, 24).requires_grad_()
+    projected = x * 1
+    before = projected.detach().clone()
+    turned = rotated_heads_(projected, cos, sin, 3)
+    assert turned.data_ptr() == projected.data_ptr()
+    assert not torch.equal(projected, before)
+    assert turned.shape == (2, 3, 6, 8)
+    # As attention makes it: with the strides of its input.
+    grad = torch.empty_like(turned).normal_()
+    kept = grad.clone()
+    (back,) = torch.autograd.grad(turned, x, grad)
+    assert torch.equal(grad, kept), "a gradient belongs to whoever made it"
+    # Turned there and back: lengths of pairs stay.
+    torch.testing.assert_close(back.norm(), grad.norm())
+
+
+def test_a_sequence_longer_than_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence of 9 in a table for 6"):
+        rotated_heads_(draw(1, 9, 8), *tables(8, 6), 1)
