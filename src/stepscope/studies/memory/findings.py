@@ -12,7 +12,7 @@ from stepscope.analysis.predict.step import predict
 from stepscope.attention.registry import implementation
 from stepscope.records.memory import LIBRARIES, WEIGHT_COPIES
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding
+from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.memory.plans import plan_of
 from stepscope.studies.memory.rows import Accounted
@@ -70,7 +70,8 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
             " a plain one; times and peaks are those of plain ones where there is an allocator to"
             " ask."
         )
-    yield Finding(text=text, tone="good" if share <= _CLOSED else "warn")
+    good: Tone = "good" if worst.on_cuda else "info"
+    yield Finding(text=text, tone=good if share <= _CLOSED else "warn")
 
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:

@@ -112,16 +112,17 @@ def _figure(case: Accounted) -> Figure:
     groups = [case.groups(peak) for peak in case.phases]
     kinds = list(dict.fromkeys(kind for group in groups for kind in group))
     x = tuple(peak.phase for peak in case.phases)
+    unit, name = (_GIB, "GiB") if case.peak >= _GIB else (_GIB / 1024, "MiB")
     return Figure(
         name="memory-stack",
         title=f"The peak of each phase by what fills it: {case.name}",
         kind="stacks",
         curves=tuple(
-            Curve(label=kind, x=x, y=tuple(max(0, g.get(kind, 0)) / _GIB for g in groups))
+            Curve(label=kind, x=x, y=tuple(max(0, g.get(kind, 0)) / unit for g in groups))
             for kind in kinds
         ),
         x_label="phase",
-        y_label="memory, GiB",
+        y_label=f"memory, {name}",
     )
 
 
