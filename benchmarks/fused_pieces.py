@@ -1,0 +1,231 @@
+"""The fused pieces of a step against their eager form and torch.compile: time and memory.
+
+    python benchmarks/fused_pieces.py [linear-cross-entropy adamw add-norm swiglu rotary]
+
+Forward and backward together (an optimizer: one step), in bfloat16 as under autocast: the stream
+and the weights of norms in float32. The ways take turns, since a GPU at work lowers its clock.
+Memory is the peak above what was held before. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.measure.device import Device, pick_device
+from stepscope.measure.turns import time_in_turns
+from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
+from stepscope.model.kernels.norm import plain_rms_norm
+from stepscope.model.kernels.rotary import plain_rotate
+from stepscope.model.layers import RotaryEmbedding
+from stepscope.optim import AdamW, FusedAdamW
+
+Call = Callable[[], object]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    tokens: int
+    d_model: int
+    d_ff: int
+    heads: int
+    vocab: int
+
+
+SHAPES = (
+    Shape("small, 4 × 512", 2048, 768, 3072, 12, 10_000),
+    Shape("2.7b, 4 × 2048", 8192, 2560, 10_240, 32, 10_000),
+    Shape("8B, 1 × 32768", 32_768, 4096, 11_008, 32, 151_936),
+)
+
+
+@dataclass(frozen=True)
+class Race:
+    piece: str
+    shape: str
+    ways: dict[str, Call]
+
+
+def both_passes(function: Function, inputs: list[Tensor], grads: list[Tensor] | None) -> Call:
+    """A call of the function and of its backward, which leaves no graph behind."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    learn = [x for x in leaves if x.requires_grad]
+
+    def run() -> object:
+        made = function(*leaves)
+        outputs = made if isinstance(made, tuple) else (made,)
+        return torch.autograd.grad(outputs, learn, grads)
+
+    return run
+
+
+def ways(
+    plain: Function, fused: Function, inputs: list[Tensor], grads: list[Tensor] | None
+) -> dict[str, Call]:
+    return {
+        "eager": both_passes(plain, inputs, grads),
+        "compiled": both_passes(torch.compile(plain), inputs, grads),
+        "ours": both_passes(fused, inputs, grads),
+    }
+
+
+def head_and_loss(shape: Shape, device: torch.device) -> Race:
+    x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.vocab, shape.d_model, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(shape.vocab, (shape.tokens,), device=device)
+
+    def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy((x @ weight.T).float(), targets)
+
+    made = ways(plain, linear_cross_entropy, [x, weight * shape.d_model**-0.5, targets], None)
+    return Race("linear-cross-entropy", shape.name, made)
+
+
+def sum_and_norm(shape: Shape, device: torch.device) -> Race:
+    stream = torch.randn(shape.tokens, shape.d_model, device=device)
+    branch = torch.randn_like(stream, dtype=torch.bfloat16)
+    weight = torch.ones(shape.d_model, device=device)
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + branch
+        return stream, plain_rms_norm(stream, weight, 1e-5).bfloat16()
+
+    def fused(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, branch, weight, 1e-5, out_dtype=torch.bfloat16)
+
+    grads = [torch.randn_like(stream), torch.randn_like(branch)]
+    return Race("add-norm", shape.name, ways(plain, fused, [stream, branch, weight], grads))
+
+
+def gated(shape: Shape, device: torch.device) -> Race:
+    gate, up, grad = (
+        torch.randn(shape.tokens, shape.d_ff, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+
+    def plain(gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate) * up
+
+    return Race("swiglu", shape.name, ways(plain, swiglu, [gate, up], [grad]))
+
+
+def rotated(shape: Shape, device: torch.device) -> Race:
+    """With a copy before it in every way, which stands for the projection that made x."""
+    x = torch.randn(1, shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
+    d_head = shape.d_model // shape.heads
+    table = RotaryEmbedding(d_head, shape.tokens, device=device)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], shape.heads, d_head).transpose(1, 2)
+
+    def plain(x: Tensor) -> Tensor:
+        return plain_rotate(heads(x.clone()), table.cos, table.sin)
+
+    def fused(x: Tensor) -> Tensor:
+        return rotated_heads_(x.clone(), table.cos, table.sin, shape.heads)
+
+    return Race("rotary", shape.name, ways(plain, fused, [x], [torch.randn_like(heads(x))]))
+
+
+def optimizers(shape: Shape, device: torch.device) -> Race:
+    """Four blocks' matrices and norms, all states in float32 but in the last way."""
+
+    def step(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Call:
+        d, f = shape.d_model, shape.d_ff
+        sizes = [(d,), (d, d), (d, d), (d, d), (d, d), (d,), (f, d), (f, d), (d, f)] * 4
+        held = [nn.Parameter(torch.randn(size, device=device)) for size in sizes]
+        for each in held:
+            each.grad = torch.randn_like(each)
+        return make(held).step
+
+    def compiled(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(held, lr=torch.tensor(1e-3, device=device), capturable=True)
+        made.step = torch.compile(made.step)  # type: ignore[method-assign]
+        return made
+
+    return Race(
+        "adamw",
+        shape.name,
+        {
+            "eager": step(AdamW),
+            "torch's fused": step(lambda held: torch.optim.AdamW(held, fused=True)),
+            "compiled": step(compiled),
+            "ours": step(FusedAdamW),
+            "ours, bf16 state": step(lambda held: FusedAdamW(held, stochastic_bfloat16_state=True)),
+        },
+    )
+
+
+PIECES = {
+    "linear-cross-entropy": head_and_loss,
+    "adamw": optimizers,
+    "add-norm": sum_and_norm,
+    "swiglu": gated,
+    "rotary": rotated,
+}
+
+
+def peak_mib(run: Call, device: Device) -> float:
+    run()
+    device.synchronize()
+    device.reset_peak()
+    before = torch.cuda.memory_allocated()
+    made = run()
+    device.synchronize()
+    del made
+    return ((device.peak_bytes() or 0) - before) / 2**20
+
+
+def rows(race: Race, device: Device) -> Iterator[str]:
+    memory = {}
+    for name, run in list(race.ways.items()):
+        try:
+            memory[name] = peak_mib(run, device)
+        except torch.cuda.OutOfMemoryError:
+            del race.ways[name]
+            device.release()
+            yield f"{race.piece:<21} {race.shape:<16} {name:<17} out of memory"
+    timing = time_in_turns(race.ways, device, warmup=5, rounds=ROUNDS)
+    times = {held.name: held.values for held in timing.series if held.clock == "device"}
+    ours = statistics.median(times["ours"])
+    for name, values in times.items():
+        middle = statistics.median(values)
+        yield (
+            f"{race.piece:<21} {race.shape:<16} {name:<17} {middle:>9.3f} {min(values):>9.3f}"
+            f" {middle / ours:>7.2f}× {memory[name]:>10.1f}"
+        )
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or list(PIECES)
+    unknown = sorted(set(wanted) - set(PIECES))
+    if unknown:
+        print(f"no such piece: {', '.join(unknown)}; there are {', '.join(PIECES)}")
+        return 2
+    if not torch.cuda.is_available():
+        print("needs a GPU: the kernels are timed, and here they would be interpreted")
+        return 1
+    device = pick_device("cuda")
+    print(f"{device.name}, torch {torch.__version__}")
+    print(
+        f"{'piece':<21} {'shape':<16} {'way':<17} {'median ms':>9} {'best ms':>9} {'to ours':>8}"
+        f" {'peak MiB':>10}"
+    )
+    for piece in wanted:
+        for shape in SHAPES:
+            for row in rows(PIECES[piece](shape, device.torch_device), device):
+                print(row, flush=True)
+            device.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
