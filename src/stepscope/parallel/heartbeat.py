@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BEAT_EVERY_S = 0.1
-_LAYOUT = struct.Struct("<ddqq")
-_SLOT_BYTES = 64
+_FIELDS = 8
+"""Of 8 bytes for each rank; the first are those of `Pulse`."""
 
 
 class State(IntEnum):
@@ -47,25 +46,44 @@ class Page:
 
     def __init__(self, path: Path, ranks: int) -> None:
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), ranks * _SLOT_BYTES)
+            self._memory = mmap.mmap(file.fileno(), ranks * _FIELDS * 8)
+        # Written field by field, 8 aligned bytes at a time: a reader never sees half a number.
+        self._times = memoryview(self._memory).cast("d")
+        self._numbers = memoryview(self._memory).cast("q")
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> Page:
-        path.write_bytes(b"\0" * (ranks * _SLOT_BYTES))
+        path.write_bytes(b"\0" * (ranks * _FIELDS * 8))
         page = cls(path, ranks)
         now = time.monotonic()
         for rank in range(ranks):
-            page.write(rank, Pulse(now, now, -1, State.STARTING))
+            page.write(rank, beat_s=now, progress_s=now, step=-1, state=State.STARTING)
         return page
 
     def read(self, rank: int) -> Pulse:
-        beat, progress, step, state = _LAYOUT.unpack_from(self._memory, rank * _SLOT_BYTES)
-        return Pulse(beat, progress, step, State(state))
+        at = rank * _FIELDS
+        return Pulse(
+            self._times[at], self._times[at + 1], self._numbers[at + 2],
+            State(self._numbers[at + 3]),
+        )  # fmt: skip
 
-    def write(self, rank: int, pulse: Pulse) -> None:
-        _LAYOUT.pack_into(self._memory, rank * _SLOT_BYTES, *pulse)
+    def write(
+        self, rank: int, *, beat_s: float | None = None, progress_s: float | None = None,
+        step: int | None = None, state: State | None = None,
+    ) -> None:  # fmt: skip
+        at = rank * _FIELDS
+        if beat_s is not None:
+            self._times[at] = beat_s
+        if progress_s is not None:
+            self._times[at + 1] = progress_s
+        if step is not None:
+            self._numbers[at + 2] = step
+        if state is not None:
+            self._numbers[at + 3] = state
 
     def close(self) -> None:
+        self._times.release()
+        self._numbers.release()
         self._memory.close()
 
 
@@ -75,7 +93,6 @@ class Heartbeat:
     def __init__(self) -> None:
         self._page: Page | None = None
         self._rank = 0
-        self._lock = threading.Lock()
         self.step_number = -1
 
     def start(self, page: Page, rank: int, supervisor: int) -> None:
@@ -99,11 +116,9 @@ class Heartbeat:
         finally:
             self._update(state=State.WORKING)
 
-    def _update(self, **fields: float | int) -> None:
-        if self._page is None:
-            return
-        with self._lock:
-            self._page.write(self._rank, self._page.read(self._rank)._replace(**fields))  # type: ignore[arg-type]
+    def _update(self, **fields: Any) -> None:
+        if self._page is not None:
+            self._page.write(self._rank, **fields)
 
     def _beat(self) -> None:
         while True:
