@@ -1,9 +1,11 @@
-"""The layers of the Transformer under study, the plain way in eager PyTorch.
+"""The layers of the Transformer under study, the plain way in eager PyTorch or fused.
 
 Every layer takes `device=` and `dtype=`, so that a large model is drawn where it will live, and has
 `reset_parameters()`, so that one built on the meta device can be filled after `to_empty`.
 
-Norm and rotation compute in float32 at least and answer in the format of their input.
+Norm and rotation compute in float32 at least and answer in the format of their input. With `fused`
+the pieces between the matrix products are those of `model.kernels`, and a norm answers in the
+format of the product that reads it. Parameters are the same.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
-from stepscope.model.kernels.norm import plain_rms_norm
-from stepscope.model.kernels.rotary import plain_rotate
+from stepscope.model.kernels.launching import product_format
+from stepscope.model.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
+from stepscope.model.kernels.rotary import plain_rotate, rotated_heads_
+from stepscope.model.kernels.swiglu import swiglu
 from stepscope.ranges import named
 
 
@@ -61,9 +65,11 @@ class RMSNorm(nn.Module):
         eps: float = 1e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.fused = fused
         self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -71,7 +77,13 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
+        if self.fused:
+            return rms_norm(x, self.weight, self.eps, product_format(x))
         return plain_rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """x + branch and its norm, in one pass."""
+        return add_rms_norm(x, branch, self.weight, self.eps, product_format(x))
 
 
 class RotaryEmbedding(nn.Module):
@@ -121,14 +133,20 @@ class SwiGLU(nn.Module):
         d_ff: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
         self.w3 = Linear(d_model, d_ff, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
-        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        out: Tensor
+        if self.fused:
+            out = self.w2(swiglu(self.w1(x), self.w3(x)))
+        else:
+            out = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
 
@@ -143,8 +161,10 @@ class CausalSelfAttention(nn.Module):
         attention: AttentionFunction,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.n_heads = n_heads
         self.rotary = rotary
         self.attend = attention
@@ -155,16 +175,21 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
         with named("projections"):
-            q = self._split_heads(self.query(x))
-            k = self._split_heads(self.key(x))
+            q, k = self.query(x), self.key(x)
             v = self._split_heads(self.value(x))
         with named("rotary"):
-            q, k = self.rotary(q), self.rotary(k)
+            q, k = self._rotated_heads(q), self._rotated_heads(k)
         with named("core"):
             heads = self.attend(q, k, v, is_causal=True)
         with named("projections"):
             out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
         return out
+
+    def _rotated_heads(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return rotated_heads_(x, self.rotary.cos, self.rotary.sin, self.n_heads)
+        heads: Tensor = self.rotary(self._split_heads(x))
+        return heads
 
     def _split_heads(self, x: Tensor) -> Tensor:  # -> (batch, heads, seq, d_head)
         return x.view(*x.shape[:-1], self.n_heads, -1).transpose(1, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
 from stepscope.model.config import ModelConfig
+from stepscope.model.kernels import linear_cross_entropy
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -33,29 +34,47 @@ class Block(nn.Module):
         attention: AttentionFunction,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
         self.attention = CausalSelfAttention(
-            config.d_model, config.n_heads, rotary, attention, device=device, dtype=dtype
+            config.d_model,
+            config.n_heads,
+            rotary,
+            attention,
+            device=device,
+            dtype=dtype,
+            fused=fused,
         )
-        self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
-        self.feed_forward = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+        self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
+        self.feed_forward = SwiGLU(
+            config.d_model, config.d_ff, device=device, dtype=dtype, fused=fused
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, d_model)
         with named("norm"):
             read = self.attention_norm(x)
-        with named("attention"):
-            x = x + self.attention(read)
-        with named("norm"):
-            read = self.feed_forward_norm(x)
+        if self.feed_forward_norm.fused:
+            with named("attention"):
+                branch = self.attention(read)
+            with named("norm"):
+                x, read = self.feed_forward_norm.of_sum(x, branch)
+        else:
+            with named("attention"):
+                x = x + self.attention(read)
+            with named("norm"):
+                read = self.feed_forward_norm(x)
         with named("feed-forward"):
             out: Tensor = x + self.feed_forward(read)
         return out
 
 
 class TransformerLM(nn.Module):
-    """Tokens in, logits of the next token out."""
+    """Tokens in, logits of the next token out; with targets the mean loss, and never all logits.
+
+    `fused` takes the pieces of `model.kernels` between the matrix products.
+    """
 
     def __init__(
         self,
@@ -63,6 +82,7 @@ class TransformerLM(nn.Module):
         attention: AttentionFunction = default_attention,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -73,13 +93,17 @@ class TransformerLM(nn.Module):
             config.d_head, config.context, config.rope_theta, device=device, dtype=dtype
         )
         self.blocks = nn.ModuleList(
-            Block(config, rotary, attention, device=device, dtype=dtype)
+            Block(config, rotary, attention, device=device, dtype=dtype, fused=fused)
             for _ in range(config.n_layers)
         )
-        self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
         self.head = Linear(config.d_model, config.vocab, device=device, dtype=dtype)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, seq) -> (batch, seq, vocab)
+    def forward(
+        self,
+        tokens: Tensor,  # (batch, seq)
+        targets: Tensor | None = None,  # (batch, seq)
+    ) -> Tensor:  # (batch, seq, vocab), or the loss
         if tokens.shape[-1] > self.context:
             raise ValueError(
                 f"sequence of {tokens.shape[-1]} tokens in a model for {self.context}: "
@@ -92,6 +116,8 @@ class TransformerLM(nn.Module):
                 x = block(x)
         with named("norm"):
             x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets)
         with named("head"):
             logits: Tensor = self.head(x)
         return logits
