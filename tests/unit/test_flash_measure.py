@@ -97,6 +97,14 @@ def test_errors_are_left_out_where_float64_costs_too_much() -> None:
     assert errors(step, Bench.device) == {}
 
 
+@pytest.fixture
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where nobody asked for it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+
+
+@pytest.mark.usefixtures("no_interpreter")
 @pytest.mark.parametrize("name", ["triton", "sdpa_cudnn", "flex"])
 def test_an_implementation_that_cannot_is_skipped_with_its_reason(name: str) -> None:
     with pytest.raises(CaseSkipped, match=f"{name}: .*cpu"):
@@ -111,6 +119,7 @@ def test_a_length_for_a_gpu_and_the_tiles_of_one_are_skipped_on_a_cpu() -> None:
             STUDY.measure(case.config, Bench())
 
 
+@pytest.mark.usefixtures("no_interpreter")
 def test_in_a_race_who_cannot_is_noted_and_the_others_go_on() -> None:
     made = measured(
         part=("race",), race=("1x1x64x16:float32",), racers=("triton", "sdpa", "tiled", "auto")

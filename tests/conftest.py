@@ -1,4 +1,5 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before they load."""
+"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before any test loads
+them."""
 
 from __future__ import annotations
 
