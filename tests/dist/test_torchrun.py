@@ -1,4 +1,4 @@
-"""The same script under torchrun: one agent, and two agents as two nodes would be."""
+"""Under torchrun, with one agent, and with two as two nodes would have: scripts and studies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from command_line import TESTS, CommandLine
+from stepscope.records.schema import Record
+from stepscope.records.store import Store
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -32,33 +37,90 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_script_runs_under_torchrun(tmp_path: Path, nodes: int) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def torchrun(folder: Path, nodes: int, *words: str) -> list[tuple[int, str]]:
+    """Two ranks on that many agents, each with a folder of its own; exit codes and last words."""
     port = free_port()
-    per_node = 2 // nodes
-    agents = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-                f"--nproc-per-node={per_node}", f"--node-rank={node}",
-                "--master-addr=127.0.0.1", f"--master-port={port}", "train.py",
-            ],
-            cwd=tmp_path,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(nodes)
-    ]  # fmt: skip
+    place = CommandLine(folder)
+    place.know_ceilings()
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        # As here, so that the ceilings that are known are found.
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "PYTHONPATH": path,
+        "STEPSCOPE_STUDIES": "planted_ranks_study",
+        "XDG_CACHE_HOME": place.environment["XDG_CACHE_HOME"],
+    }
+    agents = []
+    for node in range(nodes):
+        own = folder / f"node{node}"
+        own.mkdir(exist_ok=True)
+        agents.append(
+            subprocess.Popen(
+                [
+                    sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
+                    f"--nproc-per-node={2 // nodes}", f"--node-rank={node}",
+                    "--master-addr=127.0.0.1", f"--master-port={port}", *words,
+                ],
+                cwd=own, env=variables, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
     try:
-        for agent in agents:
-            _, errors = agent.communicate(timeout=90)
-            assert agent.returncode == 0, errors[-2000:]
+        said = [agent.communicate(timeout=150)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
+    return [(agent.returncode, text) for agent, text in zip(agents, said, strict=True)]
+
+
+def records_of(folder: Path) -> tuple[Record, ...]:
+    with Store(folder / "stepscope-out" / "records.db", create=False) as store:
+        return store.records()
+
+
+def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for code, said in torchrun(tmp_path, 2, "../train.py"):
+        assert code == 0, said
     for rank in range(2):
-        local = rank % per_node
-        said = (tmp_path / f"{rank}.txt").read_text()
-        assert said == f"{rank} of 2, local {local}: [[0.5, 0.5]]"
+        said = (tmp_path / f"node{rank}" / f"{rank}.txt").read_text()
+        assert said == f"{rank} of 2, local 0: [[0.5, 0.5]]"
+
+
+QUICK = ("--size", "tiny", "--context", "16", "--rounds", "2")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "series"),
+    [
+        (2, ("ddp", *QUICK, "--bucket-mb", "1"), "bucketed 1 MiB.step"),
+        (1, ("fsdp", *QUICK), "FSDP.step"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_a_study_runs_under_torchrun(
+    tmp_path: Path, nodes: int, words: tuple[str, ...], series: str
+) -> None:
+    for code, said in torchrun(tmp_path, nodes, "-m", "stepscope", "run", *words):
+        assert code == 0, said
+    (record,) = records_of(tmp_path / "node0")
+    assert record.status == "ok"
+    assert {s.rank for s in record.series if s.name == series} == {0, 1}
+    assert (tmp_path / "node0" / "stepscope-out" / "report.html").exists()
+    if nodes == 2:
+        # Only rank 0 keeps anything.
+        assert not list((tmp_path / "node1").iterdir())
+
+
+def test_a_rank_that_fails_is_named_and_the_next_case_is_measured(tmp_path: Path) -> None:
+    cases = ("planted-ranks", "--fails", "1", "0", "-1", "--ranks", "2", "3")
+    for code, said in torchrun(tmp_path, 2, "-m", "stepscope", "run", *cases):
+        # Some record has an error, which the exit code of `run` says.
+        assert code in (0, 1), said
+    held = {record.case: record for record in records_of(tmp_path / "node0")}
+    assert held["r2-fails1"].reason == "RankFailed: rank 1 raised ValueError: planted at step 1"
+    assert held["r2-fails0"].reason == "RankFailed: rank 0 raised ValueError: planted at step 1"
+    assert [series.values for series in held["r2-fails-1"].series] == [(4.0,), (4.0,)]
+    assert held["r3-fails-1"].status == "skipped"
+    assert held["r3-fails-1"].reason == "torchrun started 2 ranks, this case needs 3"

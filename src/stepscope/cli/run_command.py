@@ -20,6 +20,7 @@ from stepscope.records.schema import Run
 from stepscope.records.store import Store
 from stepscope.studies.base import Case
 from stepscope.studies.presets import preset_cases, require_preset
+from stepscope.studies.ranked import follow, is_follower
 from stepscope.studies.registry import find_study
 from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
 
@@ -98,6 +99,8 @@ def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[
         raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
     if not isinstance(wanted, Share) and not wanted:
         raise UsageError("there is no case to measure", "give every flag at least one value")
+    if is_follower():
+        follow()
     # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A study that traces keeps its traces beside the store; its worker inherits this.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         save_optimizer,
         save_training,
     )
+    from stepscope.parallel.crew import Crew
     from stepscope.parallel.ddp import DDP
     from stepscope.parallel.errors import ParallelError, RankFailed
     from stepscope.parallel.fsdp import FSDP
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from stepscope.parallel.world import World
 
 _HOMES = {
+    "Crew": "crew",
     "DDP": "ddp",
     "FSDP": "fsdp",
     "Limits": "supervisor",
@@ -40,6 +42,7 @@ _HOMES = {
 __all__ = [
     "DDP",
     "FSDP",
+    "Crew",
     "Limits",
     "ParallelError",
     "RankFailed",

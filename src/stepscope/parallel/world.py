@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError
@@ -58,14 +59,15 @@ class World:
         )  # fmt: skip
 
     @contextmanager
-    def connected(self, timeout_s: float = 60.0) -> Iterator[World]:
-        """Join the process group for the length of the block."""
+    def connected(self, timeout_s: float = 60.0, store: Store | None = None) -> Iterator[World]:
+        """Join the process group for the length of the block; meet in `store`, if one is given."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:
             dist.init_process_group(
                 self.backend,
-                init_method=self.rendezvous,
+                init_method=None if store else self.rendezvous,
+                store=store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=timeout_s),

@@ -38,7 +38,7 @@ class FullySharded(Study[ShardingFlags]):
         )
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        return measure_on_ranks(config, bench, FULLY_WAYS)
+        return measure_on_ranks(self.name, config, bench, FULLY_WAYS)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         done = [Divided(record) for record in records if record.status == "ok"]

@@ -18,10 +18,20 @@ import msgspec
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling
 from stepscope.studies import protocol
-from stepscope.studies.protocol import Ceilings, Failed, Measured, Progress, Ready, Reply, Request
+from stepscope.studies.protocol import (
+    Ceilings,
+    Dismissed,
+    Failed,
+    Measured,
+    Progress,
+    Ready,
+    Reply,
+    Request,
+)
 
 START_TIMEOUT_S = 180.0
 CEILINGS_TIMEOUT_S = 600.0
+FAREWELL_TIMEOUT_S = 90.0
 _LOOK_UP_EVERY_S = 0.5
 """A signal that arrives just before a wait does not end it, and is seen only after it."""
 
@@ -116,7 +126,7 @@ class WorkerProcess:
 
     def _ask(
         self, request: Request, timeout_s: float, progress: Callable[[Progress], None]
-    ) -> Ceilings | Measured | Failed:
+    ) -> Ceilings | Measured | Dismissed | Failed:
         deadline = time.monotonic() + timeout_s
         assert self._process.stdin is not None
         try:
@@ -138,7 +148,7 @@ class WorkerProcess:
         reply = self._ask(protocol.MeasureCase(study, config), timeout_s, progress)
         if isinstance(reply, Failed) and reply.status == "timeout":
             return Failed("timeout", f"not done after {timeout_s:g} s (--timeout)")
-        assert not isinstance(reply, Ceilings)
+        assert isinstance(reply, Measured | Failed)
         return reply
 
     def ceilings(self, progress: Callable[[Progress], None], *, again: bool) -> tuple[Ceiling, ...]:
@@ -147,6 +157,9 @@ class WorkerProcess:
             return reply.ceilings
         assert isinstance(reply, Failed)
         raise StepscopeError(f"this machine's ceilings could not be measured: {reply.reason}")
+
+    def dismiss_followers(self) -> None:
+        self._ask(protocol.DismissFollowers(), FAREWELL_TIMEOUT_S, lambda _: None)
 
     def stop(self) -> None:
         """End the worker and whatever it started, at once."""

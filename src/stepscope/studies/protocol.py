@@ -24,7 +24,11 @@ class MeasureCase(Message, frozen=True):
     config: dict[str, Any]
 
 
-Request = MeasureCeilings | MeasureCase
+class DismissFollowers(Message, frozen=True):
+    """Under torchrun: no case will come any more."""
+
+
+Request = MeasureCeilings | MeasureCase | DismissFollowers
 
 
 class Ready(Message, frozen=True):
@@ -56,7 +60,11 @@ class Failed(Message, frozen=True):
     usage: bool = False
 
 
-Reply = Ready | Progress | Ceilings | Measured | Failed
+class Dismissed(Message, frozen=True):
+    """The other ranks know that this is the end."""
+
+
+Reply = Ready | Progress | Ceilings | Measured | Dismissed | Failed
 
 
 def encode(message: Message) -> bytes:

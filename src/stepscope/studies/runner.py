@@ -23,6 +23,7 @@ from stepscope.records.store import Store
 from stepscope.studies.base import Case, Measurement
 from stepscope.studies.process import WorkerProcess
 from stepscope.studies.protocol import Failed, Measured, Progress
+from stepscope.studies.ranked import torchrun_size
 from stepscope.studies.registry import find_study
 
 REPEATABLE = ("error", "timeout")
@@ -81,6 +82,11 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # An interrupted worker is in the middle of something; torchrun then ends all ranks.
+        if torchrun_size() > 1 and (kind is None or issubclass(kind, Exception)):
+            if self._lost:
+                self._replace_worker()
+            self._worker.dismiss_followers()
         self._worker.stop()
 
     @property

@@ -19,7 +19,15 @@ from typing import BinaryIO
 from stepscope.errors import UsageError
 from stepscope.studies import protocol
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.protocol import Failed, MeasureCase, Progress, Reply, Request
+from stepscope.studies.protocol import (
+    DismissFollowers,
+    Failed,
+    MeasureCase,
+    Progress,
+    Reply,
+    Request,
+)
+from stepscope.studies.ranked import crew
 from stepscope.studies.registry import find_study
 
 _PROGRESS_EVERY_S = 0.25
@@ -58,6 +66,9 @@ class Worker:
         try:
             if isinstance(request, MeasureCase):
                 return protocol.Measured(self._measure(request))
+            if isinstance(request, DismissFollowers):
+                crew().announce(None)
+                return protocol.Dismissed()
             from stepscope.measure.ceilings import ceilings
 
             found = ceilings(self.device, self.environment, self.progress, again=request.again)

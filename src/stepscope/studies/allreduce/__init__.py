@@ -17,11 +17,12 @@ from stepscope.analysis.links import COLLECTIVES
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
+from stepscope.studies.allreduce.ranks import time_collective
 from stepscope.studies.allreduce.view import collective_blocks
-from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.ranked import default_ranks, on_ranks
 
 BACKENDS = ("auto", "gloo", "nccl")
-MOST_SECONDS = 540.0
 
 
 class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +30,8 @@ class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     collective: tuple[str, ...] = ("all-reduce",)
     """Collectives: all-reduce, all-gather, reduce-scatter, broadcast."""
-    ranks: tuple[int, ...] = (2,)
-    """Numbers of ranks, each a process on this machine."""
+    ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
+    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
     backend: tuple[str, ...] = ("auto",)
     """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
     sizes: tuple[int, ...] = tuple(2**power for power in range(10, 27, 2))
@@ -79,20 +80,12 @@ class AllReduce(Study[AllReduceFlags]):
         )  # fmt: skip
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.parallel import Limits, launch
-        from stepscope.studies.allreduce.ranks import time_collective
-
-        backend = config["backend"]
-        if backend == "nccl" and bench.device.kind != "cuda":
-            raise CaseSkipped("backend nccl needs GPUs")
-        bench.progress(0, 1, f"{config['ranks']} ranks")
-        ranks = launch(
+        ranks = on_ranks(
+            self.name,
+            config,
+            bench,
             time_collective,
             (config["collective"], tuple(config["sizes"]), config["rounds"]),
-            ranks=config["ranks"],
-            backend=backend,
-            device=bench.device.kind,
-            limits=Limits(step=120.0, total=MOST_SECONDS),
         )
         series = tuple(
             Series(name=str(size), unit="ms", rank=rank, values=values, warmup=warmup)

@@ -19,10 +19,10 @@ from stepscope.errors import UsageError
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.ddp.ranks import time_ways
 from stepscope.studies.ddp.view import ddp_blocks
-
-MOST_SECONDS = 540.0
+from stepscope.studies.ranked import default_ranks, on_ranks
 
 
 class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +36,8 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequence lengths in tokens."""
     batch: int = 4
     """Sequences per step, shared out among the ranks."""
-    ranks: tuple[int, ...] = (2,)
-    """Numbers of ranks, each a process on this machine."""
+    ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
+    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
     backend: tuple[str, ...] = ("auto",)
     """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
     bucket_mb: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
@@ -88,20 +88,7 @@ class DataParallel(Study[DDPFlags]):
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.parallel import Limits, launch
-        from stepscope.studies.ddp.ranks import time_ways
-
-        if config["backend"] == "nccl" and bench.device.kind != "cuda":
-            raise CaseSkipped("backend nccl needs GPUs")
-        bench.progress(0, 1, f"{config['ranks']} ranks")
-        ranks = launch(
-            time_ways,
-            (config,),
-            ranks=config["ranks"],
-            backend=config["backend"],
-            device=bench.device.kind,
-            limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
-        )
+        ranks = on_ranks(self.name, config, bench, time_ways, (config,))
         series = tuple(
             Series(name=name, unit="ms", rank=rank, values=tuple(values))
             for name in ranks[0].samples

@@ -17,10 +17,9 @@ from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.ranked import default_ranks, on_ranks
 from stepscope.studies.sharding.ranks import WAYS, measure_ways
 from stepscope.studies.sharding.view import sharding_blocks
-
-MOST_SECONDS = 540.0
 
 
 class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +33,8 @@ class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequence length in tokens."""
     batch: int = 4
     """Sequences per step, shared out among the ranks."""
-    ranks: tuple[int, ...] = (2,)
-    """Numbers of ranks, each a process on this machine."""
+    ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
+    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
     backend: str = "auto"
     """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
     rounds: int = 10
@@ -75,7 +74,7 @@ class Sharding(Study[ShardingFlags]):
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        return measure_on_ranks(config, bench, WAYS)
+        return measure_on_ranks(self.name, config, bench, WAYS)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         return sharding_blocks(records)
@@ -96,19 +95,11 @@ class Sharding(Study[ShardingFlags]):
         }
 
 
-def measure_on_ranks(config: dict[str, Any], bench: Bench, ways: tuple[str, ...]) -> Measurement:
+def measure_on_ranks(
+    study: str, config: dict[str, Any], bench: Bench, ways: tuple[str, ...]
+) -> Measurement:
     """Memory and times of these ways, from every rank."""
-    from stepscope.parallel import Limits, launch
-
-    bench.progress(0, 1, f"{config['ranks']} ranks")
-    ranks = launch(
-        measure_ways,
-        (config, ways),
-        ranks=config["ranks"],
-        backend=config["backend"],
-        device=bench.device.kind,
-        limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
-    )
+    ranks = on_ranks(study, config, bench, measure_ways, (config, ways))
     series = tuple(
         Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
         for name in ranks[0].samples
