@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lever_records import card_record, lever_record
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from sample_records import environment
@@ -96,6 +97,17 @@ def mixed_records() -> dict[str, list[Record]]:
             ),
         ],
         "flash": flash_records(),
+        "levers": [
+            card_record(),
+            lever_record(),
+            lever_record("recomputation", kept=(4e9, 1e9)),
+            *(
+                lever_record(lever, status=status, reason=FAILURES[status])
+                for lever, status in zip(
+                    ("divergence", "precision", "fusion", "tiling"), FAILURES, strict=True
+                )
+            ),
+        ],
         "accumulation": [
             sum_record(),
             sum_record("float32", "float32", total=100.0, moved=10_000),
@@ -270,6 +282,7 @@ class TestViews:
             "ddp": ddp_record,
             "sharding": sharding_record,
             "fsdp": fsdp_record,
+            "levers": lever_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -296,6 +309,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "ddp",
         "sharding",
         "fsdp",
+        "levers",
         "machine",
         "records",
     ]

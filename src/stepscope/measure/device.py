@@ -148,6 +148,10 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int:
         return int(self._properties.total_memory)
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        return int(self._properties.major), int(self._properties.minor)
+
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -157,7 +161,7 @@ class CudaDevice(Device):
         return float(start.event.elapsed_time(end.event))
 
     def lacks(self) -> dict[str, str]:
-        major, minor = self._properties.major, self._properties.minor
+        major, minor = self.capability
         if major >= 8:
             return {}
         capability = f"{self.name} has compute capability {major}.{minor}"

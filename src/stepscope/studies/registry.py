@@ -33,6 +33,7 @@ _ORDER = (
     "ddp",
     "sharding",
     "fsdp",
+    "levers",
 )
 
 

@@ -1,0 +1,139 @@
+"""What a device is made of: units, registers, caches, clocks, as driver and system tell them.
+
+What is not told is left out; nothing is looked up in a table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from stepscope.measure.device import CudaDevice, Device
+from stepscope.records.schema import Quantity
+
+# Numbers of CUdevice_attribute in the CUDA driver's interface; unit and factor of what it answers.
+_ATTRIBUTES: dict[str, tuple[int, str, float]] = {
+    "sms": (16, "1", 1),
+    "lanes_per_warp": (10, "1", 1),
+    "threads_per_sm": (39, "1", 1),
+    "blocks_per_sm": (106, "1", 1),
+    "threads_per_block": (1, "1", 1),
+    "registers_per_sm": (82, "1", 1),
+    "shared_bytes_per_sm": (81, "B", 1),
+    "shared_bytes_per_block": (97, "B", 1),
+    "l2_bytes": (38, "B", 1),
+    "bus_bits": (37, "bit", 1),
+    "clock_hz": (13, "Hz", 1e3),
+    "memory_clock_hz": (36, "Hz", 1e3),
+}
+# The widest vector registers by the flags of /proc/cpuinfo, widest first.
+_VECTORS = (("avx512f", 512), ("avx2", 256), ("avx", 256), ("asimd", 128), ("sse2", 128))
+_MATRIX_FLAGS = ("amx_tile", "avx512_bf16", "avx_vnni", "sme", "sve", "i8mm", "bf16")
+
+Ask = Callable[[int], int | None]
+"""A driver's answer to an attribute's number."""
+
+
+def device_card(device: Device) -> tuple[dict[str, Quantity], dict[str, str]]:
+    """Facts with a unit, and facts in words."""
+    if isinstance(device, CudaDevice):
+        major, minor = device.capability
+        words = {"name": device.name, "compute capability": f"{major}.{minor}"}
+        facts = cuda_facts(_driver(device.torch_device.index or 0))
+        facts["memory_bytes"] = Quantity(value=float(device.memory_bytes), unit="B")
+        watts = device.telemetry.power_limit_w()
+        if watts is not None:
+            facts["power_limit_w"] = Quantity(value=watts, unit="W")
+        return facts, words
+    facts, words = cpu_facts(Path("/"))
+    facts["cores"] = Quantity(value=float(_cores()), unit="1")
+    facts["memory_bytes"] = Quantity(value=float(device.memory_bytes), unit="B")
+    return facts, {"name": device.name} | words
+
+
+def cuda_facts(ask: Ask) -> dict[str, Quantity]:
+    facts = {}
+    for name, (number, unit, factor) in _ATTRIBUTES.items():
+        answer = ask(number)
+        if answer:
+            facts[name] = Quantity(value=answer * factor, unit=unit)
+    if "threads_per_sm" in facts and "lanes_per_warp" in facts:
+        warps = facts["threads_per_sm"].value / facts["lanes_per_warp"].value
+        facts["warps_per_sm"] = Quantity(value=warps, unit="1")
+    if "memory_clock_hz" in facts and "bus_bits" in facts:
+        # Two transfers a clock, as every memory of a GPU makes them.
+        rate = 2 * facts["memory_clock_hz"].value * facts["bus_bits"].value / 8
+        facts["memory_rate"] = Quantity(value=rate, unit="B/s")
+    return facts
+
+
+def _driver(ordinal: int) -> Ask:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return lambda _: None
+    held = ctypes.c_int()
+    if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(held), ordinal):
+        return lambda _: None
+    handle = held.value
+
+    def ask(number: int) -> int | None:
+        answer = ctypes.c_int()
+        failed = library.cuDeviceGetAttribute(ctypes.byref(answer), number, handle)
+        return None if failed else answer.value
+
+    return ask
+
+
+def cpu_facts(root: Path) -> tuple[dict[str, Quantity], dict[str, str]]:
+    """From the system's files below `root`; without them (no Linux) nothing is known."""
+    facts: dict[str, Quantity] = {}
+    cpu = root / "sys/devices/system/cpu/cpu0"
+    for index in sorted(cpu.glob("cache/index*")):
+        level, kind = _text(index / "level"), _text(index / "type")
+        size, line = _size(_text(index / "size")), _text(index / "coherency_line_size")
+        if kind in ("Data", "Unified") and size is not None:
+            facts[f"l{level}_bytes"] = Quantity(value=size, unit="B")
+        if kind in ("Data", "Unified") and line.isdigit():
+            facts["line_bytes"] = Quantity(value=float(line), unit="B")
+    kilohertz = _text(cpu / "cpufreq/cpuinfo_max_freq")
+    listed = _cpuinfo(root)
+    megahertz = listed.get("cpu MHz", "")
+    if kilohertz.isdigit():
+        facts["clock_hz"] = Quantity(value=float(kilohertz) * 1e3, unit="Hz")
+    elif megahertz.replace(".", "", 1).isdigit():
+        facts["clock_hz"] = Quantity(value=float(megahertz) * 1e6, unit="Hz")
+    flags = (listed.get("flags") or listed.get("Features") or "").split()
+    bits = next((width for flag, width in _VECTORS if flag in flags), None)
+    if bits is not None:
+        facts["vector_bits"] = Quantity(value=float(bits), unit="bit")
+    matrix = [flag for flag in _MATRIX_FLAGS if flag in flags]
+    return facts, {"matrix instructions": ", ".join(matrix) or "none told"} if flags else {}
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _size(text: str) -> float | None:
+    """`32K` or `32768K` or `1M` in bytes."""
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 0)
+    return float(text[:-1]) * factor if factor and text[:-1].isdigit() else None
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The first processor's lines."""
+    first = _text(root / "proc/cpuinfo").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

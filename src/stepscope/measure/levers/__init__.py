@@ -1,0 +1,21 @@
+"""Six ways to make a device fast, each as a slow and a fast form of the same work.
+
+The two forms give the same numbers and differ in one thing alone, so that their times show what
+that thing costs. On a GPU they are Triton kernels, on a CPU calls of torch.
+"""
+
+from __future__ import annotations
+
+from stepscope.measure.device import Device
+from stepscope.measure.levers.pair import Pair
+
+
+def make_pair(lever: str, device: Device, elements: int, rows: int) -> Pair:
+    """That lever's pair on arrays of `elements` numbers and matrices of `rows` × `rows`."""
+    if device.kind == "cuda":
+        from stepscope.measure.levers import on_gpu
+
+        return on_gpu.PAIRS[lever](device.torch_device, elements, rows)
+    from stepscope.measure.levers import on_cpu
+
+    return on_cpu.PAIRS[lever](elements, rows)

@@ -1,0 +1,265 @@
+"""The pairs on a CPU: calls of numpy and torch that differ in one thing, on one core.
+
+A cache line takes the place of a memory sector, a vector register that of a warp, and a chunk that
+stays in the second-level cache that of a tile in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stepscope.measure.levers.pair import LINKS, Form, Pair, chain_gradient, numbers
+
+Array = NDArray[np.float32]
+
+CPU = torch.device("cpu")
+LINE = 64
+"""Bytes of a cache line."""
+WORD = 4
+FIELDS = LINE // WORD
+CHUNK = 1 << 16
+ROWS = 64
+"""Of a matrix that share what is loaded of the other."""
+TERMS = 24
+"""Of the polynomial on the long side of the branch."""
+ONE_IN = 8
+"""Numbers, of which one takes the long side."""
+_ONE, _TWO, _HALF = (np.float32(value) for value in (1.0, 2.0, 0.5))
+
+
+def divergence(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    count = elements // 4
+    x = numbers(count, CPU)
+    long = torch.rand(count, generator=torch.Generator().manual_seed(1)) < 1 / ONE_IN
+    order = torch.argsort(long.to(torch.int8), descending=True, stable=True)
+    most = int(long.sum())
+    mixed, choice, apart = x.numpy(), long.numpy(), x[order].numpy()
+    y, sorted_y = np.empty_like(mixed), np.empty_like(mixed)
+
+    def both_sides() -> None:
+        # Where neighbours differ, a vector unit takes both sides for all and keeps one.
+        for part in _chunks(count):
+            np.copyto(y[part], -mixed[part])
+            np.copyto(y[part], _polynomial(mixed[part]), where=choice[part])
+
+    def one_side() -> None:
+        for part in _chunks(most):
+            sorted_y[part] = _polynomial(apart[part])
+        np.negative(apart[most:], out=sorted_y[most:])
+
+    def truth() -> Tensor:
+        exact = x.double().numpy()
+        return torch.from_numpy(np.where(choice, _polynomial(exact), -exact))
+
+    size = 2.0 * WORD * count
+    return Pair(
+        slow=Form(
+            both_sides, lambda: torch.from_numpy(y), 1e-5, moved=size + count,
+            flops=2.0 * TERMS * count,
+        ),
+        fast=Form(
+            one_side, lambda: torch.from_numpy(sorted_y)[torch.argsort(order)], 1e-5,
+            moved=size, flops=2.0 * TERMS * most,
+        ),
+        truth=truth,
+        work=2.0 * TERMS * most,
+        unit="FLOP",
+    )  # fmt: skip
+
+
+def _polynomial(x: NDArray[np.floating]) -> NDArray[np.floating]:
+    """The sum of (x/2)**k."""
+    half = x * x.dtype.type(0.5)
+    total = np.ones_like(x)
+    for _ in range(TERMS):
+        np.multiply(total, half, out=total)
+        np.add(total, x.dtype.type(1.0), out=total)
+    return total
+
+
+def precision(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    def form(a: Tensor, b: Tensor, tolerance: float) -> Form:
+        c = torch.empty_like(a)
+        # A number of eight bytes takes the place of two in a vector register.
+        flops = 2.0 * rows**3 * (a.element_size() / WORD)
+        return _on_one_core(
+            lambda: torch.mm(a, b, out=c), c, tolerance, moved=3.0 * c.nbytes, flops=flops
+        )
+
+    return _products(
+        rows,
+        slow=lambda a, b: form(a.double(), b.double(), 1e-12),
+        fast=lambda a, b: form(a, b, 1e-5),
+    )
+
+
+def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    def form(a: Tensor, b: Tensor, at_once: int) -> Form:
+        c = torch.empty_like(a)
+
+        def run() -> None:
+            for at in range(0, rows, at_once):
+                part = slice(at, at + at_once)
+                torch.mm(a[part], b, out=c[part])
+
+        loaded = b.nbytes * -(-rows // at_once)
+        return _on_one_core(
+            run, c, 1e-5, moved=float(loaded + a.nbytes + c.nbytes), flops=2.0 * rows**3
+        )
+
+    return _products(rows, slow=lambda a, b: form(a, b, 1), fast=lambda a, b: form(a, b, ROWS))
+
+
+def _products(
+    n: int, slow: Callable[[Tensor, Tensor], Form], fast: Callable[[Tensor, Tensor], Form]
+) -> Pair:
+    a, b = (numbers(n * n, CPU, seed).view(n, n) for seed in (0, 1))
+    return Pair(
+        slow=slow(a, b),
+        fast=fast(a, b),
+        truth=lambda: a.double() @ b.double(),
+        work=2.0 * n**3,
+        unit="FLOP",
+    )
+
+
+def _on_one_core(
+    work: Callable[[], object], made: Tensor, tolerance: float, *, moved: float, flops: float
+) -> Form:
+    def run() -> None:
+        with _one_thread():
+            work()
+
+    return Form(run, lambda: made, tolerance, moved=moved, flops=flops)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fusion(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    a, b, c = (numbers(elements, CPU, seed) for seed in range(3))
+    one_by_one, at_once = torch.empty_like(a), torch.empty_like(a)
+
+    def three_operators() -> None:
+        torch.mul(b, c, out=one_by_one)
+        one_by_one.mul_(0.5)
+        one_by_one.add_(a)
+
+    size, flops = float(a.nbytes), 3.0 * elements
+    return Pair(
+        slow=_on_one_core(three_operators, one_by_one, 1e-6, moved=8.0 * size, flops=flops),
+        fast=_on_one_core(
+            lambda: torch.addcmul(a, b, c, value=0.5, out=at_once), at_once, 1e-6,
+            moved=4.0 * size, flops=flops,
+        ),
+        truth=lambda: a.double() + 0.5 * b.double() * c.double(),
+        work=4.0 * size,
+        unit="B",
+    )  # fmt: skip
+
+
+def recomputation(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    x, grad = numbers(elements, CPU), numbers(elements, CPU, seed=1)
+    read, incoming = x.numpy(), grad.numpy()
+    # A chunk and the results of its links are to stay in the cache together.
+    chunk = CHUNK // LINKS
+
+    def form(keep: bool) -> Form:
+        y, out = np.empty_like(read), np.empty_like(read)
+        kept = np.empty((LINKS - 1, elements if keep else chunk), dtype=np.float32)
+
+        def held(part: slice) -> Array:
+            return kept[:, part] if keep else kept[:, : part.stop - part.start]
+
+        def run() -> None:
+            for part in _chunks(elements, chunk):
+                _link(_links(read[part], held(part)), y[part])
+            for part in _chunks(elements, chunk):
+                if not keep:
+                    _links(read[part], held(part))
+                np.multiply(incoming[part], read[part], out=out[part])
+                for result in held(part):
+                    np.multiply(out[part], result, out=out[part])
+
+        passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
+        again = 0.0 if keep else 3.0 * (LINKS - 1)
+        return Form(
+            run, lambda: torch.from_numpy(out), 1e-5, moved=passes * read.nbytes,
+            flops=(4.0 * LINKS + again) * elements,
+            kept=float(read.nbytes + (kept.nbytes if keep else 0)),
+        )  # fmt: skip
+
+    return Pair(
+        slow=form(True),
+        fast=form(False),
+        truth=lambda: grad.double() * chain_gradient(x.double()),
+        work=5.0 * read.nbytes,
+        unit="B",
+    )
+
+
+def _link(read: Array, written: Array) -> None:
+    np.square(read, out=written)
+    np.subtract(written, _ONE, out=written)
+    np.multiply(written, _HALF, out=written)
+
+
+def _links(x: Array, results: Array) -> Array:
+    """All links of a chain but the last, each result on its row; the last of them."""
+    read = x
+    for result in results:
+        _link(read, result)
+        read = result
+    return read
+
+
+def coalescing(elements: int, rows: int) -> Pair:  # noqa: ARG001
+    by_record = numbers(elements, CPU).view(-1, FIELDS)
+    by_field = by_record.t().contiguous()
+
+    def form(x: Array, read: int) -> Form:
+        y = np.empty((FIELDS, x.shape[1]), dtype=np.float32)
+
+        def run() -> None:
+            for field in range(FIELDS):
+                np.multiply(x[field], _TWO, out=y[field])
+
+        return Form(
+            run, lambda: torch.from_numpy(y), tolerance=0.0,
+            moved=float(read + WORD) * elements, flops=float(elements),
+        )  # fmt: skip
+
+    return Pair(
+        slow=form(by_record.numpy().T, LINE),
+        fast=form(by_field.numpy(), WORD),
+        truth=lambda: 2.0 * by_field.double(),
+        work=2.0 * WORD * elements,
+        unit="B",
+    )
+
+
+def _chunks(count: int, length: int = CHUNK) -> Iterator[slice]:
+    return (slice(at, min(at + length, count)) for at in range(0, count, length))
+
+
+PAIRS: Mapping[str, Callable[[int, int], Pair]] = {
+    "divergence": divergence,
+    "precision": precision,
+    "fusion": fusion,
+    "recomputation": recomputation,
+    "coalescing": coalescing,
+    "tiling": tiling,
+}

@@ -1,0 +1,246 @@
+"""The pairs on a GPU: Triton kernels that differ in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepscope.measure.levers import triton_kernels as kernels
+from stepscope.measure.levers.pair import (
+    DECAY,
+    GAIN,
+    LINKS,
+    LONGEST_POWER,
+    SHORTEST_POWER,
+    Form,
+    Pair,
+    chain,
+    chain_gradient,
+    looped,
+    numbers,
+)
+
+WARP = 32
+SECTOR = 32
+"""Bytes that a memory transaction moves at least."""
+WORD = 4
+FIELDS = SECTOR // WORD
+BLOCK = 1024
+LANES = 128
+
+
+class Tile(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+TILES = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
+"""By the bytes of a number: for tensor cores, and for ordinary lanes."""
+
+
+def interpreted() -> bool:
+    """Whether Triton runs the kernels in Python, which knows no PTX."""
+    return type(kernels.link_kernel).__name__ == "InterpretedFunction"
+
+
+def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    # A lane's loop takes some hundred times as long as reading its number: fewer are enough.
+    count = max(LANES, elements // 32)
+    x = numbers(count, device)
+    powers = torch.randint(
+        SHORTEST_POWER, LONGEST_POWER + 1, (count,),
+        generator=torch.Generator(device).manual_seed(1), device=device,
+    )  # fmt: skip
+    turns = (2**powers).to(torch.int32)
+    # The longest first, so that no long warp is left alone at the end.
+    order = torch.argsort(turns, descending=True, stable=True)
+
+    def form(order: Tensor) -> Form:
+        own_x, own_turns = x[order], turns[order]
+        y = torch.empty_like(x)
+
+        def run() -> None:
+            kernels.loop_kernel[(count // LANES,)](
+                own_x, own_turns, y, DECAY=DECAY, GAIN=GAIN, LOCK_STEP=interpreted(), BLOCK=LANES,
+                num_warps=LANES // WARP,
+            )  # fmt: skip
+
+        longest = own_turns.view(-1, WARP).amax(dim=1).sum()
+        return Form(
+            run, lambda: y[torch.argsort(order)], tolerance=1e-4,
+            moved=3.0 * WORD * count, flops=2.0 * WARP * float(longest),
+        )  # fmt: skip
+
+    return Pair(
+        slow=form(torch.arange(count, device=device)),
+        fast=form(order),
+        truth=lambda: looped(x, turns),
+        work=2.0 * float(turns.sum()),
+        unit="FLOP",
+    )
+
+
+def precision(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+    narrow = torch.bfloat16 if able else torch.float16
+    return _products(
+        device, rows,
+        slow=lambda a, b: _by_tiles(a, b, torch.float32),
+        fast=lambda a, b: _by_tiles(a, b, narrow),
+    )  # fmt: skip
+
+
+def tiling(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    return _products(
+        device, rows // 2, slow=_by_rows, fast=lambda a, b: _by_tiles(a, b, torch.float32)
+    )
+
+
+def _products(
+    device: torch.device,
+    n: int,
+    slow: Callable[[Tensor, Tensor], Form],
+    fast: Callable[[Tensor, Tensor], Form],
+) -> Pair:
+    a, b = (numbers(n * n, device, seed).view(n, n) for seed in (0, 1))
+    return Pair(
+        slow=slow(a, b),
+        fast=fast(a, b),
+        truth=lambda: a.double() @ b.double(),
+        work=2.0 * n**3,
+        unit="FLOP",
+    )
+
+
+def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> Form:
+    n = len(a)
+    tile = TILES[dtype.itemsize]
+    left, right = a.to(dtype), b.to(dtype)
+    c = torch.empty_like(a)
+
+    def run() -> None:
+        kernels.tile_product_kernel[(n // tile.n, n // tile.m)](
+            left, right, c, n, M=tile.m, N=tile.n, K=tile.k,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    loaded = n**3 * (1 / tile.m + 1 / tile.n) * dtype.itemsize
+    return Form(
+        run, lambda: c, tolerance=1e-5 if dtype == torch.float32 else 1e-2,
+        moved=loaded + WORD * n * n, flops=2.0 * n**3, format=str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
+def _by_rows(a: Tensor, b: Tensor) -> Form:
+    n = len(a)
+    c = torch.empty_like(a)
+
+    def run() -> None:
+        kernels.row_product_kernel[(n // LANES, n)](
+            a, b, c, n, BLOCK=LANES, num_warps=LANES // WARP
+        )
+
+    loaded = n**3 * (1 + 1 / LANES) * WORD
+    return Form(run, lambda: c, tolerance=1e-5, moved=loaded + WORD * n * n, flops=2.0 * n**3)
+
+
+def fusion(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    x = numbers(elements, device)
+    y, other = torch.empty_like(x), torch.empty_like(x)
+    grid = (elements // BLOCK,)
+
+    def one_by_one() -> None:
+        read = x
+        for number in range(LINKS):
+            # The last one writes y.
+            written = y if (LINKS - 1 - number) % 2 == 0 else other
+            kernels.link_kernel[grid](read, written, BLOCK=BLOCK)
+            read = written
+
+    def at_once() -> None:
+        kernels.chain_kernel[grid](x, y, y, elements, LINKS=LINKS, KEEP=False, BLOCK=BLOCK)
+
+    size, work = WORD * elements, 3.0 * LINKS * elements
+    return Pair(
+        slow=Form(one_by_one, lambda: y, 1e-5, moved=2.0 * LINKS * size, flops=work),
+        fast=Form(at_once, lambda: y, 1e-5, moved=2.0 * size, flops=work),
+        truth=lambda: chain(x.double()),
+        work=2.0 * size,
+        unit="B",
+    )
+
+
+def recomputation(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    x, grad = numbers(elements, device), numbers(elements, device, seed=1)
+    grid = (elements // BLOCK,)
+    size = WORD * elements
+
+    def form(keep: bool) -> Form:
+        y, out = torch.empty_like(x), torch.empty_like(x)
+        kept = torch.empty((LINKS - 1) * elements if keep else 0, device=device)
+
+        def run() -> None:
+            how = {"LINKS": LINKS, "KEEP": keep, "BLOCK": BLOCK}
+            # Without KEEP nothing is read or written there.
+            held = kept if keep else y
+            kernels.chain_kernel[grid](x, y, held, elements, **how)
+            kernels.chain_backward_kernel[grid](grad, x, held, out, elements, **how)
+
+        passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
+        again = 0.0 if keep else 3.0 * (LINKS - 1)
+        return Form(
+            run, lambda: out, tolerance=1e-5, moved=passes * size,
+            flops=(4.0 * LINKS + again) * elements, kept=float(size + kept.nbytes),
+        )  # fmt: skip
+
+    return Pair(
+        slow=form(True),
+        fast=form(False),
+        truth=lambda: grad.double() * chain_gradient(x.double()),
+        work=5.0 * size,
+        unit="B",
+    )
+
+
+def coalescing(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
+    records = elements // FIELDS
+    by_record = numbers(elements, device).view(records, FIELDS)
+    by_field = by_record.t().contiguous()
+
+    def form(x: Tensor, field_stride: int, record_stride: int) -> Form:
+        y = torch.empty_like(by_field)
+
+        def run() -> None:
+            kernels.field_kernel[(records // BLOCK, FIELDS)](
+                x, y, records, field_stride, record_stride, BLOCK=BLOCK
+            )
+
+        read = min(SECTOR, WORD * record_stride)
+        return Form(
+            run, lambda: y, tolerance=0.0, moved=float(read + WORD) * elements,
+            flops=float(elements),
+        )  # fmt: skip
+
+    return Pair(
+        slow=form(by_record, 1, FIELDS),
+        fast=form(by_field, records, 1),
+        truth=lambda: 2.0 * by_field.double(),
+        work=2.0 * WORD * elements,
+        unit="B",
+    )
+
+
+PAIRS: Mapping[str, Callable[[torch.device, int, int], Pair]] = {
+    "divergence": divergence,
+    "precision": precision,
+    "fusion": fusion,
+    "recomputation": recomputation,
+    "coalescing": coalescing,
+    "tiling": tiling,
+}

@@ -1,0 +1,66 @@
+"""Measuring a lever: both forms checked against float64, then timed in turns."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+
+FORMS = ("slow", "fast")
+_MIB = {"cuda": 512, "cpu": 32}
+_ROWS = {"cuda": 4096, "cpu": 512}
+
+
+def measure_card(bench: Bench) -> Measurement:
+    from stepscope.measure.card import device_card
+
+    facts, words = device_card(bench.device)
+    return Measurement(
+        quantities=facts, notes={f"card.{name}": said for name, said in words.items()}
+    )
+
+
+def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.levers import make_pair
+    from stepscope.measure.levers.pair import error
+    from stepscope.measure.turns import time_in_turns
+
+    device = bench.device
+    if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
+        raise CaseSkipped("on a GPU both forms are Triton kernels, and Triton is not here")
+    elements = (config["mib"] or _MIB[device.kind]) << 18
+    pair = make_pair(config["lever"], device, elements, config["rows"] or _ROWS[device.kind])
+    found: dict[str, Quantity] = {"work": Quantity(value=pair.work, unit=pair.unit)}
+    truth = pair.truth()
+    for name, form in zip(FORMS, (pair.slow, pair.fast), strict=True):
+        form.run()
+        off = error(form.result(), truth)
+        if off > form.tolerance:
+            raise RuntimeError(
+                f"the {name} form is wrong: off by {off:.2g}, at most {form.tolerance:.2g} is right"
+            )
+        found[f"error.{name}"] = Quantity(value=off, unit="1")
+        found[f"moved.{name}"] = Quantity(value=form.moved, unit="B")
+        found[f"flops.{name}"] = Quantity(value=form.flops, unit="FLOP")
+        if form.kept is not None:
+            found[f"kept.{name}"] = Quantity(value=form.kept, unit="B")
+    del truth
+    timing = time_in_turns(
+        {"slow": pair.slow.run, "fast": pair.fast.run},
+        device,
+        warmup=config["warmup"],
+        rounds=config["rounds"],
+        progress=lambda done, total: bench.progress(done, total, "rounds"),
+    )
+    return Measurement(
+        series=timing.series,
+        quantities=found,
+        readings=timing.readings,
+        notes={
+            "format.slow": pair.slow.format,
+            "format.fast": pair.fast.format,
+            "elements": str(elements),
+        },
+    )

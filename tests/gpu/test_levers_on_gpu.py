@@ -1,0 +1,72 @@
+"""The levers study on a GPU: every pair right, the fast form faster, the card complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepscope.measure.device import Device, pick_device
+from stepscope.studies.base import Measurement
+from stepscope.studies.levers import STUDY, LeversFlags
+from stepscope.studies.levers.catalog import LEVERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.device: Device = pick_device("cuda")
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+def measured(lever: str) -> Measurement:
+    (case,) = STUDY.cases(LeversFlags(lever=(lever,)))
+    bench = Bench()
+    bench.device.release()
+    return STUDY.measure(case.config, bench)
+
+
+def median(done: Measurement, form: str) -> float:
+    (values,) = (s.values for s in done.series if (s.name, s.clock) == (form, "device"))
+    return sorted(values)[len(values) // 2]
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_both_forms_are_right_and_the_fast_one_is_faster(lever: str) -> None:
+    done = measured(lever)
+    for form in ("slow", "fast"):
+        assert done.quantities[f"error.{form}"].value < 1e-2
+    # Each is worth at least half as much again on any GPU; what it is worth here is the record's.
+    assert median(done, "slow") > 1.5 * median(done, "fast")
+
+
+def test_lanes_of_a_warp_wait_for_the_longest_loop() -> None:
+    done = measured("divergence")
+    idle = done.quantities["flops.slow"].value / done.quantities["flops.fast"].value
+    gained = median(done, "slow") / median(done, "fast")
+    assert gained == pytest.approx(idle, rel=0.35)
+
+
+def test_sectors_explain_the_time_of_scattered_reads() -> None:
+    done = measured("coalescing")
+    traffic = done.quantities["moved.slow"].value / done.quantities["moved.fast"].value
+    assert median(done, "slow") / median(done, "fast") == pytest.approx(traffic, rel=0.35)
+
+
+def test_the_card_tells_what_torch_tells_and_more() -> None:
+    done = measured("card")
+    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    properties = torch.cuda.get_device_properties(0)
+    assert held["sms"] == properties.multi_processor_count
+    assert held["l2_bytes"] == properties.L2_cache_size
+    assert held["threads_per_sm"] == properties.max_threads_per_multi_processor
+    assert held["memory_bytes"] == properties.total_memory
+    assert held["lanes_per_warp"] == 32
+    assert held["registers_per_sm"] >= 32768
+    assert held["shared_bytes_per_sm"] >= held["shared_bytes_per_block"] >= 48 << 10
+    assert held["clock_hz"] > 5e8
+    assert done.notes["card.name"] == properties.name

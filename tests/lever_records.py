@@ -1,0 +1,72 @@
+"""Records of the levers study with times that a test chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sample_records import record, times
+from stepscope.records.schema import Ceiling, Quantity, Record
+from stepscope.studies.registry import find_study
+
+CEILINGS = (
+    Ceiling(name="matmul.float32", value=50e12, unit="FLOP/s", source="measured"),
+    Ceiling(name="matmul.bfloat16", value=700e12, unit="FLOP/s", source="measured"),
+    Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured"),
+)
+
+
+def lever_record(
+    lever: str = "coalescing",
+    *,
+    slow: float = 1.0,
+    fast: float = 0.25,
+    work: tuple[float, str] = (1e9, "B"),
+    moved: tuple[float, float] = (4.5e9, 1e9),
+    flops: tuple[float, float] = (1e9, 1e9),
+    kept: tuple[float, float] | None = None,
+    formats: tuple[str, str] = ("float32", "float32"),
+    **changes: Any,
+) -> Record:
+    study = find_study("levers")
+    (case,) = study.cases(study.flags(lever=(lever,)))
+    found = {"work": Quantity(value=work[0], unit=work[1])}
+    for place, form in enumerate(("slow", "fast")):
+        found[f"moved.{form}"] = Quantity(value=moved[place], unit="B")
+        found[f"flops.{form}"] = Quantity(value=flops[place], unit="FLOP")
+        found[f"error.{form}"] = Quantity(value=1e-7, unit="1")
+        if kept is not None:
+            found[f"kept.{form}"] = Quantity(value=kept[place], unit="B")
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="levers",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else (times("slow", slow), times("fast", fast)),
+            "quantities": {} if failed else found,
+            "notes": {} if failed else {"format.slow": formats[0], "format.fast": formats[1]},
+            "ceilings": CEILINGS,
+        }
+        | changes,
+    )
+
+
+def card_record(**changes: Any) -> Record:
+    facts = {
+        "sms": Quantity(value=132, unit="1"),
+        "shared_bytes_per_sm": Quantity(value=233472, unit="B"),
+        "bus_bits": Quantity(value=6144, unit="bit"),
+        "clock_hz": Quantity(value=1.98e9, unit="Hz"),
+    }
+    return record(
+        study="levers",
+        case="card",
+        config={"lever": "card"},
+        **{
+            "series": (),
+            "quantities": facts,
+            "notes": {"card.name": "NVIDIA H200", "card.compute capability": "9.0"},
+            "ceilings": CEILINGS,
+        }
+        | changes,
+    )
