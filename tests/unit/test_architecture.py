@@ -17,6 +17,7 @@ LONGEST_FILE = 400
 
 FOR_ALL = {"stepscope", "stepscope.errors", "stepscope.ranges"}
 LEAVES = {
+    "stepscope.model.checkpointing",
     "stepscope.model.config",
     "stepscope.model.cost",
     "stepscope.model.sizes",

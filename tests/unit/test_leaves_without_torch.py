@@ -29,6 +29,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
     "module",
     [
         "stepscope.model",
+        "stepscope.model.checkpointing",
         "stepscope.model.config",
         "stepscope.model.cost",
         "stepscope.model.sizes",

@@ -34,6 +34,7 @@ EVERYTHING = WorkloadFlags(
     attention=("reference", "sdpa"),
     compile=COMPILE,
     optimizer=OPTIMIZERS,
+    checkpoint=("no", "1", "nested"),
 )
 
 
@@ -45,7 +46,7 @@ def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
 
 def test_keys_are_safe_and_tell_every_train_step_apart() -> None:
     keys = [each.key for each in workloads(EVERYTHING, ("train-step",))]
-    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * 3
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * 3 * 3
     assert all(SAFE.fullmatch(key) for key in keys)
 
 
@@ -108,12 +109,20 @@ def test_a_workload_survives_the_way_to_the_worker() -> None:
         ({"dtype": ("bf17",)}, r"'bf17' does not exist.*one of"),
         ({"attention": ("flush",)}, r"attention 'flush' does not exist"),
         ({"compile": ("yes",)}, r"compile 'yes' does not exist.*no, block, model"),
+        ({"checkpoint": ("half",)}, r"checkpoint 'half' does not exist.*a number of blocks"),
+        ({"checkpoint": ("1-4",)}, r"each smaller than the one around it"),
         ({"optimizer": ("sgd",)}, r"optimizer 'sgd' does not exist"),
     ],
 )
 def test_what_cannot_be_meant_is_named_with_its_mend(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         list(workloads(WorkloadFlags(**fields), MODES))
+
+
+def test_a_record_from_before_checkpointing_is_a_step_without() -> None:
+    old = msgspec.to_builtins(workload())
+    del old["checkpoint"]
+    assert msgspec.convert(old, Workload) == workload()
 
 
 def test_needs_follow_from_format_and_compiling() -> None:
@@ -189,8 +198,9 @@ def test_names_in_words_stay_apart() -> None:
         WorkloadFlags(size=("xl",), table="2026"),
         WorkloadFlags(size=("xl",), batch=(2,)),
         WorkloadFlags(size=("xl",), layers=2),
+        WorkloadFlags(size=("xl",), checkpoint=("4", "nested")),
     ]
     names = [work.name for each in flags for work in workloads(each, ("train-step",))]
-    assert len(set(names)) == len(names) == 7
+    assert len(set(names)) == len(names) == 9
     assert names[0] == "xl at context 512 in float32"
     assert "2026 xl at context 512 in float32" in names

@@ -11,6 +11,7 @@ from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
+from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.model.sizes import find_size, with_overrides
 
@@ -25,15 +26,16 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 4
     """Sequences per step and rank."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure,
+    bfloat16-master (bfloat16 with float32 master weights)."""
     attention: str = "reference"
     """Attention implementation (`list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
     """How much of the step."""
     optimizer: Literal["torch", "torch-fused", "stepscope", "course"] = "torch"
     """AdamW: torch (its default), torch-fused, stepscope (the update rule written out), course."""
-    checkpoint: int = 0
-    """Blocks in a checkpointed stretch; 0 keeps all activations."""
+    checkpoint: str = NONE
+    """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
     ranks: int = 1
     """Processes that share the work, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"

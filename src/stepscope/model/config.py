@@ -48,6 +48,8 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     """Format of the matrix products: it names the ceiling that the step is held against."""
     autocast: bool
     help: str
+    master: bool = False
+    """The optimizer keeps a float32 copy of the weights and updates that one."""
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -88,10 +90,24 @@ PRECISIONS: dict[str, Precision] = {
             autocast=False,
             help="weights, gradients and optimizer state in bfloat16",
         ),
+        Precision(
+            name="bfloat16-master",
+            weights="bfloat16",
+            compute="bfloat16",
+            autocast=False,
+            master=True,
+            help="bfloat16 weights and gradients, float32 master weights and optimizer state",
+        ),
     )
 }
 
-_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-pure": "bfloat16-pure"}
+_ALIASES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "bf16-pure": "bfloat16-pure",
+    "bf16-master": "bfloat16-master",
+}
 
 
 def precision(name: str) -> Precision:

@@ -101,7 +101,9 @@ def gradient_bytes(config: ModelConfig, precision: Precision) -> int:
 
 
 def optimizer_bytes(config: ModelConfig, precision: Precision) -> int:
-    """AdamW: two moments in the weights' format."""
+    """AdamW: two moments in the weights' format; with master weights three tensors in float32."""
+    if precision.master:
+        return 3 * parameters(config).total * _FLOAT32
     return 2 * weight_bytes(config, precision)
 
 
@@ -184,11 +186,13 @@ def minimum_bytes(
     mode: str,
     attention: str = "sdpa",
     device_type: str = "cuda",
+    checkpointed: bool = False,
 ) -> int:
-    """Device memory below which that mode cannot run, without activation checkpointing.
+    """Device memory below which that mode cannot run.
 
     A lower bound, never an estimate: work space, fragmentation and the logits' other copies come on
-    top. A train step is one with optimizer state, so from the second on.
+    top. A train step is one with optimizer state, so from the second on. Of blocks that run again
+    in the backward nothing is counted.
     """
     weights = weight_bytes(config, precision)
     if mode == "forward":
@@ -197,6 +201,8 @@ def minimum_bytes(
     kept = activation_bytes(config, batch, context, precision, attention, device_type)
     # Another kernel might write its output where the projection reads it.
     saved = kept.total - kept.n_layers * kept.block.get(_ATTENTION_OUTPUT, 0)
+    if checkpointed:
+        saved = kept.embedding + kept.head + kept.loss
     # The backward frees activations as it makes gradients, so only the larger is sure.
     most = max(saved, gradient_bytes(config, precision))
     if mode == "forward-backward":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as run_again_in_backward
 
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
@@ -73,7 +74,8 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """Tokens in, logits of the next token out; with targets the mean loss, and never all logits.
 
-    `fused` takes the pieces of `model.kernels` between the matrix products.
+    `fused` takes the pieces of `model.kernels` between the matrix products. `checkpoint` has the
+    blocks of each stretch that keeps its input only (`model.checkpointing`), outermost first.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class TransformerLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         fused: bool = False,
+        checkpoint: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.context = config.context
+        self.checkpoint = checkpoint
         self.embedding = Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
         # One table for all blocks.
         rotary = RotaryEmbedding(
@@ -111,9 +115,7 @@ class TransformerLM(nn.Module):
             )
         with named("embedding"):
             x = self.embedding(tokens)
-        for number, block in enumerate(self.blocks):
-            with named(f"block {number}"):
-                x = block(x)
+        x = self._through_blocks(x, 0, len(self.blocks), self.checkpoint)
         with named("norm"):
             x = self.norm(x)
         if targets is not None:
@@ -121,3 +123,22 @@ class TransformerLM(nn.Module):
         with named("head"):
             logits: Tensor = self.head(x)
         return logits
+
+    def _through_blocks(self, x: Tensor, first: int, end: int, levels: tuple[int, ...]) -> Tensor:
+        if not levels:
+            for number in range(first, end):
+                with named(f"block {number}"):
+                    x = self.blocks[number](x)
+            return x
+        for start in range(first, end, levels[0]):
+            # Nothing in a block is random, so no generator's state has to be kept.
+            x = run_again_in_backward(
+                self._through_blocks,
+                x,
+                start,
+                min(start + levels[0], end),
+                levels[1:],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return x

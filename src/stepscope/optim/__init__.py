@@ -2,5 +2,6 @@
 
 from stepscope.optim.adamw import AdamW
 from stepscope.optim.fused import FusedAdamW
+from stepscope.optim.master import MasterWeights
 
-__all__ = ["AdamW", "FusedAdamW"]
+__all__ = ["AdamW", "FusedAdamW", "MasterWeights"]

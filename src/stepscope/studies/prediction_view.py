@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
+from stepscope.model.checkpointing import NONE
 from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
 from stepscope.report.format import bytes_
@@ -117,7 +118,7 @@ def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, 
 def plan_name(size_name: str, plan: StepPlan) -> str:
     extras = [
         *([] if plan.attention == "reference" else [plan.attention]),
-        *([f"checkpointed by {plan.checkpoint}"] if plan.checkpoint else []),
+        *([] if plan.checkpoint == NONE else [f"checkpointed: {plan.checkpoint}"]),
         *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),
     ]
     words = f"{size_name} at context {plan.context}, batch {plan.batch}, in {plan.dtype}"

@@ -15,6 +15,7 @@ import msgspec
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model import cost
+from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
@@ -47,13 +48,16 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch: tuple[int, ...] = (4,)
     """Sequences per step."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure,
+    bfloat16-master (bfloat16 with float32 master weights)."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's own), … (`list attentions`)."""
     compile: tuple[str, ...] = ("no",)
     """torch.compile: no (eager), block (each block alone), model (whole)."""
     optimizer: tuple[str, ...] = ("torch",)
     """AdamW: torch (its default), torch-fused, stepscope (the update rule written out)."""
+    checkpoint: tuple[str, ...] = (NONE,)
+    """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
     d_model: int | None = None
     """Override this field of the size."""
     d_ff: int | None = None
@@ -79,6 +83,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str
     mode: Mode
     overrides: dict[str, int] = msgspec.field(default_factory=dict)
+    checkpoint: str = NONE
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -92,11 +97,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
         precision(self.dtype)
-        self.model()
+        self.stretches()
 
     def model(self) -> ModelConfig:
         sized = find_size(self.size, self.table)
         return with_overrides(sized, context=self.context, **self.overrides)
+
+    def stretches(self) -> tuple[int, ...]:
+        """Blocks of each checkpointed stretch, outermost first."""
+        return stretches(self.checkpoint, self.model().n_layers)
 
     @property
     def key(self) -> str:
@@ -110,6 +119,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             parts.insert(0, self.table)
         if self.mode == "train-step" and self.optimizer != "torch":
             parts.append(f"adamw={self.optimizer}")
+        if self.checkpoint != NONE:
+            parts.append(f"checkpoint={self.checkpoint}")
         return "_".join((*parts, self.mode))
 
     @property
@@ -121,6 +132,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *([] if self.batch == 4 else [f"batch {self.batch}"]),
             *([] if self.attention == "reference" else [self.attention]),
             *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
+            *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
         words = f"{year}{self.size}{changed} at context {self.context} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
@@ -147,9 +159,11 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
     fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
               "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
     overrides = {name: value for name, value in fields.items() if value is not None}
-    for size, context, batch, dtype, attention, compiled, optimizer, mode in itertools.product(
-        flags.size, flags.context, flags.batch, flags.dtype, flags.attention, flags.compile,
-        flags.optimizer, modes,
+    for size, context, batch, dtype, attention, compiled, optimizer, checkpoint, mode in (
+        itertools.product(
+            flags.size, flags.context, flags.batch, flags.dtype, flags.attention, flags.compile,
+            flags.optimizer, flags.checkpoint, modes,
+        )
     ):  # fmt: skip
         yield Workload(
             size=size,
@@ -160,6 +174,7 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             attention=attention,
             compile=compiled,
             optimizer=optimizer,
+            checkpoint=checkpoint,
             mode=mode,
             overrides=overrides,
         )
@@ -183,12 +198,13 @@ class TrainingStep:
             attention=implementation(workload.attention).function,
             device=device.torch_device,
             dtype=getattr(torch, form.weights),
+            checkpoint=workload.stretches(),
         )
         compile_model(self.model, workload.compile)
         # Scaling keeps float16 gradients from vanishing; the other formats do not need it. Its step
         # reads back whether a gradient overflowed, so there the host waits, as in real training.
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
-        self.optimizer = make_optimizer(workload.optimizer, self.model)
+        self.optimizer = make_optimizer(workload.optimizer, self.model, master=form.master)
         shape = (workload.batch, workload.context)
         vocab = workload.model().vocab
         self.tokens = torch.randint(vocab, shape, device=device.torch_device)
@@ -206,6 +222,7 @@ class TrainingStep:
         needed = cost.minimum_bytes(
             workload.model(), workload.batch, workload.context, precision(workload.dtype),
             workload.mode, workload.attention, device.kind,
+            checkpointed=workload.checkpoint != NONE,
         )  # fmt: skip
         refuse_beyond_host_memory(needed, device)
 
@@ -282,16 +299,21 @@ def compile_model(model: torch.nn.Module, how: str) -> None:
             block.compile()
 
 
-def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str, model: torch.nn.Module, *, master: bool = False
+) -> torch.optim.Optimizer:
+    """`master`: it works on float32 copies of the weights."""
     import torch
 
-    from stepscope.optim import AdamW
+    from stepscope.optim import AdamW, MasterWeights
     from stepscope.ranges import name_groups
 
-    made: torch.optim.Optimizer
-    if name == "stepscope":
-        made = AdamW(model.parameters())
-    else:
-        made = torch.optim.AdamW(model.parameters(), fused=True if name == "torch-fused" else None)
+    kind: Callable[..., torch.optim.Optimizer] = AdamW if name == "stepscope" else torch.optim.AdamW
+    settings: dict[str, Any] = {"fused": True} if name == "torch-fused" else {}
+    made = (
+        MasterWeights(model.parameters(), kind, **settings)
+        if master
+        else kind(model.parameters(), **settings)
+    )
     name_groups(made)
     return made

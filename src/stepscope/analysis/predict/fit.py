@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import predict
+from stepscope.model.checkpointing import NONE
 
 MARGIN = 1.02
 """What a peak may be off, and blocks that lie so that no request fits between them."""
@@ -52,14 +53,14 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
         if flash:
             yield "flash attention and bfloat16 autocast", flash | bf16
     stretches = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
-    if plan.mode != "forward" and not plan.checkpoint:
+    if plan.mode != "forward" and plan.checkpoint == NONE:
         for k in stretches:
             words = "each block" if k == 1 else f"every {k} blocks"
-            yield f"checkpointing of {words}", {"checkpoint": k}
+            yield f"checkpointing of {words}", {"checkpoint": str(k)}
         for k in stretches if flash else ():
             words = "each block" if k == 1 else f"every {k} blocks"
-            yield f"flash attention and checkpointing of {words}", flash | {"checkpoint": k}
-    smallest = {} if plan.checkpoint or plan.mode == "forward" else {"checkpoint": 1}
+            yield f"flash attention and checkpointing of {words}", flash | {"checkpoint": str(k)}
+    smallest = {} if plan.checkpoint != NONE or plan.mode == "forward" else {"checkpoint": "1"}
     batch = plan.batch // 2
     while batch >= 1:
         yield f"batch {batch}", {"batch": batch}

@@ -50,12 +50,14 @@ class Layers:
 
     def feed_forward(self, x: Value, w1: Value, w2: Value, w3: Value) -> Value:
         ops, d_ff = self.ops, self.shape.d_ff
-        gate = ops.linear(x, w1, d_ff)
+        hidden = ops.multiply(self._gate(x, w1), ops.linear(x, w3, d_ff))
+        return ops.linear(hidden, w2, self.shape.d_model)
+
+    def _gate(self, x: Value, w1: Value) -> Value:
+        gate = self.ops.linear(x, w1, self.shape.d_ff)
         if self.written_out:
-            gate = ops.multiply(gate, ops.keeps_output(gate, "sigmoid"))
-        else:
-            gate = ops.keeps_input(gate, "SiLU")
-        return ops.linear(ops.multiply(gate, ops.linear(x, w3, d_ff)), w2, self.shape.d_model)
+            return self.ops.multiply(gate, self.ops.keeps_output(gate, "sigmoid"))
+        return self.ops.keeps_input(gate, "SiLU")
 
     def attention(self, x: Value, query: Value, key: Value, value: Value, output: Value) -> Value:
         ops, d_model = self.ops, self.shape.d_model

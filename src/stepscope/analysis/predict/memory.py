@@ -45,6 +45,8 @@ class Memory:
         self.allocated = 0
         self.events = 0
         self.phase = ""
+        self.unnamed = TEMPORARIES
+        """The line of buffers that are made for no line of their own."""
         self.peaks: dict[str, tuple[int, int]] = {}
         """Of each phase: bytes, and the event at which they were reached."""
         self.ends: dict[str, int] = {}
@@ -60,8 +62,8 @@ class Memory:
     def end(self) -> None:
         self.ends[self.phase] = self.allocated
 
-    def buffer(self, asked: int, line: str = TEMPORARIES) -> Buffer:
-        held = Buffer(self, asked, self.allocator.allocate(asked), line)
+    def buffer(self, asked: int, line: str = "") -> Buffer:
+        held = Buffer(self, asked, self.allocator.allocate(asked), line or self.unnamed)
         # Weakly, so that the play alone keeps it alive.
         self._live[id(held)] = weakref.ref(held)
         self.allocated += held.block.size

@@ -21,6 +21,8 @@ class Operators:
         self.tape = tape
         self.autocast = autocast
         self._copies: dict[int, Value] = {}
+        # A stretch that runs again enters autocast for itself.
+        tape.after_replay = self.leave_autocast
 
     def new(self, size: int) -> Buffer:
         return self.tape.memory.buffer(size)

@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
+from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
 
@@ -27,8 +28,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "torch"
     """AdamW: `torch` (its default, which works on all parameters at once), `torch-fused`,
     `stepscope` (one parameter after the other), `course` (so too, its moments computed anew)."""
-    checkpoint: int = 0
-    """Blocks in a checkpointed stretch; 0 keeps all activations."""
+    checkpoint: str = NONE
+    """Blocks that run again in the backward, as `model.checkpointing` names it."""
     ranks: int = 1
     sharding: Literal["none", "optimizer", "full"] = "none"
     """What the ranks divide among themselves: nothing, the optimizer state, or everything."""
@@ -44,8 +45,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("batch", "context", "ranks"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
-        if self.checkpoint < 0:
-            raise UsageError(f"checkpoint is {self.checkpoint}", "give a number of blocks, or 0")
         for kind, value, known in (
             ("mode", self.mode, MODES),
             ("optimizer", self.optimizer, OPTIMIZERS),
@@ -55,3 +54,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
         precision(self.dtype)
+        self.stretches()
+
+    def stretches(self) -> tuple[int, ...]:
+        return stretches(self.checkpoint, self.model.n_layers)

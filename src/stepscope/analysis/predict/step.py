@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -56,6 +57,7 @@ class Play:
         self.plan = plan
         form = precision(plan.dtype)
         self.width = _WIDTHS[form.weights]
+        self.master = form.master
         self.memory = Memory(
             CachingAllocator() if plan.device == "cuda" else ExactAllocator(), watched
         )
@@ -167,13 +169,7 @@ class Play:
                 "lookup", self.memory.buffer(stream * self.width), stream, self.width,
                 (self.embedding,), lambda _: (self.memory.buffer(table),),
             )  # fmt: skip
-        stretch = self.plan.checkpoint
-        if stretch:
-            for start in range(0, len(self.blocks), stretch):
-                x = self._checkpointed(x, self.blocks[start : start + stretch])
-        else:
-            for block in self.blocks:
-                x = self._with_weights(x, block, self._block)
+        x = self._through_blocks(x, self.blocks, self.plan.stretches())
         with tape.inside("norm"):
             x = self.layers.norm(x, self.norm)
         with tape.inside("head"):
@@ -192,30 +188,18 @@ class Play:
         with tape.inside("feed-forward"):
             return self.ops.add(x, layers.feed_forward(read, w1, w2, w3))
 
-    def _checkpointed(self, x: Value, blocks: list[list[Value]]) -> Value:
-        """Only the input is kept; the backward plays the stretch again, then goes through it."""
-        tape = self.tape
-        kept, elements, width = x.buffer, x.elements, x.width
-        outer, tape.recording = tape.recording, False
-        out = Value(kept, elements, width)
-        for block in blocks:
-            out = self._with_weights(out, block, self._block)
-        tape.recording = outer
-
-        def rule(gradient: Buffer) -> tuple[Buffer | None]:
-            entry = Value(kept, elements, width)
-            again = entry
+    def _through_blocks(
+        self, x: Value, blocks: list[list[Value]], levels: tuple[int, ...]
+    ) -> Value:
+        if not levels:
             for block in blocks:
-                again = self._with_weights(again, block, self._block)
-            self.ops.leave_autocast()
-            last = again.node
-            assert last is not None
-            del again
-            self.tape.backward(last, gradient)
-            return (entry.gradient,)
-
-        with tape.inside("checkpoint"):
-            return tape.operator("input", out.buffer, elements, width, (x,), rule, (kept,))
+                x = self._with_weights(x, block, self._block)
+            return x
+        for start in range(0, len(blocks), levels[0]):
+            members = blocks[start : start + levels[0]]
+            body = partial(self._through_blocks, blocks=members, levels=levels[1:])
+            x = self.tape.checkpointed(x, body)
+        return x
 
     def _loss(self, logits: Value) -> Value:
         ops = self.ops
@@ -234,8 +218,11 @@ class Play:
         on_all = optimizer == "torch" and self.plan.device == "cuda"
         temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
+        if self.master and first:
+            self.state = [memory.buffer(size, OPTIMIZER) for size in sizes]
+        wide = [memory.buffer(size) for size in sizes] if self.master else []
         if first and not temporaries:
-            self.state = [memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
+            self.state += [memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
         if on_all:
             # The roots of the second moments.
             roots = [memory.buffer(size) for size in sizes]
@@ -245,12 +232,17 @@ class Play:
                 self.state += [memory.buffer(size, OPTIMIZER) for _ in "mv"]
             held = [memory.buffer(size) for _ in range(temporaries)]
             del held
+        del wide
         for parameter in self._parameters():
             parameter.gradient = None
 
     def _own_sizes(self) -> list[int]:
-        """Bytes of the parameters that this rank updates: of all ranks the one with the most."""
-        sizes = [parameter.kept * parameter.width for parameter in self._parameters()]
+        """Bytes of what this rank updates, parameters or their float32 copies: of all ranks the one
+        with the most."""
+        sizes = [
+            parameter.kept * (FLOAT32 if self.master else parameter.width)
+            for parameter in self._parameters()
+        ]
         if self.plan.sharding != "optimizer":
             return sizes
         shares: list[list[int]] = [[] for _ in range(self.plan.ranks)]

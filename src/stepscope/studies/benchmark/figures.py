@@ -8,8 +8,8 @@ from stepscope.analysis.limits import mfu
 from stepscope.report.blocks import Curve, Figure, Mark
 from stepscope.studies.benchmark.rows import Row, common_context
 
-_VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "batch")
-_PLAIN = {"compile": "no", "optimizer": "torch"}
+_VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "checkpoint", "batch")
+_PLAIN = {"compile": "no", "optimizer": "torch", "checkpoint": "no"}
 """What goes without saying in a label."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}
 
@@ -40,7 +40,11 @@ def _label(row: Row, names: Sequence[str]) -> str:
     for name in names:
         value = getattr(row.workload, name)
         if value != _PLAIN.get(name):
-            named = {"compile": "compiled", "batch": f"batch {value}"}.get(name, str(value))
+            named = {
+                "compile": "compiled",
+                "batch": f"batch {value}",
+                "checkpoint": f"checkpoint {value}",
+            }.get(name, str(value))
             words.append(_SHORT.get(named, named))
     return " ".join(words) or "eager"
 

@@ -134,6 +134,7 @@ _IDENTITY: dict[str, Column] = {
     "attention": Column(title="attention"),
     "compile": Column(title="compile"),
     "optimizer": Column(title="optimizer"),
+    "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
     "table": Column(title="table"),
 }
 
@@ -168,6 +169,8 @@ def _in_words(name: str, value: Any) -> str:
         return {"torch": "torch's AdamW", "torch-fused": "torch's fused AdamW"}.get(
             value, "Stepscope's AdamW"
         )
+    if name == "checkpoint":
+        return "" if value == "no" else f"checkpointed: {value}"
     if name == "table":
         return f"sizes of {value}"
     return {"batch": f"batch {value}", "attention": f"{value} attention"}.get(name, str(value))

@@ -19,6 +19,7 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         attention=workload.attention,
         mode=workload.mode,
         optimizer=workload.optimizer,
+        checkpoint=workload.checkpoint,
         device=device,
         # The small step before it had a backward where this one has.
         used_before=workload.mode != "forward",

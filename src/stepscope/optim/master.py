@@ -1,0 +1,98 @@
+"""Float32 master weights around any optimizer, for a model in bfloat16 or float16.
+
+A weight in bfloat16 has eight bits: an update of less than a 256th of it is rounded away. Here the
+optimizer works on a float32 copy of each weight with a float32 gradient, and the model gets the
+copy, rounded. For each parameter that is 4 bytes for the copy and 8 for AdamW's moments beside the
+2 of the weight and the 2 of its gradient, and 4 more for the wide gradient while the step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+MASTER = "master"
+
+
+class MasterWeights(Optimizer):
+    """`MasterWeights(model.parameters(), AdamW, lr=1e-3)`; the state of a parameter is that of the
+    optimizer inside and the copy as `master`."""
+
+    def __init__(
+        self, params: ParamsT, optimizer: Callable[..., Optimizer], **settings: Any
+    ) -> None:
+        self._make, self._settings = optimizer, settings
+        self._inner: Optimizer | None = None
+        # Its defaults are those of the optimizer inside, which schedulers look for.
+        probe = optimizer([torch.zeros(1)], **settings)
+        super().__init__(params, probe.defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of the copies, then of the model; a closure computes the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inner = self._inner or self._with_copies()
+        for mine, own in zip(self.param_groups, inner.param_groups, strict=True):
+            own.update({name: value for name, value in mine.items() if name != "params"})
+        pairs = [
+            (parameter, copy)
+            for mine, own in zip(self.param_groups, inner.param_groups, strict=True)
+            for parameter, copy in zip(mine["params"], own["params"], strict=True)
+            if parameter.grad is not None
+        ]
+        for parameter, copy in pairs:
+            copy.grad = parameter.grad.to(copy.dtype)
+        inner.step()
+        for parameter, copy in pairs:
+            copy.grad = None
+            self.state[parameter] = {MASTER: copy} | inner.state[copy]
+        torch._foreach_copy_([parameter for parameter, _ in pairs], [copy for _, copy in pairs])
+        return loss
+
+    def _with_copies(self) -> Optimizer:
+        """Made with the first step, as an optimizer's own state is."""
+        self._inner = self._make(
+            [
+                group | {"params": [_wide(parameter) for parameter in group["params"]]}
+                for group in self.param_groups
+            ],
+            **self._settings,
+        )
+        return self._inner
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State of a `MasterWeights` around the same kind of optimizer."""
+        held = state_dict["state"]
+        # The base class would round all state to the format of the weights: it gets the groups.
+        super().load_state_dict(state_dict | {"state": {}})
+        inner = self._inner = self._with_copies()
+        copies = [copy for group in inner.param_groups for copy in group["params"]]
+        with torch.no_grad():
+            for number, state in held.items():
+                copies[number].copy_(state[MASTER])
+        rest = {
+            number: {name: value for name, value in state.items() if name != MASTER}
+            for number, state in held.items()
+        }
+        inner.load_state_dict(inner.state_dict() | {"state": rest})
+        originals = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, copy in zip(originals, copies, strict=True):
+            if copy in inner.state:
+                self.state[parameter] = {MASTER: copy} | inner.state[copy]
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
