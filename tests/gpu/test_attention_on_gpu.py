@@ -8,6 +8,7 @@ from torch import Tensor
 
 from accuracy import check_against_float64
 from stepscope.attention import attention
+from stepscope.attention.tiles import Pass, tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +32,18 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("length", [1000, 4096])
 def test_long_rows(length: int, d: int, dtype: torch.dtype) -> None:
     check_against_float64(ours, *draw(1, 2, length, d, dtype=dtype), is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("d", [32, 64, 80, 128, 256])
+def test_every_tile_that_a_lesser_gpu_would_take(d: int, dtype: torch.dtype) -> None:
+    from stepscope.attention import triton_launch
+
+    passes: tuple[Pass, ...] = ("forward", "query", "key_value")
+    choices = {kind: tiles(kind, d, dtype.itemsize, (9, 0))[1:] for kind in passes}
+    for place in range(len(choices["forward"])):
+        with triton_launch.forced_tiles({kind: choices[kind][place] for kind in passes}):
+            check_against_float64(ours, *draw(1, 2, 200, d, dtype=dtype), is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

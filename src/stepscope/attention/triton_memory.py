@@ -110,15 +110,20 @@ def whole(tile, PLANES: tl.constexpr):
 
 @triton.jit
 def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ over all columns; of the products of planes those above the last place, small ones
-    first."""
+    """a bᵀ over all columns; of the products of planes those above the last place.
+
+    Matrix units cut off what does not fit where other units round. In a sum from zero of the highest
+    planes hardly a bit is cut, and what the small products lose is small: so each of the two is
+    summed by itself. Written as a sum, the compiler would make one chain of them again.
+    """
     if PLANES == 3:
         product = tl.dot(a[2], b[0].T)
         product = tl.dot(a[0], b[2].T, product)
         product = tl.dot(a[1], b[1].T, product)
         product = tl.dot(a[1], b[0].T, product)
         product = tl.dot(a[0], b[1].T, product)
-        product = tl.dot(a[0], b[0].T, product)
+        highest = tl.dot(a[0], b[0].T)
+        product = tl.fma(highest, tl.full(highest.shape, 1.0, tl.float32), product)
     else:
         product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
         if BLOCK_E > 0:
@@ -132,8 +137,8 @@ def add_product(
 ):
     """acc + a b, part by part; a is cut into planes here.
 
-    Matrix units cut off what does not fit where other units round, which adds up over a long row of
-    tiles: products of planes are summed from zero, and the sums are added outside.
+    Over a long row of tiles what matrix units cut off adds up: products of planes are summed from
+    zero, and the sums are added outside.
     """
     high = a.to(b[0].dtype)
     if PLANES == 3:
