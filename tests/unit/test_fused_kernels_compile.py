@@ -42,8 +42,10 @@ print("norm forward", wide_loads(
 print("norm backward", wide_loads(
     triton_norm._backward_kernel, [x, f, f, f, f, f, x, f, i, i, i],
     THROUGH=True, SPLIT=True, BLOCK=4096))
-print("swiglu forward", wide_loads(triton_swiglu._forward_kernel, [x, x, x, i], BLOCK=2048, EXACT=False))
-print("swiglu backward", wide_loads(triton_swiglu._backward_kernel, [x] * 5 + [i], BLOCK=2048, EXACT=False))
+print("swiglu forward", wide_loads(
+    triton_swiglu._forward_kernel, [x, x, x, i], BLOCK=2048, EXACT=False))
+print("swiglu backward", wide_loads(
+    triton_swiglu._backward_kernel, [x] * 5 + [i], BLOCK=2048, EXACT=False))
 print("rotary", wide_loads(
     triton_rotary._turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 for name, moments, chance in (("float32", tl.float32, False), ("chance", tl.uint16, True)):

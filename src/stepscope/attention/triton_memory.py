@@ -112,9 +112,9 @@ def whole(tile, PLANES: tl.constexpr):
 def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ over all columns; of the products of planes those above the last place.
 
-    Matrix units cut off what does not fit where other units round. In a sum from zero of the highest
-    planes hardly a bit is cut, and what the small products lose is small: so each of the two is
-    summed by itself. Written as a sum, the compiler would make one chain of them again.
+    Matrix units cut off what does not fit where other units round. In a sum from zero of the
+    highest planes hardly a bit is cut, and what the small products lose is small: so each of the
+    two is summed by itself. Written with +, the compiler would make one chain of them again.
     """
     if PLANES == 3:
         product = tl.dot(a[2], b[0].T)
