@@ -7,6 +7,7 @@ import pytest
 from lever_records import card_record, lever_record
 from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
 from precision_records import autocast_record, dot_record, square_record, sum_record
+from rehearsal_records import check_record, recorded_record
 from sample_records import environment
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
@@ -82,6 +83,16 @@ def mixed_records() -> dict[str, list[Record]]:
                 fsdp_record(context=64 * place, status=status, reason=FAILURES[status])
                 for place, status in enumerate(FAILURES, start=3)
             ),
+        ],
+        "rehearsal": [
+            recorded_record(),
+            recorded_record(context=256),
+            check_record(),
+            *(
+                recorded_record(context=64 * place, status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=5)
+            ),
+            check_record(ranks=4, status="error", reason=FAILURES["error"]),
         ],
         "benchmark": [*sound, *lost, half, half_lost],
         "attention": [
@@ -282,6 +293,7 @@ class TestViews:
             "ddp": ddp_record,
             "sharding": sharding_record,
             "fsdp": fsdp_record,
+            "rehearsal": recorded_record,
             "levers": lever_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
@@ -309,6 +321,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "ddp",
         "sharding",
         "fsdp",
+        "rehearsal",
         "levers",
         "machine",
         "records",

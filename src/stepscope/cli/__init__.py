@@ -16,13 +16,13 @@ from stepscope.errors import StepscopeError, unknown_name
 
 COMMANDS = {
     "run": "measure: a preset, or one study with your own cases; then write the report",
-    "inspect": "run your own training script and show where its step's time and memory go",
     "report": "write the HTML and Markdown page of a run or of a record file",
     "show": "print the findings and tables of a run, or one record, in the terminal",
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
     "compare": "hold two runs or two records against each other; a gate for CI",
     "predict": "the memory that a training step will need, by phase and line; needs no GPU",
+    "rehearse": "a recorded step on a cluster: step time, exposed communication, best bucket size",
     "snapshot": "what held the memory at the peak, from a snapshot of CUDA's allocator",
     "trace": "where the time goes in a trace of torch.profiler or Nsight Systems",
     "profile-nsys": "record a training step with Nsight Systems and read the recording",

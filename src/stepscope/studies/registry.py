@@ -21,7 +21,6 @@ from stepscope.studies.base import Study
 
 # The order in which a reader wants them; a study that is not named here comes after.
 _ORDER = (
-    "inspect",
     "benchmark",
     "warmup",
     "profile",
@@ -34,6 +33,7 @@ _ORDER = (
     "ddp",
     "sharding",
     "fsdp",
+    "rehearsal",
     "levers",
 )
 

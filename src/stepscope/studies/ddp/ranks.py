@@ -46,7 +46,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
     import torch.distributed as dist
 
     ways = make_ways(world, config)
-    tokens = _tokens(world, config)
+    tokens = make_tokens(world, config)
     samples: dict[str, list[float]] = {}
     shuffle = random.Random(0).shuffle
     order = list(ways)
@@ -113,7 +113,7 @@ def _ours(name: str, model: DDP) -> Way:
     return Way(name, model, model.module)
 
 
-def _tokens(world: World, config: dict[str, Any]) -> Tensor:
+def make_tokens(world: World, config: dict[str, Any]) -> Tensor:
     import torch
 
     share = config["batch"] // world.size

@@ -1,0 +1,133 @@
+"""A cluster as a few numbers, and what a collective takes on it.
+
+A link is α + β·bytes: what a hop costs, and what a byte costs. An all-reduce of n bytes among N
+ranks takes 2(N-1) hops of n/N bytes around a ring, or up and down a tree in 2·log2(N) hops at 2n
+bytes of traffic; the faster is taken, as NCCL does. Reduce-scatter and all-gather are half a ring.
+Where ranks sit in nodes, a message is first reduced inside the node, then each rank reduces its
+share with its counterparts in other nodes over a network port of its own, then it is gathered
+inside.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from stepscope.errors import UsageError, unknown_name
+
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather"]
+
+
+class Wire(NamedTuple):
+    """What one rank can send to its neighbour."""
+
+    latency_ms: float
+    bytes_per_ms: float
+
+
+class Cluster(NamedTuple):
+    name: str
+    ranks: int
+    per_node: int
+    """Ranks that share a node; 1 where the network is the only link."""
+    inside: Wire
+    between: Wire
+    start_ms: float = 0.0
+    """What a collective costs before its first byte."""
+
+    def time(self, collective: Collective, size: float) -> float:
+        """Of one collective whose whole message has that many bytes, in ms."""
+        if self.ranks == 1:
+            return 0.0
+        local = min(self.per_node, self.ranks)
+        nodes = math.ceil(self.ranks / local)
+        if collective == "all-reduce" and local == 1:
+            return self.start_ms + all_reduce_ms(self.between, nodes, size)
+        inside = ring_half_ms(self.inside, local, size)
+        if collective != "all-reduce":
+            return self.start_ms + inside + ring_half_ms(self.between, nodes, size / local)
+        # Inside one node there is no second level to save: ring or tree as well.
+        split = 2 * inside + all_reduce_ms(self.between, nodes, size / local)
+        whole = all_reduce_ms(self.inside, local, size) if nodes == 1 else split
+        return self.start_ms + min(split, whole)
+
+    def channel(self, collective: Collective) -> SharedLinks:
+        return SharedLinks(self, collective)
+
+
+class SharedLinks(NamedTuple):
+    """Collectives of one kind on a cluster: each has the links for itself until it is done."""
+
+    cluster: Cluster
+    collective: Collective
+
+    def alone(self, size: float) -> float:
+        return self.cluster.time(self.collective, size)
+
+    def queued(self, size: float) -> float:
+        return self.alone(size)
+
+
+def ring_half_ms(wire: Wire, ranks: int, size: float) -> float:
+    return (ranks - 1) * (wire.latency_ms + size / ranks / wire.bytes_per_ms)
+
+
+def all_reduce_ms(wire: Wire, ranks: int, size: float) -> float:
+    if ranks == 1:
+        return 0.0
+    hops = math.ceil(math.log2(ranks))
+    tree = 2 * hops * wire.latency_ms + 2 * size / wire.bytes_per_ms
+    return min(2 * ring_half_ms(wire, ranks, size), tree)
+
+
+NODE = 8
+LARGEST_NVLINK = 72
+"""GPUs of the largest NVLink domain on sale (NVL72)."""
+
+# Bandwidths are one direction of the data sheet: NVLink 4 has 18 links of 25 GB/s, NDR InfiniBand
+# 400 Gb/s, both per GPU. Latencies per hop and the start are those of NCCL's own cost model for its
+# bandwidth protocol (3.4 µs, 14 µs, 8.4 µs); the Ethernet's, through a host's TCP, is assumed.
+NVLINK = Wire(3.4e-3, 450e6)
+INFINIBAND = Wire(14e-3, 50e6)
+ETHERNET = Wire(30e-3, 12.5e6)
+START_MS = 8.4e-3
+
+LINKS = {
+    "nvlink": "every rank in one NVLink domain, 450 GB/s each way and 3.4 µs a hop",
+    "infiniband": f"nodes of {NODE} over NVLink, between them 50 GB/s and 14 µs for each GPU",
+    "ethernet": f"nodes of {NODE} over NVLink, between them 12.5 GB/s and 30 µs for each GPU",
+}
+
+
+def make_cluster(link: str, ranks: int) -> Cluster:
+    """A preset by name."""
+    if link not in LINKS:
+        raise unknown_name("link", link, LINKS)
+    _require_ranks(ranks)
+    if link == "nvlink":
+        return Cluster(link, ranks, ranks, NVLINK, NVLINK, START_MS)
+    between = INFINIBAND if link == "infiniband" else ETHERNET
+    return Cluster(link, ranks, NODE, NVLINK, between, START_MS)
+
+
+def custom_cluster(
+    ranks: int, latency_us: float, bandwidth_gbs: float, per_node: int = 1, start_us: float = 0.0
+) -> Cluster:
+    """Links of one's own numbers; with `per_node`, NVLink inside the nodes."""
+    _require_ranks(ranks)
+    if not (math.isfinite(latency_us) and latency_us >= 0):
+        raise UsageError(f"latency_us is {latency_us:g}", "it must be 0 or above")
+    if not (math.isfinite(bandwidth_gbs) and bandwidth_gbs > 0):
+        raise UsageError(f"bandwidth_gbs is {bandwidth_gbs:g}", "it must be above 0")
+    if per_node < 1:
+        raise UsageError(f"per_node is {per_node}", "it must be at least 1")
+    wire = Wire(latency_us / 1e3, bandwidth_gbs * 1e6)
+    name = f"{bandwidth_gbs:g} GB/s, {latency_us:g} µs"
+    if per_node > 1:
+        name += f" between nodes of {per_node}"
+    return Cluster(name, ranks, per_node, NVLINK, wire, start_us / 1e3)
+
+
+def _require_ranks(ranks: int) -> None:
+    if ranks < 1:
+        raise UsageError(f"ranks is {ranks}", "it must be at least 1")

@@ -1,0 +1,109 @@
+"""Many replays: every strategy, bucket size and number of ranks, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from stepscope.analysis.rehearsal.cluster import Cluster
+from stepscope.analysis.rehearsal.recording import Recording
+from stepscope.analysis.rehearsal.replay import STRATEGIES, Channel, Replay, Upkeep, replay
+from stepscope.analysis.rehearsal.sharded import replay_fsdp, replay_sharded
+
+BUCKETS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+AS_GOOD = 1.01
+"""Bucket sizes within this of the best are not told apart."""
+ALL = (*STRATEGIES, "sharded", "fsdp")
+
+
+class BucketSweep(NamedTuple):
+    steps: dict[float, Replay]
+    """By bucket size in MiB."""
+
+    @property
+    def best(self) -> float:
+        """The smallest step; of equal ones the largest bucket, which has the fewest messages."""
+        least = min(held.step_ms for held in self.steps.values())
+        return max(size for size, held in self.steps.items() if held.step_ms <= least * (1 + 1e-9))
+
+    @property
+    def as_good(self) -> tuple[float, float]:
+        """The sizes between which the step is as short up to a hundredth."""
+        least = self.steps[self.best].step_ms
+        good = [size for size, held in self.steps.items() if held.step_ms <= AS_GOOD * least]
+        return min(good), max(good)
+
+
+def sweep_buckets(
+    recording: Recording,
+    channel: Channel,
+    sizes_mb: Iterable[float] = BUCKETS_MB,
+    upkeep: Upkeep = Upkeep(),  # noqa: B008
+) -> BucketSweep:
+    return BucketSweep(
+        {size: replay(recording, "bucketed", channel, size, upkeep) for size in sorted(sizes_mb)}
+    )
+
+
+def replay_any(
+    recording: Recording,
+    strategy: str,
+    cluster: Cluster,
+    bucket_mb: float,
+    upkeep: Upkeep = Upkeep(),  # noqa: B008
+) -> Replay:
+    if strategy == "sharded":
+        return replay_sharded(recording, cluster, bucket_mb, upkeep)
+    if strategy == "fsdp":
+        return replay_fsdp(recording, cluster, bucket_mb)
+    return replay(recording, strategy, cluster.channel("all-reduce"), bucket_mb, upkeep)
+
+
+class Scaling(NamedTuple):
+    """Steps at growing numbers of ranks, each with its best bucket size."""
+
+    kept: dict[int, Replay]
+    """By ranks, of which each has the recorded batch."""
+    divided: dict[int, Replay]
+    """By ranks that share the recorded batch, one sequence each at least. A share takes its share
+    of the time, which flatters: small batches use a device less well."""
+
+    def stops_paying(self, above: float) -> int | None:
+        """The ranks from which on exposed communication is more than that share of the step."""
+        first = None
+        for ranks, held in self.kept.items():
+            over = held.exposed_share > above
+            first = (first or ranks) if over else None
+        return first
+
+    @property
+    def fastest(self) -> int:
+        """The fewest ranks on which the recorded batch is done soonest."""
+        return min(self.divided, key=lambda ranks: (self.divided[ranks].step_ms, ranks))
+
+
+def sweep_ranks(
+    recording: Recording,
+    cluster_of: Callable[[int], Cluster],
+    ranks: Sequence[int],
+    batch: float,
+    sizes_mb: Sequence[float] = BUCKETS_MB,
+    upkeep: Upkeep = Upkeep(),  # noqa: B008
+) -> Scaling:
+    def best(taken: Recording, count: int) -> Replay:
+        channel = cluster_of(count).channel("all-reduce")
+        sweep = sweep_buckets(taken, channel, sizes_mb, upkeep)
+        return sweep.steps[sweep.best]
+
+    return Scaling(
+        {count: best(recording, count) for count in ranks},
+        {count: best(recording.with_batch(1 / count), count) for count in ranks if count <= batch},
+    )
+
+
+def doublings(most: int) -> tuple[int, ...]:
+    """1, 2, 4, … and `most` itself."""
+    powers: list[int] = []
+    while (power := 2 ** len(powers)) < most:
+        powers.append(power)
+    return (*powers, most)

@@ -1,0 +1,83 @@
+"""When each gradient of a backward is ready, by marks in the device's queue or the host's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from stepscope.measure.device import Device, Mark
+from stepscope.measure.timer import no_collection
+
+
+class GradientTimes(NamedTuple):
+    """Samples in ms, one for each recorded step."""
+
+    forward: list[float]
+    backward: list[float]
+    optimizer: list[float]
+    ready: list[list[float]]
+    """By parameter: from the start of the backward; empty for one that never has a gradient."""
+
+
+def record_gradients(
+    parameters: Sequence[Tensor],
+    forward: Callable[[], object],
+    backward: Callable[[], object],
+    optimizer: Callable[[], object],
+    device: Device,
+    *,
+    warmup: int = 2,
+    steps: int = 5,
+    before: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> GradientTimes:
+    """Run whole steps with a mark at each gradient, from hooks that follow its accumulation."""
+    marks: dict[int, Mark] = {}
+
+    def hook(place: int) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            marks[place] = device.mark()
+
+        return ready
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(hook(place))  # type: ignore[no-untyped-call]
+        for place, parameter in enumerate(parameters)
+    ]
+    times = GradientTimes([], [], [], [[] for _ in parameters])
+    try:
+        with no_collection():
+            for taken in range(-warmup, steps):
+                if before:
+                    before()
+                marks.clear()
+                device.synchronize()
+                bounds = [device.mark()]
+                for phase in (forward, backward, optimizer):
+                    phase()
+                    bounds.append(device.mark())
+                device.synchronize()
+                if taken >= 0:
+                    _keep(times, bounds, marks, device)
+                if progress:
+                    progress(taken + warmup + 1, warmup + steps)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return times
+
+
+def _keep(times: GradientTimes, bounds: list[Mark], marks: dict[int, Mark], device: Device) -> None:
+    start, forward, backward, optimizer = bounds
+    times.forward.append(_between(device, start, forward))
+    times.backward.append(_between(device, forward, backward))
+    times.optimizer.append(_between(device, backward, optimizer))
+    for place, mark in marks.items():
+        times.ready[place].append(_between(device, forward, mark))
+
+
+def _between(device: Device, start: Mark, end: Mark) -> float:
+    on_device = device.device_ms(start, end)
+    return (end.host_s - start.host_s) * 1e3 if on_device is None else on_device

@@ -1,0 +1,211 @@
+"""What each rank of a validation does: steps in turns with samples of the channel."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stepscope.analysis.rehearsal.replay import name_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stepscope.analysis.rehearsal.recording import Recording
+    from stepscope.parallel import World
+
+ALONE = "no communication"
+WARMUP = 2
+BURST = 8
+"""Messages at once, to see how they hold each other up."""
+LARGEST_BURST = 2**22
+REPEATS = 4
+"""Messages one after the other, of the sizes of which there are several."""
+SMALLEST = 2**12
+REST_S = 0.01
+"""Before each start: in a step, too, reductions begin on ranks that were busy with other things."""
+SPIN_S = 2e-4
+"""A sleep may end late by about this; the rest is spent awake."""
+
+
+class RankResult(NamedTuple):
+    samples: dict[str, list[float]]
+    """`step.WAY`, `alone.SIZE`, `burst.SIZE.COUNT`, `pack.SIZE`, `issue`, `agree`, all in ms."""
+    backend: str
+
+
+Step = Callable[[], float]
+"""Runs one step; its time in ms."""
+
+
+def run_ways(world: World, recording: Recording, config: dict[str, Any]) -> RankResult:
+    """Every round has a step of each way and a sample of the channel, in an order that changes."""
+    import torch.distributed as dist
+
+    make = computing_ways if config["compute"] == "real" else waiting_ways
+    ways = make(world, recording, config)
+    probe = Probe(world, recording.gradient_bytes)
+    samples: dict[str, list[float]] = {f"step.{name}": [] for name in ways}
+    shuffle = random.Random(0).shuffle
+    order = list(ways)
+    number = 0
+    for taken in range(-WARMUP, config["rounds"]):
+        shuffle(order)
+        found: dict[str, float] = {}
+        for name in order:
+            world.step(number)
+            number += 1
+            found[f"step.{name}"] = ways[name]()
+        world.step(number)
+        number += 1
+        found |= probe.sample()
+        for name, ms in found.items() if taken >= 0 else ():
+            samples.setdefault(name, []).append(ms)
+    dist.barrier()
+    return RankResult(samples, world.backend)
+
+
+def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> dict[str, Step]:  # noqa: ARG001
+    """Reductions are real, compute is waited for as long as it was recorded to take."""
+    from stepscope.measure.waiting import Due, WaitingStep
+    from stepscope.parallel import DDP
+
+    gradients = [
+        Due(g.item.elements, g.item.kind.split()[0].removeprefix("torch."), g.ready)
+        for g in recording.gradients
+    ]
+
+    def make() -> WaitingStep:
+        return WaitingStep(
+            recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms
+        )
+
+    def way(own: WaitingStep, model: Any) -> Step:
+        def step() -> float:
+            began = start_together()
+            model().backward()
+            if model is not own:
+                model.finish_gradient_synchronization()
+            own.optimize()
+            return _since(began)
+
+        return step
+
+    plain = make()
+    ways = {ALONE: way(plain, plain)}
+    for strategy, bucket_mb in strategies(config["bucket_mb"]):
+        own = make()
+        wrapped = DDP(own, strategy, bucket_mb)  # type: ignore[arg-type]
+        ways[name_of(strategy, bucket_mb)] = way(own, wrapped)
+    return ways
+
+
+def computing_ways(world: World, recording: Recording, config: dict[str, Any]) -> dict[str, Step]:  # noqa: ARG001
+    """The recorded model itself on every rank."""
+    from stepscope.studies.ddp import ranks as ddp
+
+    shared = config | {"batch": config["batch"] * world.size}
+    tokens = ddp.make_tokens(world, shared)
+    return {
+        way.name: lambda way=way: ddp.one_step(world, way, tokens)["step"]  # type: ignore[misc]
+        for way in ddp.make_ways(world, shared)
+        if way.name != ddp.TORCH
+    }
+
+
+def strategies(bucket_mb: list[float]) -> list[tuple[str, float]]:
+    return [("naive", 1.0), ("flat", 1.0), ("overlap", 1.0), *(("bucketed", s) for s in bucket_mb)]
+
+
+def start_together() -> float:
+    """A moment at which every rank goes on; all are on one machine and share its clock.
+
+    Ranks leave a barrier one after the other, as far apart as a small message takes, and the first
+    would count its wait for the last.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    arrived = time.monotonic()
+    latest = torch.tensor([arrived], dtype=torch.float64)
+    dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+    # As long again as that exchange took is left for the ranks that hear of it last.
+    took = torch.tensor([time.monotonic() - float(latest)], dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    start = float(latest) + 4 * float(took) + REST_S
+    while (left := start - time.monotonic()) > 0:
+        time.sleep(max(0.0, left - SPIN_S))
+    return start
+
+
+class Probe:
+    """Samples of the channel that the steps use, at sizes between 4 KiB and all gradients."""
+
+    def __init__(self, world: World, most_bytes: int) -> None:
+        import torch
+
+        self._world = world
+        self.sizes = probe_sizes(most_bytes)
+        self._messages: dict[int, list[Tensor]] = {
+            size: [torch.zeros(size // 4) for _ in range(BURST if size <= LARGEST_BURST else 1)]
+            for size in self.sizes
+        }
+        self._buckets = {size: torch.zeros(size // 4) for size in self.sizes}
+
+    def sample(self) -> dict[str, float]:
+        import torch
+        import torch.distributed as dist
+
+        found = {}
+        for size, messages in self._messages.items():
+            began = start_together()
+            for message in messages[:REPEATS]:
+                dist.all_reduce(message)
+            found[f"alone.{size}"] = _since(began) / len(messages[:REPEATS])
+            began = time.monotonic()
+            for message in messages[:REPEATS]:
+                torch.mul(message, 0.5, out=self._buckets[size])
+            found[f"pack.{size}"] = _since(began) / len(messages[:REPEATS])
+            if len(messages) > 1:
+                issued, done = self._burst(messages)
+                found[f"burst.{size}.{len(messages)}"] = done
+                if size == self.sizes[0]:
+                    found["issue"] = issued / len(messages)
+        found["agree"] = self._agree()
+        return found
+
+    def _burst(self, messages: list[Tensor]) -> tuple[float, float]:
+        """All at once: until they are issued, and until they are done."""
+        import torch.distributed as dist
+
+        began = start_together()
+        works = [dist.all_reduce(message, async_op=True) for message in messages]
+        issued = _since(began)
+        for work in works:
+            work.wait()
+        return issued, _since(began)
+
+    def _agree(self) -> float:
+        """The exchange that ends a backward: a small all-gather."""
+        import torch
+        import torch.distributed as dist
+
+        own = torch.zeros(64, dtype=torch.int64)
+        held = [torch.empty_like(own) for _ in range(self._world.size)]
+        began = start_together()
+        dist.all_gather(held, own)
+        return _since(began)
+
+
+def probe_sizes(most_bytes: int) -> tuple[int, ...]:
+    """From 4 KiB on by factors of sixteen, up to the largest message there can be."""
+    sizes = [SMALLEST]
+    while sizes[-1] * 16 < most_bytes:
+        sizes.append(sizes[-1] * 16)
+    return (*sizes, max(most_bytes // 4 * 4, sizes[-1] + 4))
+
+
+def _since(began: float) -> float:
+    return (time.monotonic() - began) * 1e3

@@ -1,0 +1,61 @@
+"""Records one training step on this device: phases, and when each gradient was ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stepscope.analysis.rehearsal.recording import ReadyTimes
+from stepscope.records.schema import Clock, Series
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.workload import TrainingStep, Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+
+def record_step(
+    workload: Workload, device: Device, steps: int, progress: Callable[[int, int], None]
+) -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+    from stepscope.measure.gradients import record_gradients
+
+    step = TrainingStep(workload, device)
+    forward, loss, backward, optimizer = step.phases()
+
+    def compute_loss() -> None:
+        forward.run()
+        loss.run()
+
+    named = [(name, p) for name, p in step.model.named_parameters() if p.requires_grad]
+    times = record_gradients(
+        [parameter for _, parameter in named],
+        compute_loss,
+        backward.run,
+        optimizer.run,
+        device,
+        steps=steps,
+        before=step.reset,
+        progress=progress,
+    )
+    missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
+    if missing:
+        raise CaseSkipped(f"the backward does not reach {missing[0]}")
+    ready_times = tuple(
+        ReadyTimes(
+            name=name,
+            elements=parameter.numel(),
+            element_bytes=parameter.element_size(),
+            kind=f"{parameter.dtype} {parameter.device}",
+            ready_ms=tuple(ready),
+        )
+        for (name, parameter), ready in zip(named, times.ready, strict=True)
+    )
+    clock: Clock = "device" if device.kind == "cuda" else "host"
+    whole = [sum(parts) for parts in zip(*times[:3], strict=True)]
+    phases = {"step": whole, "forward": times.forward, "backward": times.backward,
+              "optimizer": times.optimizer}  # fmt: skip
+    series = tuple(
+        Series(name=name, unit="ms", clock=clock, values=tuple(values))
+        for name, values in phases.items()
+    )
+    return series, ready_times

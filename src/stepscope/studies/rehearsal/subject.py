@@ -1,0 +1,152 @@
+"""What is rehearsed, from a record, and the clusters that are asked about. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.analysis.limits import median_ms
+from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
+from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
+from stepscope.analysis.rehearsal.recording import Recording, recording_of
+from stepscope.analysis.rehearsal.replay import Replay, Upkeep
+from stepscope.analysis.rehearsal.sweep import (
+    ALL,
+    BUCKETS_MB,
+    BucketSweep,
+    Scaling,
+    doublings,
+    replay_any,
+    sweep_buckets,
+    sweep_ranks,
+)
+from stepscope.model.config import ModelConfig, precision
+from stepscope.records.schema import Record
+from stepscope.studies.workload import Workload
+
+_HALF = 2
+_BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}
+ABOVE = 0.2
+"""The share of a step from which on exposed communication is said not to pay."""
+
+
+class Subject(NamedTuple):
+    name: str
+    case: str
+    device: str
+    recording: Recording
+    model: ModelConfig
+    batch: float
+    """Sequences of each rank."""
+    upkeep: Upkeep
+    flops_per_s: float
+    """Of forward and backward as they were recorded."""
+    activation_bytes: int
+    """Of one element of an activation."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one element of a gradient."""
+        return max(gradient.item.element_bytes for gradient in self.recording.gradients)
+
+
+def subject_of(record: Record) -> Subject | None:
+    recording = recording_of(record)
+    if recording is None:
+        return None
+    fields = {name: record.config[name] for name in Workload.__struct_fields__}
+    workload = msgspec.convert(fields, Workload)
+    passes_ms = (median_ms(record, "forward") or 0.0) + (median_ms(record, "backward") or 0.0)
+    copied = record.ceiling("memory.copy")
+    return Subject(
+        name=workload.name,
+        case=record.case,
+        device=record.environment.device_name,
+        recording=recording,
+        model=workload.model(),
+        batch=float(workload.batch),
+        # A gradient is read and written when it is scaled into its bucket.
+        upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
+        flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
+        activation_bytes=_BYTES[precision(workload.dtype).compute],
+    )
+
+
+class Network(NamedTuple):
+    """A kind of link, at any number of ranks."""
+
+    name: str
+    cluster_of: Callable[[int], Cluster]
+
+
+def preset_network(link: str) -> Network:
+    return Network(link, lambda ranks: make_cluster(link, ranks))
+
+
+class Question(NamedTuple):
+    networks: tuple[Network, ...]
+    ranks: tuple[int, ...]
+    bucket_mb: tuple[float, ...] = BUCKETS_MB
+    strategies: tuple[str, ...] = ALL
+    above: float = ABOVE
+    tensor: int = 0
+    """Degree of tensor parallelism inside of 2-D; 0 for a node."""
+
+
+class Prediction(NamedTuple):
+    """One cluster: every strategy, the bucketed ones at the best size."""
+
+    network: Network
+    ranks: int
+    buckets: BucketSweep
+    steps: dict[str, Replay]
+
+    @property
+    def place(self) -> str:
+        return f"{self.ranks:,} ranks over {self.network.name}"
+
+
+def predict(subject: Subject, question: Question) -> list[Prediction]:
+    return [
+        _predict(subject, question, network, ranks)
+        for network in question.networks
+        for ranks in question.ranks
+    ]
+
+
+def _predict(subject: Subject, question: Question, network: Network, ranks: int) -> Prediction:
+    cluster = network.cluster_of(ranks)
+    buckets = sweep_buckets(
+        subject.recording, cluster.channel("all-reduce"), question.bucket_mb, subject.upkeep
+    )
+    steps = {
+        strategy: replay_any(subject.recording, strategy, cluster, buckets.best, subject.upkeep)
+        for strategy in question.strategies
+    }
+    return Prediction(network, ranks, buckets, steps)
+
+
+def scaling(subject: Subject, question: Question, network: Network) -> Scaling:
+    return sweep_ranks(
+        subject.recording,
+        network.cluster_of,
+        doublings(max(question.ranks)),
+        subject.batch,
+        question.bucket_mb,
+        subject.upkeep,
+    )
+
+
+def closed_forms(
+    subject: Subject, question: Question, network: Network, ranks: int
+) -> tuple[Way, ...]:
+    cluster = network.cluster_of(ranks)
+    # A tensor group stays inside a node where there are nodes.
+    node = cluster.per_node if 1 < cluster.per_node < ranks else NODE
+    tensor = question.tensor or largest_tensor(subject.model, ranks, node)
+    return ways(
+        subject.model, cluster, subject.flops_per_s, subject.gradient_bytes,
+        subject.activation_bytes, tensor,
+    )  # fmt: skip

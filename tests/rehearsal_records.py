@@ -1,0 +1,132 @@
+"""Recordings and checks with times that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sample_records import ceilings, record
+from stepscope.analysis.rehearsal.recording import (
+    NOTE,
+    Gradient,
+    ReadyTimes,
+    Recording,
+    encode_times,
+)
+from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
+from stepscope.parallel.buckets import MEGABYTE, Item
+from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.studies.registry import find_study
+from stepscope.studies.rehearsal.ranks import ALONE, strategies
+
+PHASES = {"step": 100.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0}
+
+
+class Line:
+    """A channel of so much a message and so many bytes per ms, alone and in a queue."""
+
+    def __init__(self, latency_ms: float, bytes_per_ms: float, gap_ms: float | None = None) -> None:
+        self.latency, self.rate = latency_ms, bytes_per_ms
+        self.gap = latency_ms if gap_ms is None else gap_ms
+
+    def alone(self, size: float) -> float:
+        return self.latency + size / self.rate
+
+    def queued(self, size: float) -> float:
+        return self.gap + size / self.rate
+
+
+def recording(
+    ready: Sequence[float], mebibytes: Sequence[float] | None = None, **phases: float
+) -> Recording:
+    """Gradients in the model's order, of a MiB each unless said."""
+    sizes = mebibytes or [1.0] * len(ready)
+    return Recording(
+        forward_ms=phases.get("forward", 30.0),
+        backward_ms=phases.get("backward", 60.0),
+        optimizer_ms=phases.get("optimizer", 10.0),
+        gradients=tuple(
+            Gradient(item=Item(f"p{place}", int(size * MEGABYTE) // 4, 4, "float32"), ready=at)
+            for place, (at, size) in enumerate(zip(ready, sizes, strict=True))
+        ),
+    )
+
+
+def ready_times(count: int = 6) -> tuple[ReadyTimes, ...]:
+    """Gradients of 1 MiB at equal distances, the last parameter's first."""
+    backward = PHASES["backward"]
+    return tuple(
+        ReadyTimes(
+            name=f"blocks.{place}.weight",
+            elements=MEGABYTE // 4,
+            element_bytes=4,
+            kind="torch.float32 cpu",
+            ready_ms=tuple(backward * (count - place) / count + step for step in (-0.1, 0.0, 0.1)),
+        )
+        for place in range(count)
+    )
+
+
+def recorded_record(*, context: int = 128, batch: int = 4, **changes: Any) -> Record:
+    study = find_study("rehearsal")
+    (case,) = study.cases(study.flags(context=(context,), batch=(batch,), dtype=("bfloat16",)))
+    return _record(case.key, case.config, _phases(), changes)
+
+
+def check_record(
+    errors: Mapping[str, float] | None = None,
+    *,
+    ranks: int = 2,
+    latency_ms: float = 1.0,
+    **changes: Any,
+) -> Record:
+    """Real ranks on a link of 1 MiB a ms; a way is measured so much above its prediction."""
+    study = find_study("rehearsal")
+    flags = study.flags(size=("tiny",), context=(32,), check_ranks=(ranks,), bucket_mb=(2.0,))
+    _, case = study.cases(flags)
+    channel, upkeep = Line(latency_ms, MEGABYTE), Upkeep(issue=0.05, agree=0.5)
+    times = {f"step.{ALONE}": PHASES["step"], "issue": upkeep.issue, "agree": upkeep.agree}
+    held = Recording.of_samples(_phases(), ready_times())
+    for strategy, bucket_mb in strategies([2.0]):
+        way = name_of(strategy, bucket_mb)
+        told = replay(held, strategy, channel, bucket_mb, upkeep).step_ms
+        times[f"step.{way}"] = told * (1 + (errors or {}).get(way, 0.0))
+    for size in (2**12, 2**20, 2**23):
+        times[f"alone.{size}"] = channel.alone(size)
+        times[f"burst.{size}.8"] = 8 * channel.alone(size)
+        # Nothing but noise: packing is free here.
+        times[f"pack.{size}"] = 1e-9 * size
+    series = tuple(
+        Series(name=name, unit="ms", rank=rank, values=(ms,) * 5)
+        for name, ms in times.items()
+        for rank in range(ranks)
+    )
+    return _record(case.key, case.config, (*_phases(), *series), changes)
+
+
+def _phases() -> tuple[Series, ...]:
+    return tuple(
+        Series(name=name, unit="ms", values=(ms,) * 3, clock="device")
+        for name, ms in PHASES.items()
+    )
+
+
+def _record(
+    key: str, config: dict[str, Any], series: tuple[Series, ...], changes: dict[str, Any]
+) -> Record:
+    failed = changes.get("status", "ok") != "ok"
+    copy = Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured")
+    return record(
+        study="rehearsal",
+        case=key,
+        config=config,
+        **{
+            "series": () if failed else series,
+            "quantities": {"flops": Quantity(value=9e12, unit="FLOP")},
+            "notes": {}
+            if failed
+            else {NOTE: encode_times(ready_times()), "compute": "waits", "backend": "gloo"},
+            "ceilings": (*ceilings(), copy),
+        }
+        | changes,
+    )

@@ -1,0 +1,101 @@
+"""Communication against compute in closed form, held against the formulas by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
+from stepscope.analysis.rehearsal.cluster import custom_cluster, make_cluster
+from stepscope.errors import UsageError
+from stepscope.model import cost
+from stepscope.model.sizes import find_size, with_overrides
+
+MODEL = with_overrides(find_size("small"), context=512)
+RATE = 4e14
+
+
+def told(ranks: int = 64, bandwidth_gbs: float = 50.0, latency_us: float = 0.0) -> dict[str, Way]:
+    cluster = custom_cluster(ranks, latency_us, bandwidth_gbs)
+    made = ways(MODEL, cluster, RATE, gradient_bytes=2, activation_bytes=2, tensor=4)
+    return {way.name.split()[0].rstrip(":"): way for way in made}
+
+
+def test_data_parallelism_needs_tokens_by_the_ratio_of_rate_and_link() -> None:
+    flops = cost.flops(MODEL, 1, 512)
+    moved_s = 2 * 63 / 64 * 2 * cost.parameters(MODEL).total / 50e9
+    by_hand = moved_s / (flops.backward / RATE)
+    assert told()["data"].bound_below == pytest.approx(by_hand, rel=1e-3)
+    # g·F/(2B) tokens, up to the attention's FLOPs and parameters that are not multiplied.
+    rule = 2 * RATE / (2 * 50e9) * 63 / 64
+    assert by_hand * 512 == pytest.approx(rule, rel=0.15)
+
+
+def test_fsdp_moves_half_as_much_again_and_hides_behind_half_as_much_again() -> None:
+    held = told()
+    assert held["FSDP"].bound_below == pytest.approx(held["data"].bound_below, rel=1e-3)
+
+
+def test_tensor_parallelism_is_bound_at_every_batch_or_none() -> None:
+    way = told()["tensor"]
+    assert way.name == "tensor 4"
+    flops = cost.flops(MODEL, 1, 512)
+    moved_s = 4 * 12 * 2 * 3 / 4 * 2 * 768 * 512 / 50e9
+    assert way.ratio(1.0) == pytest.approx(moved_s / (flops.step / 4 / RATE), rel=1e-9)
+    assert way.ratio(100.0) == pytest.approx(way.ratio(1.0))
+    assert way.bound_below is None
+    fast = told(bandwidth_gbs=50_000.0)["tensor"]
+    assert fast.ratio(1.0) < 1
+    assert (fast.bound_below or 1.0) < 1e-6
+
+
+def test_latency_sets_a_batch_for_tensor_parallelism() -> None:
+    way = told(bandwidth_gbs=50_000.0, latency_us=100.0)["tensor"]
+    assert way.bound_below is not None
+    assert way.bound_below > 1
+    assert way.ratio(way.bound_below) == pytest.approx(1.0, rel=1e-3)
+    assert way.ratio(way.bound_below / 2) > 1
+
+
+def test_two_dimensions_add_what_both_move() -> None:
+    held = told()
+    way = next(w for name, w in held.items() if name == "2-D")
+    assert way.unit == "4 ranks"
+    inner = custom_cluster(4, 0.0, 50.0).time("all-reduce", 2 * 512 * 768 * 2) * 48
+    size = cost.parameters(MODEL).total * 2 / 4
+    outer = custom_cluster(16, 0.0, 50.0)
+    apart = 2 * outer.time("all-gather", size) + outer.time("reduce-scatter", size)
+    assert way.communication_ms(2.0) == pytest.approx(inner + apart)
+
+
+def test_a_tensor_group_divides_ranks_and_heads() -> None:
+    assert largest_tensor(MODEL, 64, 8) == 4  # twelve heads
+    assert largest_tensor(MODEL, 1024, 1024) == 4
+    assert largest_tensor(MODEL, 12, 12) == 12
+    assert largest_tensor(MODEL, 7, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rate", "words"),
+    [
+        (3, RATE, "64 ranks cannot be divided into groups of 3"),
+        (8, RATE, "12 attention heads cannot be divided among 8 ranks"),
+        (4, 0.0, "rate is 0 FLOP/s"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(tensor: int, rate: float, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ways(MODEL, make_cluster("infiniband", 64), rate, 4, 2, tensor)
+
+
+@given(ranks=st.sampled_from([2, 8, 64, 1024]), rate=st.floats(1e9, 1e15))
+def test_the_bound_parts_two_regimes(ranks: int, rate: float) -> None:
+    cluster = make_cluster("infiniband", ranks)
+    for way in ways(MODEL, cluster, rate, 4, 2, largest_tensor(MODEL, ranks, 8)):
+        below = way.bound_below
+        if below is None:
+            assert way.ratio(1e6) > 1, way.name
+        elif below > 1e-6:
+            assert way.ratio(2 * below) < 1 + 1e-6, way.name
+            assert way.ratio(below / 2) > 1 - 1e-6, way.name

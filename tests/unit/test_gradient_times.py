@@ -1,0 +1,115 @@
+"""Gradient-ready times on a scripted clock, and the stand-in that waits for them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fake_device import FakeClock, FakeDevice
+from stepscope.measure.gradients import record_gradients
+from stepscope.measure.waiting import Due, Pace, WaitingStep
+
+
+class Step:
+    """Two layers; autograd's work takes the device 3 s for the second and 5 s for the first."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.unused = nn.Parameter(torch.ones(1))
+        self.device = device
+
+    def forward(self) -> None:
+        hidden = self.first(torch.ones(1, 2))
+        hidden.register_hook(lambda _: self.device.work("second", 0.5, 3.0).run())
+        out = self.second(hidden)
+        self.device.work("forward", 1.0, 2.0).run()
+        self.loss = out.sum()
+
+    def backward(self) -> None:
+        # The second layer's gradient is made before the one of what it read.
+        self.loss.backward()  # type: ignore[no-untyped-call]
+        self.device.work("rest", 0.1, 5.0).run()
+
+    def optimize(self) -> None:
+        self.first.weight.grad = self.second.weight.grad = None
+        self.device.work("optimizer", 0.1, 1.0).run()
+
+
+@pytest.mark.parametrize("queue", [True, False])
+def test_marks_are_taken_in_the_queue_where_there_is_one(queue: bool) -> None:
+    clock = FakeClock()
+    device = FakeDevice(clock, queue=queue)
+    step = Step(device)
+    told = record_gradients(
+        [step.first.weight, step.second.weight, step.unused],
+        step.forward, step.backward, step.optimize, device, warmup=1, steps=3,
+    )  # fmt: skip
+    assert told.ready[2] == []
+    assert [len(held) for held in told.ready[:2]] == [3, 3]
+    assert len(told.forward) == len(told.backward) == len(told.optimizer) == 3
+    if queue:
+        # Issued after 1 s of the host; two seconds of forward, then three until the hook's work.
+        assert told.forward == pytest.approx([3000.0] * 3)
+        assert told.backward == pytest.approx([8000.0] * 3)
+        assert told.optimizer == pytest.approx([1000.0] * 3)
+    first, second = told.ready[:2]
+    assert all(0 <= early <= late for early, late in zip(second, first, strict=True))
+
+
+def test_hooks_are_gone_after_recording() -> None:
+    device = FakeDevice(FakeClock())
+    step = Step(device)
+    record_gradients(
+        [step.first.weight], step.forward, step.backward, step.optimize, device, steps=1
+    )
+    device.log.clear()
+    step.forward()
+    step.backward()
+    assert "mark" not in device.log
+
+
+def test_gradients_come_in_their_order_and_one_at_a_time() -> None:
+    step = WaitingStep(
+        0.1, [Due(4, "float32", 3.0), Due(2, "bfloat16", 1.0), Due(8, "float32", 2.0)], 4.0, 0.1
+    )
+    seen: list[tuple[int, int]] = []
+    for place, parameter in enumerate(step.held):
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
+            lambda _, place=place: seen.append((place, sum(p.grad is not None for p in step.held)))
+        )
+    step().backward()  # type: ignore[no-untyped-call]
+    # Each hook ran before the next gradient was made.
+    assert seen == [(1, 1), (2, 2), (0, 3)]
+    assert [p.grad.dtype for p in step.held] == [torch.float32, torch.bfloat16, torch.float32]  # type: ignore[union-attr]
+    step.optimize()
+    assert all(p.grad is None for p in step.held)
+
+
+def test_a_step_is_never_shorter_than_recorded() -> None:
+    step = WaitingStep(3.0, [Due(4, "float32", 2.0)], 5.0, 2.0)
+    began = time.monotonic()
+    for _ in range(3):
+        step().backward()  # type: ignore[no-untyped-call]
+        step.optimize()
+    # What one wait oversleeps the next makes up for: only the last can be late.
+    assert time.monotonic() - began >= 3 * 10e-3 - 1e-3
+
+
+def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now += seconds + 0.25
+
+    monkeypatch.setattr("stepscope.measure.waiting.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("stepscope.measure.waiting.time.sleep", sleep)
+    pace = Pace()
+    for _ in range(3):
+        pace.wait(1000.0, clock.now)
+    assert slept == pytest.approx([1.0, 0.75, 0.75])
+    assert clock.now == pytest.approx(103.25)

@@ -1,0 +1,184 @@
+"""The study of rehearsals: its cases, what it says of given recordings and of real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rehearsal_records import check_record, ready_times, recorded_record
+from stepscope.analysis.rehearsal.recording import NOTE, Recording, encode_times, recording_of
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.registry import find_study
+from stepscope.studies.rehearsal.checks import check_of
+from stepscope.studies.rehearsal.subject import subject_of
+
+
+def view(*records: Record) -> tuple[Any, ...]:
+    return find_study("rehearsal").view(records)
+
+
+def findings(*records: Record) -> list[Finding]:
+    return [block for block in view(*records) if isinstance(block, Finding)]
+
+
+def table(name: str, *records: Record) -> Table:
+    return next(b for b in view(*records) if isinstance(b, Table) and b.name == name)
+
+
+def test_a_recording_is_the_medians_of_its_record() -> None:
+    held = recording_of(recorded_record())
+    assert held is not None
+    assert (held.forward_ms, held.backward_ms, held.optimizer_ms) == (30.0, 60.0, 10.0)
+    assert [gradient.ready for gradient in held.gradients] == [60.0, 50.0, 40.0, 30.0, 20.0, 10.0]
+    assert held.order == [5, 4, 3, 2, 1, 0]
+    assert held.gradient_bytes == 6 * 2**20
+    assert held.half_ready() == 0.5
+
+
+def test_a_larger_batch_and_a_faster_device_scale_what_they_should() -> None:
+    held = recording_of(recorded_record())
+    assert held is not None
+    twice, fast = held.with_batch(2.0), held.on_faster_device(10.0)
+    assert (twice.forward_ms, twice.backward_ms, twice.optimizer_ms) == (60.0, 120.0, 10.0)
+    assert twice.gradients[0].ready == 120.0
+    assert fast.compute_ms == pytest.approx(10.0)
+    assert fast.gradients[0].ready == pytest.approx(6.0)
+
+
+def test_no_gradient_is_ready_after_the_backward() -> None:
+    late = (msgspec.structs.replace(ready_times()[0], ready_ms=(70.0,)),)
+    held = recording_of(recorded_record(notes={NOTE: encode_times(late)}))
+    assert held is not None
+    assert held.backward_ms == 70.0
+
+
+def test_a_recording_without_gradients_is_refused() -> None:
+    with pytest.raises(StepscopeError, match="no gradient"):
+        recording_of(recorded_record(notes={NOTE: "[]"}))
+    assert recording_of(recorded_record(notes={})) is None
+    assert recording_of(recorded_record(status="oom")) is None
+
+
+def test_the_device_rate_and_the_packing_come_from_the_record() -> None:
+    subject = subject_of(recorded_record())
+    assert subject is not None
+    assert subject.flops_per_s == pytest.approx(9e12 / 90e-3)
+    # 4 TB/s of copying: a byte is read and written.
+    assert subject.upkeep.pack_byte == pytest.approx(2 / 4e9)
+    assert (subject.gradient_bytes, subject.activation_bytes) == (4, 2)
+
+
+def test_every_question_of_the_page_is_answered() -> None:
+    said = "\n".join(finding.text for finding in findings(recorded_record()))
+    assert "a step computes for 100 ms (60.0 ms of it backward" in said
+    assert "half of which are ready after 50.0 % of the backward" in said
+    for link in ("nvlink", "infiniband", "ethernet"):
+        assert f"on 1,024 ranks over {link}: the best bucket size is" in said
+        assert f"over {link}, 4 sequences a rank: exposed communication is at most 20.0 %" in said
+        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in said
+    assert "tensor 4" in said
+    assert "2-D: tensor 4 × FSDP 256" in said
+    assert "No NVLink domain has 1,024 GPUs" in said
+    assert "done soonest on" in said
+
+
+def test_the_table_has_every_strategy_on_every_cluster() -> None:
+    rows = table("rehearsal-steps", recorded_record()).rows
+    assert len(rows) == 3 * 3 * 6
+    steps = {(row[0], row[1], row[2]): row[4] for row in rows}
+    ethernet = {name: steps["ethernet", 1024, name] for name in ("naive", "overlap", "bucketed")}
+    assert ethernet["bucketed"] <= ethernet["overlap"] < ethernet["naive"]
+    # Updating a share of the parameters takes a share of the time.
+    assert steps["nvlink", 8, "sharded"] < 100.0
+    named = table("rehearsal-steps", recorded_record(), recorded_record(context=256))
+    assert named.columns[0].title == "step of"
+
+
+def test_pictures_show_overlap_ranks_and_buckets() -> None:
+    shown = view(recorded_record())
+    timeline = next(block for block in shown if isinstance(block, Timeline))
+    lanes = {lane.label: lane for lane in timeline.lanes}
+    assert [s.label for s in lanes["naive: compute"].stretches] == [
+        "forward", "backward", "waiting", "optimizer",
+    ]  # fmt: skip
+    assert len(lanes["naive: links"].stretches) == 6
+    backward = lanes["overlap: compute"].stretches[1]
+    assert lanes["overlap: links"].stretches[0].start < backward.end
+    assert lanes["naive: links"].stretches[0].start >= lanes["naive: compute"].stretches[1].end
+    figures = {block.name.split("-tiny")[0]: block for block in shown if isinstance(block, Figure)}
+    kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
+    assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]
+    assert {curve.label for figure in figures.values() for curve in figure.curves} >= {
+        "nvlink", "infiniband", "8 ranks over ethernet",
+    }  # fmt: skip
+
+
+def test_a_batch_of_one_is_not_shared_out() -> None:
+    record = recorded_record(batch=1)
+    assert "shared out" not in "\n".join(finding.text for finding in findings(record))
+    names = [block.name for block in view(record) if isinstance(block, Figure)]
+    assert not any("divided" in name for name in names)
+
+
+def test_a_check_that_is_right_says_so() -> None:
+    check = check_of(check_record())
+    assert check is not None
+    assert check.channel.alone(0) == pytest.approx(1.0, rel=1e-3)
+    assert check.upkeep.agree == 0.5
+    assert [row.error for row in check.rows] == pytest.approx([0.0] * 4, abs=2e-3)
+    (finding,) = findings(check_record())
+    assert finding.tone == "good"
+    assert "tiny at context 32 on 2 waiting ranks over gloo" in finding.text
+    assert "within 15.0 %" in finding.text
+
+
+def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
+    record = check_record({"flat": 0.25})
+    (finding,) = findings(record)
+    assert finding.tone == "warn"
+    assert "off by 20.0 % at most (flat:" in finding.text
+    assert "above the goal of 15.0 %" in finding.text
+    rows = {row[1]: row for row in table("rehearsal-checks", record).rows}
+    assert rows["flat"][4] == pytest.approx(-0.2, abs=2e-3)
+    # What communication added, told and seen.
+    assert rows["naive"][5] == pytest.approx(rows["naive"][6], rel=0.02)
+
+
+def test_a_check_without_samples_of_the_link_says_nothing() -> None:
+    record = check_record()
+    phases = tuple(s for s in record.series if "." not in s.name)
+    assert check_of(msgspec.structs.replace(record, series=phases)) is None
+
+
+def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
+    study = find_study("rehearsal")
+    cases = study.cases(study.flags(size=("tiny",), context=(32, 64), check_ranks=(2, 4)))
+    assert [case.config["kind"] for case in cases] == ["recording", "check", "check"] * 2
+    assert [case.config["ranks"] for case in cases[:3]] == [[8, 64, 1024], 2, 4]
+    assert len({case.key for case in cases}) == 6
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"ranks": (0,)}, "ranks has 0"),
+        ({"check_ranks": (2, -1)}, "check_ranks has -1"),
+        ({"link": ("infinyband",)}, "link 'infinyband' does not exist"),
+        ({"bucket_mb": (0.0,)}, "bucket_mb is"),
+        ({"bucket_mb": ()}, "bucket_mb is"),
+        ({"ranks": ()}, "no cluster to predict"),
+        ({"steps": 0}, "steps and rounds"),
+    ],
+)
+def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        find_study("rehearsal").flags(**how)
+
+
+def test_a_recording_needs_no_torch_to_be_read() -> None:
+    held = Recording.of_samples(recorded_record().series, ready_times())
+    assert held.compute_ms == 100.0
