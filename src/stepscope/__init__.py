@@ -1,3 +1,21 @@
 """Stepscope: where a training step's time and memory go, and what to change."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope.scope.library import Scope
+
+__all__ = ["Scope", "__version__"]
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`Scope` needs torch, which nothing else here does: it is loaded when it is asked for."""
+    if name == "Scope":
+        from stepscope.scope.library import Scope
+
+        return Scope
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"studies", "report", "records", "analysis", "stepscope.attention.registry"} | LEAVES,
     "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
     | {"stepscope.report.blocks", "stepscope.report.format"},
+    "scope": {"studies", "measure", "analysis", "records", "report"},
     "measure": {"records"},
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
     "model": {"attention"},

@@ -47,11 +47,14 @@ def test_the_readme_names_real_commands_and_studies() -> None:
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
 
 
-def test_the_library_examples_run() -> None:
-    script = "\n".join(code_blocks("python")[:3])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+def test_the_library_examples_run(tmp_path: Path) -> None:
+    script = "\n".join(code_blocks("python")[:4])
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "product host ms" in done.stdout
+    assert (tmp_path / "page.html").exists()
 
 
 def test_every_benchmark_and_script_is_described() -> None:

@@ -59,7 +59,7 @@ def _tables(options: ListOptions) -> Iterator[Table]:
         name="studies",
         title="Studies: stepscope run NAME",
         columns=(Column(title="name"), Column(title="question")),
-        rows=tuple((study.name, study.question) for study in all_studies().values()),
+        rows=tuple((s.name, s.question) for s in all_studies().values() if not s.recorded_by),
     )
     yield Table(
         name="presets",

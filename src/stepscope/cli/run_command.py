@@ -68,6 +68,10 @@ class Share(NamedTuple):
 def main(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         study = find_study(words[0])
+        if study.recorded_by:
+            raise UsageError(
+                f"{study.name} has no cases to run", f"its records come from `{study.recorded_by}`"
+            )
         fields = [("cases", study.flags), ("run", StudyOptions)]
         kind = dataclasses.make_dataclass("StudyRun", fields)
         asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)

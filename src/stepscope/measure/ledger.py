@@ -9,7 +9,7 @@ blocks are larger than requests are measured too; the rest is the residual.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,7 +42,6 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(device)
         self.saved: list[SavedTensor] = []
-        self.peaks: list[PhasePeak] = []
         self.largest: tuple[int, str, str] = (0, "", "")
         """Bytes of the largest storage made, its operator, and the line of code."""
         self._allocator = allocator
@@ -50,25 +49,44 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._lines: dict[str, int] = {}
         self._current = ""
         self._best = PhasePeak(phase="", allocated=0, lines={}, operator="")
+        self._peaks: dict[str, PhasePeak] = {}
         self._modules: list[str] = []
         self._functions: list[str] = []
 
+    @property
+    def peaks(self) -> list[PhasePeak]:
+        """The highest of each phase so far, in the order in which they began."""
+        return list(self._peaks.values())
+
     @contextmanager
     def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        with self.watching_all((model,), (optimizer,)):
+            yield
+
+    @contextmanager
+    def watching_all(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Iterator[None]:
         """Everything that lives so far is put on its line, and modules tell where they begin."""
-        self.count(model.parameters(), PARAMETERS)
-        self.count(model.buffers(), INPUTS)
-        for state in optimizer.state.values():
-            self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
+        for model in models:
+            self.count(model.parameters(), PARAMETERS)
+            self.count(model.buffers(), INPUTS)
+            held = (p.grad for p in model.parameters() if p.grad is not None)
+            self.count(held, GRADIENTS)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
         with ExitStack() as stack:
-            for name, module in model.named_modules():
-                for handle in self._hook(name, module):
-                    stack.callback(handle.remove)
-            for parameter in model.parameters():
-                made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._gradient_made
-                )
-                stack.callback(made.remove)
+            for model in models:
+                for name, module in model.named_modules():
+                    for handle in self._hook(name, module):
+                        stack.callback(handle.remove)
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            self._gradient_made
+                        )
+                        stack.callback(made.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x))
             stack.enter_context(_FunctionNames(self._functions))
             stack.enter_context(self)
@@ -76,10 +94,23 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
 
     def phase(self, name: str, run: Callable[[], object]) -> None:
         """Run a phase and keep its peak."""
+        self.begin(name)
+        run()
+        self.end()
+
+    def begin(self, name: str) -> None:
+        """A phase begins, and the one before ends."""
+        self.end()
         self._current = name
         self._reach(self.now if self._allocator is None else self._allocator.allocated(), "")
-        run()
-        self.peaks.append(self._best)
+
+    def end(self) -> None:
+        if not self._current:
+            return
+        known = self._peaks.get(self._current)
+        if known is None or self._best.allocated > known.allocated:
+            self._peaks[self._current] = self._best
+        self._current = ""
 
     def made(self, size: int, operator: str) -> Held:
         self._lines[TEMPORARIES] = self._lines.get(TEMPORARIES, 0) + size

@@ -64,6 +64,8 @@ class Study(ABC, Generic[Flags]):
     examples: ClassVar[tuple[str, ...]] = ()
     fresh_process: ClassVar[bool] = False
     """Every case starts in a process that has done nothing before."""
+    recorded_by: ClassVar[str] = ""
+    """The command that makes its records, where that is not `stepscope run`."""
 
     flags: type[Flags]
     """The sweep as the command line takes it; its defaults are the study's."""

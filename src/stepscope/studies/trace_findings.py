@@ -15,10 +15,11 @@ _WORTH = 0.05
 _TENSOR = "tensor cores"
 
 
-def trace_findings(summary: Summary) -> tuple[Finding, ...]:
+def trace_findings(summary: Summary, step_ms: float | None = None) -> tuple[Finding, ...]:
+    """`step_ms` is the step without the profiler, where it was timed."""
     return (
         _account(summary),
-        *_idle(summary),
+        *_idle(summary, step_ms),
         *_matmul(summary),
         *_top_kernel(summary),
         *_units(summary),
@@ -40,10 +41,21 @@ def _account(summary: Summary) -> Finding:
     return Finding(text=f"{text} The ledger closes with a residual of {share}.", tone="good")
 
 
-def _idle(summary: Summary) -> Iterator[Finding]:
+def host_idle(summary: Summary, step_ms: float | None) -> float:
+    """Share of the step in which the device has nothing to run because the host is late.
+
+    The profiler makes the host slower and leaves kernels as they are, so it is at most what the
+    traced kernels do not fill of the step as it is without it.
+    """
+    traced = summary.idle_of("host") / summary.wall_ms
+    return traced if not step_ms else min(traced, max(0.0, 1 - summary.busy_ms / step_ms))
+
+
+def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
     wall = summary.wall_ms
-    host, waits, queue, between = (
-        summary.idle_of(cause) / wall for cause in ("host", "synchronisation", "queue", "between")
+    host = host_idle(summary, step_ms)
+    waits, queue, between = (
+        summary.idle_of(cause) / wall for cause in ("synchronisation", "queue", "between")
     )
     if host >= HOST_LIMITS_FROM:
         yield Finding(

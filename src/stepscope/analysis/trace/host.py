@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from operator import or_
 from typing import Literal
 
 import numpy as np
@@ -12,11 +13,15 @@ from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY, parents
 
-Phase = Literal["forward", "loss", "backward", "optimizer", ""]
-PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "")
-"""The empty one stands for work that nothing says the phase of."""
+Phase = Literal["forward", "loss", "backward", "optimizer", "outside", ""]
+PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "")
+"""`outside` is the training loop around the model: data, copies, clipping, logging. The empty one
+stands for work that nothing says the phase of."""
 
-FORWARD, LOSS, BACKWARD, OPTIMIZER, UNKNOWN = range(5)
+FORWARD, LOSS, BACKWARD, OPTIMIZER, OUTSIDE, UNKNOWN = range(6)
+STEP_EDGE = re.compile(r"^StepEdge#\d+$")
+"""A moment at which one step ends and the next begins; a program that is only watched has no
+range around its step."""
 STEP_MARK = re.compile(r"^(?:ProfilerStep#|step )\d+$")
 
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -25,7 +30,8 @@ _MACHINERY = ("## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "P
 """Ranges that torch.compile puts around what it runs: they name no part of the model."""
 _LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss",
            "aten::binary_cross_entropy_with_logits", "aten::kl_div"}  # fmt: skip
-_PHASE_RANGES = {"forward": FORWARD, "loss": LOSS, "backward": BACKWARD, "optimizer": OPTIMIZER}
+_PHASE_RANGES = {"forward": FORWARD, "loss": LOSS, "backward": BACKWARD, "optimizer": OPTIMIZER,
+                 "outside": OUTSIDE}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Host:
     """The forward span that made the backward which this span is part of."""
     steps: tuple[int, ...]
     """The spans that mark steps, in order of time."""
+    edges: tuple[int, ...] = ()
+    """The spans that mark where one step ends and the next begins, in order of time."""
 
 
 def read_host(trace: Trace) -> Host:
@@ -49,16 +57,17 @@ def read_host(trace: Trace) -> Host:
     own_phase = [_own_phase(name) for name in names]
     marked = _has_forward_mark(trace)
     is_step = [STEP_MARK.match(name) is not None for name in names]
+    is_edge = [STEP_EDGE.match(name) is not None for name in names]
     says_module = [
-        own in (None, LOSS) and not step and not name.startswith(_MACHINERY)
-        for name, own, step in zip(names, own_phase, is_step, strict=True)
+        own in (None, LOSS) and not mark and not name.startswith(_MACHINERY)
+        for name, own, mark in zip(names, own_phase, map(or_, is_step, is_edge), strict=True)
     ]
     phase, path = [UNKNOWN] * len(spans), [0] * len(spans)
     paths: dict[tuple[str, ...], int] = {(): 0}
     listed: list[tuple[str, ...]] = [()]
     is_range, name_of, above = spans.is_range.tolist(), spans.name.tolist(), parent.tolist()
     in_backward = spans.in_backward.tolist()
-    default = UNKNOWN if marked else FORWARD
+    default = (OUTSIDE if any(is_edge) else UNKNOWN) if marked else FORWARD
     for index, name in enumerate(name_of):
         over = above[index]
         outer = default if over == NOBODY else phase[over]
@@ -72,12 +81,13 @@ def read_host(trace: Trace) -> Host:
             if route == len(listed):
                 listed.append(longer)
         path[index] = route
-    marks = [i for i in np.flatnonzero(spans.is_range).tolist() if is_step[name_of[i]]]
-    marks.sort(key=lambda i: int(spans.start[i]))
+    ranges = sorted(np.flatnonzero(spans.is_range).tolist(), key=lambda i: int(spans.start[i]))
     found = np.array(phase, np.int64)
     return Host(
         parent, found, np.array(path, np.int64), tuple(listed),
-        forward_of(trace, parent, found == BACKWARD), tuple(marks),
+        forward_of(trace, parent, found == BACKWARD),
+        steps=tuple(i for i in ranges if is_step[name_of[i]]),
+        edges=tuple(i for i in ranges if is_edge[name_of[i]]),
     )  # fmt: skip
 
 

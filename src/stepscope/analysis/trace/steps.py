@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepscope.analysis.trace.host import PHASES, UNKNOWN
+from stepscope.analysis.trace.host import OUTSIDE, PHASES
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.work import NO_CALL, Work
 
@@ -29,24 +29,35 @@ def find_steps(work: Work) -> tuple[Step, ...]:
     that steps follow one another without overlap.
     """
     trace = work.trace
-    marks = list(work.host.steps)
-    if not marks:
+    names, starts, ends = _marked(work)
+    if not names:
         first, last = trace.window()
         return (Step("whole trace", first, last),) if last > first else ()
-    starts, ends = trace.spans.start[marks], trace.spans.end[marks]
     done = ends.copy()
     launched = launch_times(work)
     place = np.searchsorted(starts, launched, side="right") - 1
     inside = (place >= 0) & (launched < ends[np.maximum(place, 0)])
     np.maximum.at(done, place[inside], work.end[inside])
     steps: list[Step] = []
-    free = int(starts[0])
-    for mark, start, end in zip(marks, starts.tolist(), done.tolist(), strict=True):
+    earlier = work.end[launched < starts[0]]
+    free = int(earlier.max()) if len(earlier) else int(starts[0])
+    for name, start, end in zip(names, starts.tolist(), done.tolist(), strict=True):
         begin = max(start, free)
         if end > begin:
-            steps.append(Step(trace.names[trace.spans.name[mark]], begin, end))
+            steps.append(Step(name, begin, end))
             free = end
     return tuple(steps)
+
+
+def _marked(work: Work) -> tuple[list[str], Ints, Ints]:
+    """Steps as the host saw them: between two edges, or within a mark."""
+    spans, texts = work.trace.spans, work.trace.names
+    edges, marks = list(work.host.edges), list(work.host.steps)
+    if len(edges) > 1:
+        moments = spans.start[edges]
+        names = [f"step {number}" for number in range(len(edges) - 1)]
+        return names, moments[:-1], moments[1:]
+    return [texts[spans.name[mark]] for mark in marks], spans.start[marks], spans.end[marks]
 
 
 def launch_times(work: Work) -> Ints:
@@ -73,7 +84,7 @@ def phase_walls(work: Work, steps: tuple[Step, ...]) -> dict[str, float]:
     for number, step in enumerate(steps):
         inside = place == number
         reached = step.start
-        for code, phase in enumerate(PHASES[:UNKNOWN]):
+        for code, phase in enumerate(PHASES[:OUTSIDE]):
             own = inside & (work.phase == code)
             if own.any():
                 last = max(reached, int(work.end[own].max()))

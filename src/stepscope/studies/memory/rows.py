@@ -23,12 +23,11 @@ from stepscope.records.schema import Record
 from stepscope.studies.workload import Workload
 
 
-class Accounted:
-    """One case that ran."""
+class Account:
+    """What a record says of the memory of one step, whoever's step it is."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.workload = msgspec.convert(record.config, Workload)
 
     @cached_property
     def phases(self) -> tuple[PhasePeak, ...]:
@@ -40,8 +39,7 @@ class Accounted:
 
     @property
     def name(self) -> str:
-        mode = "" if self.workload.mode == "train-step" else f", {self.workload.mode}"
-        return f"{self.workload.name}{mode}"
+        return self.record.case
 
     @property
     def on_cuda(self) -> bool:
@@ -59,23 +57,9 @@ class Accounted:
         return max(self.phases, key=lambda peak: peak.allocated)
 
     @property
-    def prediction_off(self) -> float | None:
-        """Predicted over measured, less one."""
-        predicted = self.bytes("predicted_bytes")
-        return None if predicted is None or not self.peak else predicted / self.peak - 1
-
-    @property
     def residual_share(self) -> float:
         """Of the account: what is on no line, as a share of the peak."""
         return abs(self.highest.residual) / self.highest.allocated if self.highest.allocated else 0
-
-    @property
-    def recording_cost(self) -> float | None:
-        """Time of the recorded step over that of a plain one."""
-        plain, recorded = self.record.find("step"), self.record.find("recorded")
-        if plain is None or recorded is None or not plain.values or not recorded.values:
-            return None
-        return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
 
     def line(self, name: str) -> int:
         """The most that a line holds at the peak of any phase."""
@@ -86,12 +70,6 @@ class Accounted:
         """Activations kept for backward, at most."""
         return max((saved_bytes(peak.lines) for peak in self.phases), default=0)
 
-    @property
-    def per_parameter(self) -> float:
-        """Bytes of parameters, gradients and optimizer state for each parameter."""
-        held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
-        return held / cost.parameters(self.workload.model()).total
-
     def groups(self, peak: PhasePeak) -> dict[str, int]:
         """Lines by kind: all that is saved for backward is one."""
         found: dict[str, int] = {}
@@ -101,6 +79,39 @@ class Accounted:
         if peak.residual:
             found["residual"] = peak.residual
         return found
+
+
+class Accounted(Account):
+    """One case of the memory study that ran."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.workload = msgspec.convert(record.config, Workload)
+
+    @property
+    def name(self) -> str:
+        mode = "" if self.workload.mode == "train-step" else f", {self.workload.mode}"
+        return f"{self.workload.name}{mode}"
+
+    @property
+    def prediction_off(self) -> float | None:
+        """Predicted over measured, less one."""
+        predicted = self.bytes("predicted_bytes")
+        return None if predicted is None or not self.peak else predicted / self.peak - 1
+
+    @property
+    def recording_cost(self) -> float | None:
+        """Time of the recorded step over that of a plain one."""
+        plain, recorded = self.record.find("step"), self.record.find("recorded")
+        if plain is None or recorded is None or not plain.values or not recorded.values:
+            return None
+        return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
+
+    @property
+    def per_parameter(self) -> float:
+        """Bytes of parameters, gradients and optimizer state for each parameter."""
+        held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+        return held / cost.parameters(self.workload.model()).total
 
 
 def accounted(records: Sequence[Record]) -> list[Accounted]:

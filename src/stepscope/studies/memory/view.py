@@ -8,7 +8,7 @@ from stepscope.records.memory import WEIGHT_COPIES
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
 from stepscope.studies.memory.findings import memory_findings
-from stepscope.studies.memory.rows import Accounted, accounted
+from stepscope.studies.memory.rows import Account, Accounted, accounted
 
 _BYTES: Kind = "bytes"
 _GIB = 2**30
@@ -37,10 +37,10 @@ def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         lead = max(cases, key=lambda case: (len(case.phases), case.peak))
         blocks += [
             _peaks_table(cases),
-            _figure(lead),
-            _ledger_table(lead),
+            stack_figure(lead),
+            account_table(lead),
             _regimes_table(cases),
-            _saved_table(lead),
+            saved_table(lead),
         ]
     if lost:
         blocks.append(_lost_table(lost))
@@ -85,7 +85,7 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
     )
 
 
-def _ledger_table(case: Accounted) -> Table:
+def account_table(case: Account) -> Table:
     lines = sorted(
         {line for peak in case.phases for line in peak.lines},
         key=lambda line: -max(peak.lines.get(line, 0) for peak in case.phases),
@@ -108,7 +108,7 @@ def _ledger_table(case: Accounted) -> Table:
     )
 
 
-def _figure(case: Accounted) -> Figure:
+def stack_figure(case: Account) -> Figure:
     groups = [case.groups(peak) for peak in case.phases]
     kinds = list(dict.fromkeys(kind for group in groups for kind in group))
     x = tuple(peak.phase for peak in case.phases)
@@ -165,11 +165,13 @@ def _regimes_table(cases: Sequence[Accounted]) -> Table:
     )
 
 
-def _saved_table(case: Accounted) -> Table:
-    """Every tensor that one block and the ends of the model keep."""
+def saved_table(
+    case: Account, title: str = "Saved for backward by the first block and the ends"
+) -> Table:
+    """Every tensor that the record lists."""
     return Table(
         name="memory-saved",
-        title=f"Saved for backward by the first block and the ends: {case.name}",
+        title=f"{title}: {case.name}",
         columns=(
             Column(title="module"),
             Column(title="operator"),

@@ -1,0 +1,57 @@
+"""When ranks came to their collectives: who comes last is whom the others wait for.
+
+Ranks of one machine have one clock. Every rank makes the same collectives in the same order, so the
+first of one rank is compared with the first of the others, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.trace.model import Trace
+from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.statistics import instances
+from stepscope.analysis.trace.steps import find_steps
+from stepscope.analysis.trace.work import Work, find_work
+
+_COMMUNICATION = CLASSES.index("communication")
+
+
+def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    """For each step, when each of its collectives began, in nanoseconds."""
+    work = find_work(trace)
+    steps = find_steps(work)
+    held = instances(work, steps)
+    own = np.flatnonzero(held.kind == _COMMUNICATION)
+    if not work.on_device:
+        spans = set(work.span[held.index[own]].tolist())
+        own = own[[not _within(work, int(work.span[held.index[i]]), spans) for i in own.tolist()]]
+    found: list[list[int]] = [[] for _ in steps]
+    for place in own.tolist():
+        found[held.step[place]].append(int(work.start[held.index[place]]))
+    return tuple(tuple(sorted(starts)) for starts in found)
+
+
+def _within(work: Work, span: int, others: set[int]) -> bool:
+    """On a CPU a collective that calls another counts once, as the outer one."""
+    above = int(work.host.parent[span])
+    while above != NOBODY and above not in others:
+        above = int(work.host.parent[above])
+    return above != NOBODY
+
+
+def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, float]:
+    """By rank: how long after the first rank it came to a collective, in the mean.
+
+    Empty where the ranks did not make the same collectives.
+    """
+    shapes = {tuple(len(step) for step in of_rank) for of_rank in starts.values()}
+    if len(starts) < 2 or len(shapes) != 1 or not sum(next(iter(shapes))):
+        return {}
+    ranks = list(starts)
+    times = np.array([[t for step in starts[rank] for t in step] for rank in ranks], np.int64)
+    late = (times - times.min(axis=0)).mean(axis=1) / 1e6
+    return dict(zip(ranks, late.tolist(), strict=True))

@@ -1,0 +1,96 @@
+"""FLOPs of any program, counted operator by operator at the dispatcher.
+
+Counted as everywhere here: two for each multiply-add of the matrix products and convolutions,
+causal attention at half, nothing for anything else. A recomputation is counted, because it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+Count = Callable[..., int]
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def operator_flops(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+) -> int:
+    """Of one call of one operator, 0 for all that are no matrix product or convolution."""
+    packet = getattr(function, "_overloadpacket", None)
+    name = getattr(packet, "__name__", "")
+    if name == _CPU_ATTENTION:
+        shapes = [tensor.shape for tensor in arguments[:3]]
+        counted = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    elif name == f"{_CPU_ATTENTION}_backward":
+        shapes = [tensor.shape for tensor in arguments[:4]]
+        counted = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    else:
+        formula: Count | None = flop_registry.get(packet)
+        if formula is None:
+            return 0
+        counted = formula(*arguments, **keywords, out_val=result)
+    return int(counted) // 2 if _is_causal(function, arguments, keywords) else int(counted)
+
+
+def _is_causal(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name == "is_causal":
+            if place < len(arguments):
+                return bool(arguments[place])
+            return bool(keywords.get("is_causal", argument.default_value))
+    return False
+
+
+class FlopCount:
+    """A sum of FLOPs by the number format of the operands."""
+
+    def __init__(self) -> None:
+        self.by_format: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_format.values())
+
+    def add(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
+        counted = operator_flops(function, arguments, keywords, result)
+        if counted:
+            tensors = (a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
+            name = str(next(tensors).dtype).removeprefix("torch.")
+            self.by_format[name] = self.by_format.get(name, 0) + counted
+
+    def main_format(self) -> str:
+        """The format with the most of them, by the name that a record gives it."""
+        if not self.by_format:
+            return ""
+        name = max(self.by_format, key=lambda one: self.by_format[one])
+        fast = torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if name == "float32" and fast and torch.cuda.is_available() else name
+
+
+class CountingFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enter it around anything; what torch.compile made into one kernel is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counted = FlopCount()
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        result = function(*arguments, **(keywords or {}))
+        self.counted.add(function, arguments, keywords or {}, result)
+        return result

@@ -1,0 +1,1 @@
+"""A training step of someone else's program, watched while it runs (`stepscope.Scope`)."""

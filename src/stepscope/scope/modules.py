@@ -1,0 +1,152 @@
+"""Which models a program trains, and named ranges around their parts while it is recorded."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
+"""Attributes by which torch.compile, DDP and FSDP hold the module that they wrap."""
+
+
+def trained_models(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
+    """The outermost modules alive that hold one of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    # `isinstance` would ask objects for their class, and lazy ones answer with a warning.
+    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    holding = [m for m in alive if any(id(p) in wanted for p in m.parameters())]
+    inside = {id(part) for module in holding for part in module.modules() if part is not module}
+    return [module for module in holding if id(module) not in inside]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling it runs what torch.compile made of it."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+    )
+
+
+def any_compiled(models: Sequence[torch.nn.Module]) -> bool:
+    return any(is_compiled(part) for model in models for part in model.modules())
+
+
+class ModuleRanges:
+    """A range around every call of a module: `forward` around the outermost, names within it.
+
+    What torch.compile runs is left alone, so that nothing is compiled again: a compiled module as a
+    whole has a range where it can have one from outside.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        self._here = threading.local()
+        self.forwards = 0
+        """Calls of a whole model with gradients on."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            several = len(self._models) > 1
+            for model in self._models:
+                first = type(_unwrapped(model)).__name__ if several else ""
+                for handle in self._hook_root(model, first):
+                    stack.callback(handle.remove)
+                for handle in self._hook_parts(model):
+                    stack.callback(handle.remove)
+            try:
+                yield
+            finally:
+                while self._open():
+                    self._leave()
+
+    def _hook_root(self, model: torch.nn.Module, name: str) -> list[Any]:
+        if _compiled_in_place(model):
+            return []
+
+        def enter(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                self.forwards += 1
+            self._enter("forward")
+            if name:
+                self._enter(name)
+
+        def leave(*_: Any) -> None:
+            for _each in range(2 if name else 1):
+                self._leave()
+
+        return _around(model, enter, leave)
+
+    def _hook_parts(self, model: torch.nn.Module) -> Iterator[Any]:
+        seen = {id(model)}
+        for part, words in _called_parts(model, ()):
+            if id(part) not in seen and not _compiled_in_place(part):
+                seen.add(id(part))
+                yield from _around(part, self._entering(".".join(words)), self._leaving)
+
+    def _entering(self, name: str) -> Any:
+        return lambda *_: self._enter(name)
+
+    def _leaving(self, *_: Any) -> None:
+        self._leave()
+
+    def _enter(self, name: str) -> None:
+        opened = record_function(name)
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._open().append(opened)
+
+    def _leave(self) -> None:
+        if self._open():
+            self._open().pop().__exit__(None, None, None)
+
+    def _open(self) -> list[record_function]:
+        """Of this thread: a model may run in several."""
+        held: list[record_function] = self._here.__dict__.setdefault("open", [])
+        return held
+
+
+def _called_parts(
+    module: torch.nn.Module, words: tuple[str, ...]
+) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
+    """Every part below a module, with its name as seen from the called module around it.
+
+    Containers are never called: their name becomes part of their children's. Nothing below a
+    compiled module is entered.
+    """
+    if is_compiled(module):
+        return
+    for name, part in module.named_children():
+        if name in _WRAPPERS and not words:
+            yield from _called_parts(part, ())
+            continue
+        if isinstance(part, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from _called_parts(part, (*words, name))
+            continue
+        yield part, (*words, name)
+        yield from _called_parts(part, ())
+
+
+def _around(module: torch.nn.Module, enter: Any, leave: Any) -> list[Any]:
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _compiled_in_place(module: torch.nn.Module) -> bool:
+    """Its hooks are part of what was compiled: a new one would compile it again."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    for name in _WRAPPERS:
+        inner = module._modules.get(name)
+        if isinstance(inner, torch.nn.Module):
+            return _unwrapped(inner)
+    return module

@@ -1,0 +1,214 @@
+"""Follows a program from step to step and records some of them; then it does nothing any more.
+
+Whatever goes wrong in here is written down and never reaches the program that is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from stepscope.measure.allocator import CudaAllocator, recorded_history
+from stepscope.measure.capture import STEP_MARK, Tracer
+from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
+from stepscope.records.schema import Reading
+from stepscope.scope.memory import WatchedLedger
+from stepscope.scope.modules import ModuleRanges, any_compiled
+from stepscope.scope.own_profiler import OtherProfilers
+from stepscope.scope.stages import Effort, Stage
+
+STEP_EDGE = "StepEdge#"
+
+
+class Recorder:
+    """`begin` and `end` around each step, or `edge` where one step ends as the next begins."""
+
+    def __init__(self, effort: Effort, folder: Path, name: str = "recording") -> None:
+        self.effort = effort
+        self.steps = 0
+        self.models: Sequence[torch.nn.Module] = ()
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
+        self.device: Device = CpuDevice()
+        self.times: list[tuple[Mark, Mark]] = []
+        self.warmup_s: list[float] = []
+        self.readings: list[Reading] = []
+        self.ledger: WatchedLedger | None = None
+        self.traced = 0
+        self.forwards = 0
+        self.peak_bytes: int | None = None
+        self.notes: dict[str, str] = {}
+        """What is missing, and why."""
+        self.done = False
+        self.trace = folder / f"{name}.trace.json.gz"
+        self.snapshot = folder / f"{name}.memory.pickle"
+        self._others = OtherProfilers(self._give_way)
+        self._throughout = ExitStack()
+        """Held from the first step to the end of the recording."""
+        self._open = ExitStack()
+        """Held while steps are counted or traced."""
+        self._tracer: Tracer | None = None
+        self._ranges: ModuleRanges | None = None
+        self._open_step = ExitStack()
+        self._begun: Mark | None = None
+        self._by_edges = False
+
+    def begin(self) -> None:
+        if not self.done:
+            self._guarded(self._begin)
+
+    def end(self) -> None:
+        if not self.done:
+            self._guarded(self._end)
+
+    def edge(self) -> None:
+        """The step before ends and another begins."""
+        self._by_edges = True
+        if self._begun is not None:
+            self.end()
+        self.begin()
+
+    def finish(self) -> None:
+        """The program ends, or its steps do: what there is so far is kept."""
+        if not self.done:
+            self._guarded(self._conclude)
+
+    def optimizing(self, on: bool) -> None:
+        """An optimizer begins or ends its step. Hooks of torch's own tell, as long as we live: one
+        that is added or removed while they are called breaks the optimizer."""
+        if self.ledger is not None and not self.done:
+            self.ledger.optimizing(on)
+
+    def watch(self) -> None:
+        """From here on it is seen whether the program uses a profiler of its own."""
+        self._throughout.enter_context(self._others.watched())
+
+    def use(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """The models and optimizers of the step; the device is where the parameters are."""
+        self.models, self.optimizers = models, optimizers
+        first = next((p for o in optimizers for g in o.param_groups for p in g["params"]), None)
+        if first is not None and first.device.type == "cuda":
+            current = torch.cuda.current_device()
+            self.device = CudaDevice(first.device.index or 0)
+            torch.cuda.set_device(current)
+
+    def _begin(self) -> None:
+        stage = self.effort.stage(self.steps)
+        if stage is Stage.COUNTED:
+            self._start_counting()
+        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is None:
+            self._start_tracing()
+        if stage is Stage.TIMED and not self.times:
+            self.readings.append(self.device.read())
+        if stage is Stage.TRACED and self._tracer is not None:
+            self._mark_trace()
+        self._begun = self.device.mark()
+
+    def _end(self) -> None:
+        stage = self.effort.stage(self.steps)
+        assert self._begun is not None
+        end = self.device.mark()
+        if stage is Stage.WARMUP:
+            self.warmup_s.append(end.host_s - self._begun.host_s)
+        elif stage is Stage.TIMED:
+            self.times.append((self._begun, end))
+            if len(self.times) == self.effort.timed:
+                self.readings.append(self.device.read())
+                self.peak_bytes = self._peak()
+        elif stage is Stage.COUNTED:
+            self._open.close()
+        elif stage is Stage.TRACED and self._tracer is not None:
+            self.traced += 1
+            if not self._by_edges:
+                self._open_step.close()
+        self.steps += 1
+        if self.effort.stage(self.steps) is Stage.DONE:
+            if self._by_edges and self._tracer is not None:
+                self._mark_trace()
+            self.finish()
+
+    def _start_counting(self) -> None:
+        if any_compiled(self.models):
+            self.notes["memory_missing"] = (
+                "the model is compiled: what its kernels keep is not seen from outside"
+            )
+            return
+        allocator = None
+        if self.device.kind == "cuda":
+            allocator = CudaAllocator(self.device.torch_device)
+            if torch._C._cuda_isHistoryEnabled():
+                self.notes["snapshot_missing"] = "the program records the allocator's history"
+            else:
+                self._open.enter_context(recorded_history(self.snapshot))
+        ledger = WatchedLedger(self.device.torch_device, allocator)
+        self._open.enter_context(ledger.step(self.models, self.optimizers))
+        self.ledger = ledger
+
+    def _start_tracing(self) -> None:
+        if self._others.busy:
+            # Perhaps it is done by the next step.
+            self.notes["trace_missing"] = (
+                "the program runs a profiler of its own: read its trace with `stepscope trace`"
+            )
+            return
+        self.notes.pop("trace_missing", None)
+        self._ranges = ModuleRanges(self.models)
+        self._open.enter_context(self._ranges.entered())
+        with self._others.ours():
+            self._tracer = Tracer(self.device.kind)
+            self._tracer.start()
+
+    def _give_way(self) -> None:
+        """Somebody else needs the profiler: what was traced so far is of no use."""
+        if self._tracer is None:
+            return
+        with self._others.ours():
+            self._tracer.stop()
+        self._tracer = None
+        self.traced = 0
+        self.notes["trace_missing"] = "the program started a profiler of its own meanwhile"
+        self._close()
+
+    def _close(self) -> None:
+        self._open.close()
+        self._throughout.close()
+        self.done = True
+
+    def _mark_trace(self) -> None:
+        if self._by_edges:
+            with record_function(f"{STEP_EDGE}{self.traced}"):
+                pass
+            return
+        self._open_step.enter_context(record_function(f"{STEP_MARK}{self.traced}"))
+        self._open_step.enter_context(record_function("outside"))
+
+    def _peak(self) -> int | None:
+        return self.device.peak_bytes() if self.device.kind == "cuda" else None
+
+    def _conclude(self) -> None:
+        if self._tracer is not None:
+            if self._ranges is not None:
+                self.forwards = self._ranges.forwards
+            self.device.synchronize()
+            tracer, self._tracer = self._tracer, None
+            with self._others.ours():
+                tracer.stop()
+            if self.traced:
+                tracer.write(self.trace)
+        self._close()
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.notes["recording_failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._tracer = None
+            with suppress(Exception):
+                self._close()
+            self.done = True

@@ -1,0 +1,138 @@
+"""A recording as a record, with everything that a page needs but the trace, which has a file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+
+from stepscope.measure.environment import describe
+from stepscope.records.memory import SavedTensor
+from stepscope.records.schema import Quantity, Record, Series
+from stepscope.scope.modules import any_compiled
+from stepscope.scope.recorder import Recorder
+from stepscope.studies.inspected import STUDY_NAME
+from stepscope.studies.inspected.setting import OptimizerSetting, Setting
+
+_MOST_SAVED = 200
+"""Tensors kept for backward that a record lists, the largest first."""
+
+
+def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: float) -> Record:
+    """`name` and `words` are the script and its arguments, or whatever names the program."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    notes = dict(recorder.notes)
+    quantities: dict[str, Quantity] = {}
+    _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
+    _put(quantities, "B", peak_bytes=recorder.peak_bytes)
+    parameters = {id(p): p for p in _parameters(recorder.optimizers)}.values()
+    _put(quantities, "parameters", parameters=sum(p.numel() for p in parameters))
+    dtype = str(next((p.dtype for p in parameters), "")).removeprefix("torch.")
+    ledger = recorder.ledger
+    if ledger is not None:
+        # Counted on a CPU, where no allocator could be asked; then also what the page shows.
+        peak = max((p.allocated for p in ledger.peaks), default=0)
+        if recorder.peak_bytes is None:
+            _put(quantities, "B", peak_bytes=peak)
+        _put(quantities, "FLOP", flops=ledger.flops.total or None)
+        dtype = ledger.flops.main_format() or dtype
+        notes["ledger"] = _json(ledger.peaks)
+        notes["saved"] = _json(_largest(ledger.saved))
+    if recorder.traced:
+        notes["trace"] = recorder.trace.name
+        _put(quantities, "forwards", forwards=recorder.forwards / (recorder.traced + 1))
+    if recorder.snapshot.exists():
+        notes["snapshot"] = recorder.snapshot.name
+    notes["setting"] = _json(_setting(recorder))
+    return Record(
+        id=secrets.token_hex(6),
+        run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        study=STUDY_NAME,
+        case=_case(name, rank if ranks > 1 else None),
+        config={
+            "script": name, "arguments": list(words), "rank": rank, "ranks": ranks,
+            "dtype": dtype, "warmup": recorder.effort.warmup, "timed": recorder.effort.timed,
+            "traced": recorder.effort.traced,
+        },
+        status="ok",
+        environment=describe(recorder.device),
+        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        elapsed_s=elapsed_s,
+        series=_series(recorder),
+        quantities=quantities,
+        notes=notes,
+        readings=tuple(recorder.readings),
+    )  # fmt: skip
+
+
+def _series(recorder: Recorder) -> tuple[Series, ...]:
+    """Steps as the device's queue saw them where there is one, and as the host did."""
+    device = recorder.device
+    device.synchronize()
+    warmup = tuple(1e3 * seconds for seconds in recorder.warmup_s)
+    on_host = tuple((end.host_s - start.host_s) * 1e3 for start, end in recorder.times)
+    found = [Series(name="step", unit="ms", values=on_host, warmup=warmup)]
+    on_device = [device.device_ms(start, end) for start, end in recorder.times]
+    if on_device and None not in on_device:
+        values = tuple(ms for ms in on_device if ms is not None)
+        found.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
+    return tuple(found)
+
+
+def _setting(recorder: Recorder) -> Setting:
+    formats: dict[str, int] = {}
+    for model in recorder.models:
+        for parameter in model.parameters():
+            name = str(parameter.dtype).removeprefix("torch.")
+            formats[name] = formats.get(name, 0) + parameter.numel()
+    return Setting(
+        models=tuple(type(model).__name__ for model in recorder.models),
+        optimizers=tuple(_optimizer(one) for one in recorder.optimizers),
+        compiled=any_compiled(recorder.models),
+        parameter_formats=formats,
+        matmul_precision=torch.get_float32_matmul_precision(),
+        distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
+    )
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSetting:
+    groups: list[dict[str, Any]] = list(optimizer.param_groups)
+    return OptimizerSetting(
+        name=type(optimizer).__name__,
+        of_torch=type(optimizer).__module__.startswith("torch.optim"),
+        tensors=sum(len(group["params"]) for group in groups),
+        fused=any(group.get("fused") for group in groups),
+        foreach=None if not groups else groups[0].get("foreach"),
+        knows_fused="fused" in optimizer.defaults,
+    )
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+    return sorted(saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+
+
+def _case(name: str, rank: int | None) -> str:
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    return stem if rank is None else f"{stem}.rank{rank}"
+
+
+def _put(held: dict[str, Quantity], unit: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None:
+            held[name] = Quantity(value=value, unit=unit)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,147 @@
+"""What was seen of a program, in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.analysis.limits import achieved_flops, mfu
+from stepscope.analysis.lints import lint_record
+from stepscope.records.memory import SAVED
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Finding
+from stepscope.report.format import bytes_, count, duration, percent, rate
+from stepscope.studies.inspected.rows import Watched, lateness, slowest
+from stepscope.studies.trace_findings import HOST_LIMITS_FROM, trace_findings
+
+_MISSING = {
+    "trace_missing": "The steps were not traced",
+    "memory_missing": "The memory was not accounted for",
+    "snapshot_missing": "No snapshot of the allocator was taken",
+    "recording_failed": "The recording broke off",
+}
+_COUNTED_IN = "counted operator by operator"
+
+
+def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
+    lead = ranks[0]
+    return (
+        *_time(lead),
+        *_verdict(lead),
+        *_ranks(ranks),
+        *(() if lead.summary is None else trace_findings(lead.summary, lead.step_ms)),
+        *_memory(lead),
+        *_rate(lead),
+        *_loop(lead),
+        *(finding for one in ranks for finding in _missing(one, len(ranks) > 1)),
+        *_lints(lead),
+    )
+
+
+def _time(lead: Watched) -> Iterator[Finding]:
+    series = lead.record.find("step")
+    if series is None or not series.values:
+        return
+    spread = summarize(series.values)
+    whose = "by the device's clock" if series.clock == "device" else "by the host's clock"
+    text = (
+        f"A step of {lead.name} takes {duration(spread.median)} {whose}: the median of"
+        f" {len(series.values)}, of which half lie between {duration(spread.q1)} and"
+        f" {duration(spread.q3)}."
+    )
+    if lead.summary is not None:
+        more = lead.summary.wall_ms / spread.median - 1
+        text += f" Under the profiler it takes {percent(more)} more." if more > 0.02 else ""
+    yield Finding(text=text)
+
+
+def _verdict(lead: Watched) -> Iterator[Finding]:
+    idle = lead.host_idle
+    if idle is None or lead.summary is None:
+        return
+    if idle < HOST_LIMITS_FROM:
+        yield Finding(
+            text=f"This step is not launch-bound: its {count(lead.summary.launches)} kernels are"
+            f" launched in time for {percent(1 - idle)} of it.",
+            tone="good",
+        )
+
+
+def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
+    planned = int(ranks[0].record.config["ranks"])
+    if planned > len(ranks):
+        here = {one.rank for one in ranks}
+        gone = ", ".join(str(rank) for rank in range(planned) if rank not in here)
+        yield Finding(text=f"Of {planned} ranks there is nothing from {gone}.", tone="warn")
+    if len(ranks) < 2:
+        return
+    late, last = lateness(ranks), slowest(ranks)
+    if not late:
+        yield Finding(text="The ranks made no collectives that could be compared.")
+    elif last is None:
+        yield Finding(text=f"The {len(ranks)} ranks are alike: none holds the others up.")
+    else:
+        yield Finding(
+            text=f"Rank {last.rank} is the slowest: it comes to a collective"
+            f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
+            " for it.",
+            tone="warn",
+        )
+
+
+def _memory(lead: Watched) -> Iterator[Finding]:
+    account = lead.account
+    if account is None or not account.phases:
+        return
+    peak = account.highest
+    ranked = sorted(account.groups(peak).items(), key=lambda item: -item[1])[:4]
+    parts = ", ".join(f"{name} {bytes_(size)}" for name, size in ranked if size > 0)
+    how = "" if account.on_cuda else " (tensors counted one by one: a CPU has no allocator to ask)"
+    text = (
+        f"The memory is highest in the {peak.phase}, with {bytes_(peak.allocated)}{how}: {parts}."
+    )
+    kept = {k: v for k, v in peak.lines.items() if k.startswith(SAVED)}
+    if kept:
+        line = max(kept, key=lambda one: kept[one])
+        text += (
+            f" Of what is kept for backward, {line.removeprefix(SAVED)} has the most:"
+            f" {bytes_(kept[line])}."
+        )
+    yield Finding(text=text)
+
+
+def _rate(lead: Watched) -> Iterator[Finding]:
+    flops, achieved = lead.record.quantity("flops"), achieved_flops(lead.record)
+    if not flops or achieved is None:
+        return
+    text = (
+        f"A step has {rate(flops, 'FLOP')}, {_COUNTED_IN}, mostly in"
+        f" {lead.record.config['dtype']}: {rate(achieved, 'FLOP/s')}"
+    )
+    share = mfu(lead.record)
+    text += f", {percent(share)} of what was measured as the limit here." if share else "."
+    yield Finding(text=text)
+
+
+def _loop(lead: Watched) -> Iterator[Finding]:
+    setting, told = lead.setting, []
+    if lead.micro_batches > 1:
+        told.append(f"{lead.micro_batches} forwards in each step")
+    if setting is not None and len(setting.optimizers) > 1:
+        names = ", ".join(one.name for one in setting.optimizers)
+        told.append(f"{len(setting.optimizers)} optimizers ({names})")
+    if told:
+        yield Finding(
+            text=f"What counts as a step here is one turn of the loop: {'; '.join(told)}."
+        )
+
+
+def _missing(one: Watched, several: bool) -> Iterator[Finding]:
+    whose = f"Rank {one.rank}: " if several else ""
+    for note, what in _MISSING.items():
+        if note in one.record.notes:
+            yield Finding(text=f"{whose}{what}: {one.record.notes[note]}.", tone="warn")
+
+
+def _lints(lead: Watched) -> Iterator[Finding]:
+    for lint in lint_record(lead.record):
+        yield Finding(text=f"{lint.message[0].upper()}{lint.message[1:]}.", tone="warn")

@@ -1,0 +1,50 @@
+"""What a watched program left behind, as records: parts of ranks, each with its trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.analysis.lints import lint_record
+from stepscope.analysis.trace.collectives import collective_starts
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.summary import encode
+from stepscope.errors import StepscopeError
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record, Series
+
+PART = "rank-*.jsonl"
+
+
+def with_profile(record: Record, folder: Path) -> Record:
+    """The record with what its trace says, judged."""
+    notes, series = dict(record.notes), record.series
+    trace = folder / notes.get("trace", "")
+    if "trace" in notes:
+        try:
+            events = read_trace(trace)
+            summary = summarize(events, str(trace))
+            if record.config["ranks"] > 1:
+                starts = collective_starts(events)
+                notes["collectives"] = msgspec.json.encode(starts).decode()
+        except StepscopeError as error:
+            notes["trace_missing"] = str(error)
+        else:
+            notes["profile"] = encode(summary)
+            series = (*series, Series(name="traced", unit="ms", values=summary.steps))
+    whole = msgspec.structs.replace(record, notes=notes, series=series)
+    return msgspec.structs.replace(whole, lints=lint_record(whole))
+
+
+def parts(folder: Path) -> list[Path]:
+    """The parts that are there so far, by rank."""
+    return sorted(folder.glob(PART), key=lambda path: int(path.stem.partition("-")[2]))
+
+
+def gather(folder: Path) -> list[Record]:
+    """Every rank's record, in order of rank, as one run."""
+    held = [record for path in parts(folder) for record in read_records(path)]
+    found = [with_profile(record, folder) for record in held]
+    return [msgspec.structs.replace(record, run=found[0].run) for record in found]

@@ -1,0 +1,59 @@
+"""How far a watched script came, as it says itself, and what that means when it has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+_FILE = "progress-{rank}.json"
+CHILD_STEPPED = "child-stepped"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    torch: bool = False
+    """It has imported torch."""
+    optimizer_steps: int = 0
+    optimizers: int = 0
+    steps: int = 0
+    """Whole turns of the loop since the first optimizer step."""
+    needed: int = 0
+    """Steps that a whole recording takes, the warm-up included."""
+    recorded: bool = False
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    path = folder / _FILE.format(rank=os.environ.get("RANK", "0"))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(msgspec.json.encode(progress))
+    temporary.replace(path)
+
+
+def read_progress(folder: Path) -> Progress:
+    path = folder / _FILE.format(rank=os.environ.get("RANK", "0"))
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
+    except (OSError, msgspec.DecodeError):
+        return Progress()
+
+
+def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool) -> str:
+    """One line for a script that left no recording; `ending` says how it ended."""
+    if not progress.torch:
+        return f"{name} {ending} without importing torch: there is no step to record"
+    if child_stepped and not progress.optimizer_steps:
+        return (
+            f"{name} {ending}; its optimizer stepped in processes that it started itself, which are"
+            " not watched (start it with one process, or its ranks with torchrun)"
+        )
+    if not progress.optimizer_steps:
+        return (
+            f"{name} {ending} without an optimizer step: a step is told by the `step` of a"
+            " torch.optim.Optimizer, or mark it yourself with stepscope.Scope"
+        )
+    return (
+        f"{name} {ending} after {progress.optimizer_steps} optimizer steps, before any was"
+        f" recorded; a whole recording takes {progress.needed + 1}"
+        " (let it make more, or give a smaller --warmup and --timed)"
+    )

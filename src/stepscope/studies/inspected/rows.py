@@ -1,0 +1,105 @@
+"""Records of watched programs with their parts decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from stepscope.analysis.limits import median_ms
+from stepscope.analysis.trace.collectives import lateness_ms
+from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.records.schema import Record
+from stepscope.studies.inspected.setting import Setting, setting_of
+from stepscope.studies.memory.rows import Account
+from stepscope.studies.trace_findings import host_idle
+
+_WORTH = 0.03
+"""Ranks that come to their collectives within this share of the step are alike."""
+
+
+class Watched:
+    """One process of a program that was watched: a rank, or all there is."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    @property
+    def name(self) -> str:
+        return str(self.record.config["script"])
+
+    @property
+    def rank(self) -> int:
+        return int(self.record.config["rank"])
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        note = self.record.notes.get("profile")
+        return None if note is None else decode(note)
+
+    @cached_property
+    def setting(self) -> Setting | None:
+        return setting_of(self.record)
+
+    @cached_property
+    def account(self) -> Account | None:
+        return _OwnAccount(self.record) if "ledger" in self.record.notes else None
+
+    @property
+    def step_ms(self) -> float | None:
+        return median_ms(self.record, "step")
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards of the model in a step: more than one where gradients are accumulated."""
+        return round(self.record.quantity("forwards") or 0)
+
+    @property
+    def host_idle(self) -> float | None:
+        """None on a CPU, where the host is the device."""
+        if self.summary is None or not self.summary.on_device:
+            return None
+        return host_idle(self.summary, self.step_ms)
+
+    @property
+    def communication_ms(self) -> float | None:
+        """Time of all collectives in a step, also where other work hides them."""
+        if self.summary is None:
+            return None
+        return sum(row.ms for row in self.summary.kernels if row.kind == "communication")
+
+    @cached_property
+    def collectives(self) -> tuple[tuple[int, ...], ...] | None:
+        """When each collective of each traced step began."""
+        note = self.record.notes.get("collectives")
+        return None if note is None else msgspec.json.decode(note, type=tuple[tuple[int, ...], ...])
+
+
+class _OwnAccount(Account):
+    @property
+    def name(self) -> str:
+        return str(self.record.config["script"])
+
+
+def programs(records: Sequence[Record]) -> list[list[Watched]]:
+    """The ranks of each program that ran, the first rank first."""
+    found: dict[tuple[str, str], list[Watched]] = {}
+    for record in records:
+        watched = Watched(record)
+        found.setdefault((record.run, watched.name), []).append(watched)
+    return [sorted(ranks, key=lambda one: one.rank) for ranks in found.values()]
+
+
+def lateness(ranks: Sequence[Watched]) -> dict[int, float]:
+    """Milliseconds by rank after the first that came to a collective, in the mean."""
+    return lateness_ms({one.rank: held for one in ranks if (held := one.collectives) is not None})
+
+
+def slowest(ranks: Sequence[Watched]) -> Watched | None:
+    """The rank that the others wait for; None where nobody waits much for anybody."""
+    late, step = lateness(ranks), ranks[0].summary
+    if not late or step is None:
+        return None
+    last = max(ranks, key=lambda one: late.get(one.rank, 0.0))
+    return last if late[last.rank] >= _WORTH * step.wall_ms else None

@@ -1,0 +1,157 @@
+"""`stepscope inspect`: the page of a script that never notices, and ends as it would alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from command_line import CommandLine
+from stepscope.records.jsonl import read_records
+from stepscope.studies.inspected.rows import Watched
+
+TRAINING = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"
+print("torch" in sys.modules, __name__, sys.argv[1:], sys.path[0] == os.path.dirname(__file__))
+import torch
+from watched_models import Network, train
+model = Network()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(int(sys.argv[1])):
+    train(model, optimizer)
+print("threads", torch.get_num_threads(), file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "lab" / "train.py"
+
+
+@pytest.fixture
+def command(tmp_path: Path, script: Path) -> CommandLine:
+    script.parent.mkdir()
+    return CommandLine(tmp_path)
+
+
+def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_script_has_its_page_and_its_own_output_and_exit_code(
+    command: CommandLine, script: Path
+) -> None:
+    script.write_text(TRAINING)
+    words = ("--warmup", "2", "--timed", "5", "--traced", "2", "--keep", str(script), "14")
+    done = command("inspect", *words)
+    assert done.returncode == 7
+    assert done.stdout == "False __main__ ['14'] True\n"
+    page = command.out / "train.html"
+    assert done.stderr.splitlines() == ["threads 1", f"stepscope: page: {page.resolve()}"]
+    assert "A step of train.py takes" in page.read_text()
+    (record,) = read_records(page.with_suffix(".jsonl"))
+    watched = Watched(record)
+    assert watched.summary is not None
+    assert len(watched.summary.steps) == 2
+    kept = page.with_name("train.rank-0.trace.json.gz")
+    told = command("trace", str(kept), "--json")
+    assert len(json.loads(told.stdout)["summary"]["steps"]) == 2
+    shown = command("show", str(page.with_suffix(".jsonl")))
+    assert "Parts of the model by time" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("print('no torch here')", "ended without importing torch"),
+        ("def f():\n    raise ValueError('planned')\nf()", "exit code 1 without importing torch"),
+        ("import sys\nsys.exit('a last word')", "exit code 1 without importing torch"),
+        ("import sys\nsys.exit()", "ended without importing torch"),
+        ("def f(:\n", "exit code 1 without importing torch"),
+        ("import os\nos._exit(4)", "exit code 4 without importing torch"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "was ended by SIGTERM"),
+    ],
+)
+def test_a_script_ends_as_it_does_alone(
+    command: CommandLine, script: Path, text: str, line: str
+) -> None:
+    script.write_text(text)
+    alone, watched = plain(script), command("inspect", str(script))
+    assert watched.returncode == alone.returncode
+    assert watched.stdout == alone.stdout
+    *own, last = watched.stderr.splitlines()
+    assert own == alone.stderr.splitlines()
+    assert last.startswith("stepscope: train.py ")
+    assert line in last
+
+
+def test_a_crash_in_the_warm_up_is_told_with_its_steps(command: CommandLine, script: Path) -> None:
+    script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
+    done = command("inspect", str(script), "3")
+    assert done.returncode == 1
+    assert "RuntimeError: planned" in done.stderr
+    assert "stepscope/" not in done.stderr.replace(str(script.parent), "")
+    last = done.stderr.splitlines()[-1]
+    assert "ended with exit code 1 after 3 optimizer steps, before any was recorded" in last
+
+
+def test_an_interrupt_reaches_the_script_and_ends_us_alike(
+    command: CommandLine, script: Path, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    script.write_text(
+        f"import pathlib, time\npathlib.Path({str(ready)!r}).touch()\n"
+        "try:\n    time.sleep(60)\nfinally:\n    print('tidied up', flush=True)\n"
+    )
+    process = command.start("inspect", str(script))
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert out == "tidied up\n"
+    assert "KeyboardInterrupt" in errors
+    assert "was ended by SIGINT" in errors.splitlines()[-1]
+    assert command.left_behind() == []
+
+
+def test_a_module_runs_as_python_m_would(command: CommandLine, script: Path) -> None:
+    script.write_text("import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
+    command.environment["PYTHONPATH"] += f":{script.parent}"
+    done = command("inspect", "-m", "train", "-x")
+    assert done.stdout == "__main__ train ['-x']\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "there is no script to inspect"),
+        (("missing.py",), "there is no script missing.py"),
+        (("--timed", "0", __file__), "make no recording"),
+        (("--traced", "-1", __file__), "make no recording"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli import main
+
+    assert main(["inspect", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_run_says_where_its_records_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    from stepscope.cli import main
+
+    assert main(["run", "inspect"]) == 2
+    assert "stepscope inspect script.py" in capsys.readouterr().err

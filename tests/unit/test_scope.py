@@ -1,0 +1,194 @@
+"""A scope around one's own steps: what it records, and that the loop does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stepscope
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.jsonl import read_records
+from stepscope.records.memory import OPTIMIZER, PARAMETERS
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.page import make_page
+from watched_models import Network, batch, network_flops, train
+
+FEW = {"warmup": 1, "timed": 5, "traced": 2}
+
+
+@pytest.fixture(scope="module")
+def scoped(tmp_path_factory: pytest.TempPathFactory) -> tuple[stepscope.Scope, Path]:
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scope = stepscope.Scope(model, optimizer, **FEW, name="a test")
+    for _ in range(12):
+        with scope.step():
+            train(model, optimizer)
+    return scope, scope.report(tmp_path_factory.mktemp("scope") / "page.html")
+
+
+def test_everything_is_recorded_once(scoped: tuple[stepscope.Scope, Path]) -> None:
+    scope, _ = scoped
+    assert scope.done
+    record = scope.record()
+    assert record.status == "ok"
+    step = record.find("step")
+    assert step is not None
+    assert (len(step.values), len(step.warmup)) == (5, 1)
+    assert record.quantity("flops") == network_flops(8)
+    assert record.config["dtype"] == "float32"
+    watched = Watched(record)
+    assert watched.summary is not None
+    assert len(watched.summary.steps) == 2
+    assert watched.micro_batches == 1
+    assert not [note for note in record.notes if note.endswith(("missing", "failed"))]
+
+
+def test_the_trace_knows_the_parts_of_the_model(scoped: tuple[stepscope.Scope, Path]) -> None:
+    summary = Watched(scoped[0].record()).summary
+    assert summary is not None
+    assert summary.doubt == ""
+    parts = {(use.module, use.phase) for use in summary.uses}
+    assert {("blocks.*/up", "forward"), ("blocks.*/down", "backward"), ("head", "forward")} <= parts
+    outside = {use.kernel for use in summary.uses if use.phase == "outside"}
+    assert "aten::normal_" in outside
+
+
+def test_the_account_of_the_memory_has_the_models_bytes(
+    scoped: tuple[stepscope.Scope, Path],
+) -> None:
+    account = Watched(scoped[0].record()).account
+    assert account is not None
+    size = sum(p.numel() for p in Network().parameters()) * 4
+    assert [peak.phase for peak in account.phases] == ["forward", "backward", "optimizer"]
+    assert account.line(PARAMETERS) == size
+    tensors = len(list(Network().parameters()))
+    assert account.line(OPTIMIZER) == 2 * size + 4 * tensors
+    assert {saved.module for saved in account.saved} >= {"blocks.0.up", "blocks.1.down"}
+
+
+def test_the_page_is_made_again_from_its_records(scoped: tuple[stepscope.Scope, Path]) -> None:
+    _, page = scoped
+    records = read_records(page.with_suffix(".jsonl"))
+    made = make_page(records)
+    assert made.headline.rows[0][0] == "a test"
+    blocks = made.sections[0].blocks
+    names = [block.name for block in blocks if isinstance(block, Table)]
+    assert {"inspect-ledger", "inspect-modules", "memory-ledger", "memory-saved"} <= set(names)
+    assert any("A step of a test takes" in b.text for b in blocks if isinstance(b, Finding))
+    assert "blocks.*" in page.read_text()
+
+
+def test_the_loop_computes_the_same_numbers() -> None:
+    def losses(with_scope: bool) -> list[float]:
+        torch.manual_seed(1)
+        model = Network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1)
+        found = []
+        for _ in range(4):
+            x, y = batch()
+            if with_scope:
+                with scope.step():
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_an_error_in_a_step_is_the_loops_own() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=1, memory=False)
+    for _ in range(2):
+        with scope.step():
+            train(model, optimizer)
+    # In a traced step, with ranges of modules open.
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), scope.step():
+        model(torch.randn(2, 3))
+    with pytest.raises(ValueError, match="planned"), scope.step():
+        raise ValueError("planned")
+    assert not model._forward_hooks
+    assert not model.head._forward_hooks
+
+
+def test_a_profiler_of_the_loops_own_has_precedence() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=3, memory=False)
+    with scope.step():
+        train(model, optimizer)
+    with scope.step():
+        train(model, optimizer)
+    with torch.profiler.profile() as own, scope.step():
+        train(model, optimizer)
+    assert any(event.name == "aten::addmm" for event in own.events())
+    record = scope.record()
+    assert "a profiler of its own" in record.notes["trace_missing"]
+    assert "profile" not in record.notes
+
+
+def test_a_profiler_that_ran_before_is_waited_for() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer, warmup=0, timed=1, traced=2, memory=False)
+    with torch.profiler.profile():
+        for _ in range(2):
+            with scope.step():
+                train(model, optimizer)
+    for _ in range(2):
+        with scope.step():
+            train(model, optimizer)
+    assert Watched(scope.record()).summary is not None
+
+
+def test_a_compiled_model_is_left_as_it_is() -> None:
+    torch._dynamo.reset()
+    model = Network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train(compiled, optimizer)
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    scope = stepscope.Scope(compiled, optimizer, warmup=0, timed=1, traced=1)
+    for _ in range(4):
+        with scope.step():
+            train(compiled, optimizer)
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+    notes = scope.record().notes
+    assert "compiled" in notes["memory_missing"]
+    assert "profile" in notes
+
+
+@pytest.mark.parametrize("wrong", [("no model", None), (None, "no optimizer")])
+def test_what_is_no_model_or_optimizer_is_refused(wrong: tuple[object, object]) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="of type str"):
+        stepscope.Scope(wrong[0] or model, wrong[1] or optimizer)  # type: ignore[arg-type]
+
+
+def test_too_few_steps_and_nested_ones_are_said() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer)
+    with scope.step():
+        train(model, optimizer)
+        with pytest.raises(UsageError, match="inside of a step"), scope.step():
+            pass
+    with pytest.raises(StepscopeError, match=r"1 steps were made .* takes 20"):
+        scope.record()

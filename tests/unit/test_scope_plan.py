@@ -1,0 +1,130 @@
+"""What is decided about a watched program without torch: steps, stages, words, why nothing came."""
+
+from __future__ import annotations
+
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.cli.inspect_command import split_words
+from stepscope.errors import UsageError
+from stepscope.scope.anchor import Anchor
+from stepscope.scope.arrival import when_imported
+from stepscope.scope.stages import Effort, Stage
+from stepscope.studies.inspected.child import describe_end
+from stepscope.studies.inspected.progress import Progress, why_nothing
+
+
+def ends(calls: str) -> str:
+    """The optimizers whose step ended a training step, in order."""
+    anchor = Anchor()
+    return "".join(call for call in calls if anchor.ends_step(call))
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ("AAAA", "AAAA"),
+        ("ABABABABAB", "AABBBB"),
+        ("DDDGDDDGDDDGDDDG", "DDDDDDGGG"),
+        ("ABBABBABBABB", "ABAAA"),
+    ],
+)
+def test_a_step_is_a_whole_turn_of_the_loop(calls: str, expected: str) -> None:
+    assert ends(calls) == expected
+
+
+def test_an_optimizer_that_is_gone_is_not_waited_for() -> None:
+    assert ends("P" + "A" * 10) == "P" + "A" * 9
+
+
+def test_a_frozen_anchor_stays() -> None:
+    anchor = Anchor()
+    assert [anchor.ends_step("A") for _ in range(3)] == [True] * 3
+    anchor.freeze()
+    assert [anchor.ends_step(name) for name in "AAAGAAAG"] == [n == "A" for n in "AAAGAAAG"]
+
+
+@given(st.lists(st.sampled_from("ABCD"), min_size=1, max_size=6))
+def test_every_turn_ends_once_after_the_first_turns(turn: list[str]) -> None:
+    calls = "".join(islice(cycle(turn), 24 * len(turn)))
+    anchor = Anchor()
+    ended = [anchor.ends_step(call) for call in calls]
+    later = ended[12 * len(turn) :]
+    each = [sum(later[i : i + len(turn)]) for i in range(0, len(later), len(turn))]
+    rarest = min(turn.count(name) for name in turn)
+    assert each == [rarest] * len(each)
+
+
+def test_stages_in_order() -> None:
+    effort = Effort(warmup=1, timed=2, traced=2)
+    assert [effort.stage(n) for n in range(8)] == [
+        Stage.WARMUP, Stage.TIMED, Stage.TIMED, Stage.COUNTED, Stage.LEAD_IN, Stage.TRACED,
+        Stage.TRACED, Stage.DONE,
+    ]  # fmt: skip
+    assert effort.steps == 7
+    bare = Effort(memory=False)
+    assert Stage.COUNTED not in [bare.stage(n) for n in range(bare.steps)]
+    assert bare.stage(bare.steps) is Stage.DONE
+
+
+@pytest.mark.parametrize("wrong", [{"warmup": -1}, {"timed": 0}, {"traced": 0}])
+def test_an_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        Effort(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "target", "rest"),
+    [
+        (["a.py", "--warmup", "3"], [], "a.py", ["--warmup", "3"]),
+        (["--warmup", "3", "a.py", "x"], ["--warmup", "3"], "a.py", ["x"]),
+        (["--warmup=3", "--stop", "a.py"], ["--warmup=3", "--stop"], "a.py", []),
+        (["--no-memory", "a.py", "--", "-h"], ["--no-memory"], "a.py", ["--", "-h"]),
+        (["-m", "lab.train", "-m", "x"], ["--module"], "lab.train", ["-m", "x"]),
+        (["--page", "p.html", "--", "-odd.py"], ["--page", "p.html"], "-odd.py", []),
+        (["--help"], ["--help"], None, []),
+    ],
+)
+def test_words_after_the_script_are_the_scripts(
+    words: list[str], own: list[str], target: str | None, rest: list[str]
+) -> None:
+    assert split_words(words) == (own, target, rest)
+
+
+@pytest.mark.parametrize(
+    ("progress", "child", "expected"),
+    [
+        (Progress(), False, "without importing torch"),
+        (Progress(torch=True), False, "without an optimizer step"),
+        (Progress(torch=True), True, "in processes that it started itself"),
+        (Progress(torch=True, optimizer_steps=3, needed=20), False, "after 3 optimizer steps"),
+    ],
+)
+def test_one_line_says_why_there_is_no_page(progress: Progress, child: bool, expected: str) -> None:
+    said = why_nothing(progress, "train.py", describe_end(256), child)
+    assert said.startswith("train.py ended with exit code 1")
+    assert expected in said
+
+
+def test_a_module_is_noticed_when_it_is_imported_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    (tmp_path / "late_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[str] = []
+    when_imported("late_module", lambda: seen.append("there"))
+    assert importlib.util.find_spec("late_module") is not None
+    assert seen == []
+    import late_module  # type: ignore[import-not-found]
+
+    assert (late_module.value, seen) == (1, ["there"])
+    when_imported("late_module", lambda: seen.append("again"))
+    assert seen == ["there", "again"]
+    del sys.modules["late_module"]

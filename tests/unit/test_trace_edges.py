@@ -1,0 +1,93 @@
+"""Steps of a program that is only watched: from edge to edge, and what lies outside the model."""
+
+from __future__ import annotations
+
+from stepscope.analysis.trace.collectives import collective_starts, lateness_ms
+from stepscope.analysis.trace.steps import find_steps
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.work import find_work
+from trace_files import ADD, ALL_REDUCE, SGEMM, ChromeTrace
+
+
+def watched(steps: int = 2) -> ChromeTrace:
+    """Steps of 100 µs on the host; the device is 30 µs behind, its first kernel still the last of
+    a step before the first edge."""
+    trace = ChromeTrace()
+    trace.kernel(ADD, 20, 35, launch=(0, 2))
+    for step in range(steps):
+        at = 10 + 100 * step
+        # As the hook of an optimizer gives it: inside of the optimizer's own range.
+        trace.range("Optimizer.step#AdamW.step", at - 4, at + 2)
+        trace.range(f"StepEdge#{step}", at, at + 1)
+        trace.operator("aten::copy_", at + 5, at + 8)
+        trace.kernel("Memcpy HtoD", at + 30, at + 35, launch=(at + 6, at + 7))
+        trace.range("forward", at + 10, at + 40)
+        trace.range("blocks.0", at + 11, at + 39)
+        trace.operator("aten::mm", at + 12, at + 20)
+        trace.kernel(SGEMM, at + 40, at + 110, launch=(at + 14, at + 16))
+        trace.operator("nccl:all_reduce", at + 42, at + 50)
+        trace.kernel(ALL_REDUCE, at + 110, at + 120, launch=(at + 44, at + 46), stream=9)
+    trace.range(f"StepEdge#{steps}", 10 + 100 * steps, 11 + 100 * steps)
+    return trace
+
+
+def test_a_step_lasts_until_the_device_is_done_with_it() -> None:
+    found = find_steps(find_work(watched().read()))
+    assert [(s.name, s.start, s.end) for s in found] == [
+        # The first begins when the device has done what was launched before its edge.
+        ("step 0", 35_000, 130_000),
+        ("step 1", 130_000, 230_000),
+    ]
+
+
+def test_what_is_outside_of_the_model_has_a_phase_of_its_own() -> None:
+    summary = summarize(watched().read())
+    assert summary.residual_ms == 0
+    assert summary.doubt == ""
+    phases = {use.kernel: use.phase for use in summary.uses}
+    assert phases[next(name for name in phases if "sgemm" in name)] == "forward"
+    assert phases[next(name for name in phases if "Memcpy" in name)] == "outside"
+    assert {use.module for use in summary.uses} == {"", "blocks.*"}
+
+
+def test_without_edges_unmarked_work_is_still_the_residual() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.range("forward", 0, 50)
+    trace.operator("aten::mm", 10, 40)
+    trace.operator("aten::add", 60, 80)
+    assert summarize(trace.read()).residual_ms == 0.02
+
+
+def test_an_outside_range_names_what_nothing_else_does() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.range("outside", 1, 99)
+    trace.range("forward", 2, 50)
+    trace.operator("aten::mm", 10, 40)
+    trace.operator("aten::add", 60, 80)
+    summary = summarize(trace.read())
+    assert summary.residual_ms == 0
+    assert summary.phase_ms("outside") == 0.02
+    assert summary.phase_ms("forward") == 0.03
+
+
+def test_starts_of_collectives_by_step() -> None:
+    assert collective_starts(watched(2).read()) == ((120_000,), (220_000,))
+
+
+def test_on_a_cpu_a_collective_within_another_counts_once() -> None:
+    trace = ChromeTrace()
+    for step in range(3):
+        trace.range(f"StepEdge#{step}", 100 * step, 100 * step + 1)
+    trace.operator("c10d::allreduce_", 10, 40)
+    trace.operator("gloo:all_reduce", 20, 30)
+    assert collective_starts(trace.read()) == ((10_000,), ())
+
+
+def test_the_last_rank_is_late() -> None:
+    starts = {0: ((0, 10), (100,)), 1: ((2_000_000, 10), (4_000_100,))}
+    assert lateness_ms(starts) == {0: 0.0, 1: 2.0}
+    assert lateness_ms({0: ((1,),), 1: ((1, 2),)}) == {}
+    assert lateness_ms({0: ((),), 1: ((),)}) == {}
+    assert lateness_ms({0: ((1,),)}) == {}

@@ -1,0 +1,191 @@
+"""Scripts are watched by their optimizers' steps: here within this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.records.schema import Record
+from stepscope.scope.modules import trained_models
+from stepscope.scope.stages import Effort
+from stepscope.scope.watching import Watcher
+from stepscope.studies.inspected.gather import gather
+from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress
+from stepscope.studies.inspected.rows import Watched, lateness, programs, slowest
+from watched_models import Network, batch, network_flops, train
+
+
+@contextmanager
+def watching(folder: Path, stop: bool = False) -> Iterator[Watcher]:
+    watcher = Watcher(
+        folder, Effort(warmup=2, timed=5, traced=2), "train.py", ["--fast"], stop=stop
+    )
+    watcher.start()
+    try:
+        yield watcher
+    finally:
+        watcher.finish()
+
+
+def only(folder: Path) -> Watched:
+    (record,) = gather(folder)
+    return Watched(record)
+
+
+def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watching(tmp_path):
+        for _ in range(14):
+            for _ in range(3):
+                x, y = batch()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = only(tmp_path)
+    assert found.micro_batches == 3
+    assert found.record.quantity("flops") == 3 * network_flops(8)
+    assert found.record.config["arguments"] == ["--fast"]
+    assert found.summary is not None
+    assert len(found.summary.steps) == 2
+    assert found.summary.doubt == ""
+    assert "blocks.*/up" in {use.module for use in found.summary.uses}
+    assert found.setting is not None
+    assert found.setting.models == ("Network",)
+    assert found.account is not None
+    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
+
+
+def test_several_optimizers_make_one_step_of_a_turn(tmp_path: Path) -> None:
+    first, second = Network(), Network()
+    one = torch.optim.SGD(first.parameters(), lr=0.1)
+    two = torch.optim.AdamW(second.parameters())
+    with watching(tmp_path):
+        for _ in range(16):
+            train(first, one)
+            train(second, two)
+    found = only(tmp_path)
+    assert found.micro_batches == 2
+    assert found.record.quantity("flops") == 2 * network_flops(8)
+    assert found.setting is not None
+    assert sorted(o.name for o in found.setting.optimizers) == ["AdamW", "SGD"]
+    assert {use.module for use in found.summary.uses if use.module} >= {"Network/head"}  # type: ignore[union-attr]
+
+
+def test_a_script_that_ends_while_it_is_traced_keeps_what_there_is(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        # 2 left out, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
+        for _ in range(11):
+            train(model, optimizer)
+    summary = only(tmp_path).summary
+    assert summary is not None
+    assert len(summary.steps) == 1
+
+
+def test_a_script_that_ends_while_it_is_timed_has_its_times(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        for _ in range(6):
+            train(model, optimizer)
+    found = only(tmp_path)
+    step = found.record.find("step")
+    assert step is not None
+    assert len(step.values) == 3
+    assert found.summary is None
+    assert found.account is None
+
+
+def test_too_few_steps_leave_no_record_but_their_number(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        for _ in range(2):
+            train(model, optimizer)
+    assert gather(tmp_path) == []
+    assert read_progress(tmp_path).optimizer_steps == 2
+
+
+def test_stop_ends_the_script_with_its_recording_written(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+
+    def script() -> None:
+        with watching(tmp_path, stop=True):
+            for step in range(100):
+                steps.append(step)
+                train(model, optimizer)
+
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 0
+    assert len(steps) == 12
+    assert only(tmp_path).summary is not None
+
+
+def test_steps_in_a_forked_process_are_noticed_and_not_recorded(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path) as watcher:
+        child = os.fork()
+        if child == 0:
+            optimizer.step()
+            watcher.finish()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert (tmp_path / CHILD_STEPPED).exists()
+    assert read_progress(tmp_path).optimizer_steps == 0
+
+
+def test_the_outermost_models_of_the_parameters_are_found() -> None:
+    inner = Network()
+    outer = torch.nn.Sequential(inner)
+    other = Network()
+    assert trained_models(inner.head.parameters()) == [outer]
+    assert other not in trained_models(outer.parameters())
+
+
+def planted(rank: int, late_ns: int, record: Record) -> Record:
+    import msgspec
+
+    starts = [[1_000_000 + late_ns], [9_000_000 + late_ns]]
+    return msgspec.structs.replace(
+        record,
+        config=record.config | {"rank": rank, "ranks": 2},
+        notes=record.notes | {"collectives": msgspec.json.encode(starts).decode()},
+    )
+
+
+def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        for _ in range(12):
+            train(model, optimizer)
+    (record,) = gather(tmp_path)
+    late = 10_000_000_000
+    (ranks,) = programs([planted(1, late, record), planted(0, 0, record)])
+    assert [one.rank for one in ranks] == [0, 1]
+    assert lateness(ranks) == {0: 0.0, 1: 10_000.0}
+    last = slowest(ranks)
+    assert last is not None
+    assert last.rank == 1
+    from stepscope.studies.inspected import STUDY
+    from stepscope.studies.inspected.view import inspected_blocks
+
+    texts = [
+        getattr(block, "text", "") for block in inspected_blocks([one.record for one in ranks])
+    ]
+    assert any(text.startswith("Rank 1 is the slowest") for text in texts)
+    table = STUDY.headline([one.record for one in ranks])
+    assert table is not None
+    assert [row[1] for row in table.rows] == [0, 1]
+    assert slowest([ranks[0]]) is None
