@@ -172,6 +172,40 @@ def memory_record(
     )
 
 
+def checkpointing_record(
+    strategy: str = "no",
+    *,
+    peak: int = 1000 << 20,
+    step: float = 10.0,
+    budget_gib: float | None = None,
+    layers: int = 8,
+    found: Mapping[str, float] | None = None,
+    **changes: Any,
+) -> Record:
+    """One strategy of a step of so many blocks, highest in the backward."""
+    study = find_study("checkpointing")
+    flags = study.flags(
+        size=("tiny",), context=(128,), layers=layers, checkpoint=(strategy,), budget_gib=budget_gib
+    )
+    case = study.cases(flags)[-1]
+    values = {"peak_bytes": peak, "predicted_bytes": 1.01 * peak, "peak.forward": 0.5 * peak}
+    values |= {"peak.loss": 0.6 * peak, "peak.backward": peak} | dict(found or {})
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="checkpointing",
+        case=case.key,
+        config=case.config,
+        **{
+            "series": () if failed else (times("step", step),),
+            "quantities": {}
+            if failed
+            else {name: Quantity(value=value, unit="B") for name, value in values.items()},
+            "notes": {} if failed else {"strategy": strategy},
+        }
+        | changes,
+    )
+
+
 def attention_record(
     mode: str = "forward",
     *,

@@ -20,6 +20,7 @@ from stepscope.studies.registry import all_studies, find_study
 from study_records import (
     attention_record,
     benchmark_record,
+    checkpointing_record,
     flash_record,
     memory_record,
     profile_record,
@@ -135,6 +136,21 @@ def mixed_records() -> dict[str, list[Record]]:
             *(
                 autocast_record(size, status=status, reason=FAILURES[status])
                 for size, status in zip(("mini", "small", "large", "xl"), FAILURES, strict=True)
+            ),
+        ],
+        "checkpointing": [
+            *(
+                checkpointing_record(strategy, peak=peak << 20, step=step)
+                for strategy, peak, step in (
+                    ("no", 900, 10.0),
+                    ("1", 300, 13.0),
+                    ("nested", 290, 18.0),
+                )
+            ),
+            checkpointing_record("1", peak=300 << 20, budget_gib=0.5),
+            *(
+                checkpointing_record(str(2**place), status=status, reason=FAILURES[status])
+                for place, status in enumerate(FAILURES, start=1)
             ),
         ],
         "memory": [
@@ -286,6 +302,7 @@ class TestViews:
             "attention": attention_record,
             "profile": profile_record,
             "memory": memory_record,
+            "checkpointing": checkpointing_record,
             "accumulation": sum_record,
             "autocast": autocast_record,
             "flash": flash_record,
@@ -313,6 +330,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "warmup",
         "profile",
         "memory",
+        "checkpointing",
         "accumulation",
         "autocast",
         "attention",

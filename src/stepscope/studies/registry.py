@@ -26,6 +26,7 @@ _ORDER = (
     "warmup",
     "profile",
     "memory",
+    "checkpointing",
     "accumulation",
     "autocast",
     "attention",

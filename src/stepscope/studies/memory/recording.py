@@ -15,6 +15,7 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.memory.plans import prediction_for
 from stepscope.studies.profile.tracing import TRACES
+from stepscope.studies.step_peaks import plain_steps
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         found["context_bytes"] = _context_and_libraries(workload, device, allocator)
     device.reset_peak()
     step = TrainingStep(workload, device)
-    took, peaks = _plain_steps(step, device, allocator, config["steps"], bench)
+    took, peaks = plain_steps(step, device, allocator, config["steps"], bench)
     resident = device.peak_bytes() if allocator is None else None
     if resident is not None:
         found["resident_bytes"] = resident
@@ -83,27 +84,6 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
     device.synchronize()
     device.release()
     return allocator.driver_used() - allocator.reserved()
-
-
-def _plain_steps(
-    step: TrainingStep, device: Device, allocator: CudaAllocator | None, steps: int, bench: Bench
-) -> tuple[list[float], dict[str, int]]:
-    """Milliseconds of each step, and the allocator's peak of each phase of the last one."""
-    took, peaks = [], {}
-    for number in range(steps):
-        step.reset()
-        device.synchronize()
-        start = time.perf_counter()
-        for phase in step.phases():
-            if allocator is not None:
-                allocator.reset_peak()
-            phase.run()
-            device.synchronize()
-            if allocator is not None:
-                peaks[phase.name] = allocator.peak()
-        took.append((time.perf_counter() - start) * 1e3)
-        bench.progress(number + 1, steps, "steps")
-    return took, peaks
 
 
 def _account(step: TrainingStep, device: Device, allocator: CudaAllocator | None) -> StorageLedger:

@@ -1,0 +1,62 @@
+"""Measures one strategy: the peak of each phase and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.checkpointing.strategies import chosen_for
+from stepscope.studies.memory.plans import prediction_for
+from stepscope.studies.step_peaks import counted_peaks, plain_steps
+from stepscope.studies.workload import TrainingStep, Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+
+def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.allocator import CudaAllocator
+
+    workload = msgspec.convert(config, Workload)
+    device, budget = bench.device, config.get("budget_bytes")
+    if budget is not None:
+        workload = chosen_for(workload, budget, device.kind)
+    allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
+    with _limited(device, budget):
+        step = TrainingStep(workload, device)
+        took, peaks = plain_steps(step, device, allocator, config["steps"], bench)
+        peaks = peaks or counted_peaks(step, device)
+    found = {f"peak.{phase}": size for phase, size in peaks.items()}
+    found["peak_bytes"] = max(peaks.values())
+    told = prediction_for(workload, device.kind)
+    if told is not None:
+        found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
+        found["predicted_bytes"] = told.peak.allocated
+    return Measurement(
+        series=(Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),),
+        quantities=workload.quantities()
+        | {name: Quantity(value=value, unit="B") for name, value in found.items()},
+        notes={"strategy": workload.checkpoint},
+    )
+
+
+@contextmanager
+def _limited(device: Device, budget: int | None) -> Iterator[None]:
+    """On CUDA the allocator may take no more than the budget; a CPU has no such limit."""
+    if budget is None or device.kind != "cuda":
+        yield
+        return
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, budget / device.memory_bytes), device.torch_device
+    )
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.torch_device)

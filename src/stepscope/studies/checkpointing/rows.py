@@ -1,0 +1,109 @@
+"""Records of the checkpointing study: strategies of the same step brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.model.checkpointing import NONE, inputs_kept, run_again, stretches
+from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
+from stepscope.studies.workload import Workload
+
+
+class Tried:
+    """One strategy that was run, or was to be."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.budget: int | None = record.config.get("budget_bytes")
+        planned = msgspec.convert(record.config, Workload)
+        self.strategy = record.notes.get("strategy", planned.checkpoint)
+        self.workload = msgspec.structs.replace(planned, checkpoint=self.strategy)
+
+    @property
+    def layers(self) -> int:
+        return self.workload.model().n_layers
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return stretches(self.strategy, self.layers)
+
+    @property
+    def inputs(self) -> int:
+        return inputs_kept(self.sizes, self.layers)
+
+    @property
+    def again(self) -> float:
+        """How often the forward of a block runs in the backward, on average."""
+        return run_again(self.sizes, self.layers) / self.layers
+
+    @property
+    def ok(self) -> bool:
+        return self.record.status == "ok"
+
+    @property
+    def peak(self) -> float:
+        return self.record.quantity("peak_bytes") or 0.0
+
+    @property
+    def predicted(self) -> float | None:
+        return self.record.quantity("predicted_bytes")
+
+    @property
+    def off(self) -> float | None:
+        return self.predicted / self.peak - 1 if self.predicted and self.peak else None
+
+    @property
+    def peak_phase(self) -> str:
+        phases = [
+            (quantity.value, name.removeprefix("peak."))
+            for name, quantity in self.record.quantities.items()
+            if name.startswith("peak.")
+        ]
+        return max(phases)[1] if phases else ""
+
+    @property
+    def ms(self) -> float | None:
+        series = self.record.find("step")
+        return summarize(series.values).median if series is not None and series.values else None
+
+
+class Sweep:
+    """All strategies of one step."""
+
+    def __init__(self, members: Sequence[Tried]) -> None:
+        self.all = [each for each in members if each.budget is None]
+        self.budgets = [each for each in members if each.budget is not None]
+        self.ran = [each for each in self.all if each.ok and each.ms is not None]
+        self.name = msgspec.structs.replace(members[0].workload, checkpoint=NONE).name
+
+    def of(self, strategy: str) -> Tried | None:
+        return next((each for each in self.ran if each.strategy == strategy), None)
+
+    @property
+    def front(self) -> list[Tried]:
+        """Those of which no other has both a lower peak and a shorter step, by peak."""
+        return sorted(
+            (
+                each
+                for each in self.ran
+                if not any(
+                    other.peak <= each.peak
+                    and (other.ms or 0) <= (each.ms or 0)
+                    and (other.peak, other.ms) != (each.peak, each.ms)
+                    for other in self.ran
+                )
+            ),
+            key=lambda each: each.peak,
+        )
+
+
+def sweeps(records: Sequence[Record]) -> list[Sweep]:
+    groups: dict[str, list[Tried]] = {}
+    for record in records:
+        each = Tried(record)
+        plain = msgspec.structs.replace(each.workload, checkpoint=NONE)
+        groups.setdefault(plain.key, []).append(each)
+    return [Sweep(members) for members in groups.values()]
