@@ -1,4 +1,4 @@
-"""Make pages of docs/ from the records under results/. Nothing in those pages is typed.
+"""Make pages of docs/ and our published figures from the records under results/; none is typed.
 
 python scripts/make_docs.py           write them
 python scripts/make_docs.py --check   say whether they are what the records give
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from published_figures import published_h200
+
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
@@ -24,6 +26,7 @@ from stepscope.studies.registry import all_studies
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
+PUBLISHED = "src/stepscope/published/h200.toml"
 TILES = ROOT / "results" / "attention-tiles_h200.jsonl"
 FASTEST = 6
 
@@ -177,7 +180,11 @@ def _tile_table(tried: list[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    pages = {"docs/h200.md": steps_page(), "docs/attention-tiles.md": tiles_page()}
+    pages = {
+        PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
+        "docs/h200.md": steps_page(),
+        "docs/attention-tiles.md": tiles_page(),
+    }
     stale = [
         name
         for name, made in pages.items()

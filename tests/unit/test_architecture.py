@@ -28,6 +28,7 @@ LEAVES = {
 ARROWS: dict[str, set[str]] = {
     "cli": {"studies", "report", "records", "analysis", "stepscope.attention.registry"} | LEAVES,
     "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
+    | {"published"}
     | {"stepscope.report.blocks", "stepscope.report.format"},
     "scope": {"studies", "measure", "analysis", "records", "report"},
     "measure": {"records"},
@@ -38,6 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "optim": set(),
     "attention": set(),
     "parallel": set(),
+    "published": set(),
 }
 
 
@@ -185,7 +187,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_plans_keeps_and_shows_loads_without_torch() -> None:
-    done = python(WITHOUT_TORCH, "cli", "studies", "records", "analysis", "report")
+    done = python(WITHOUT_TORCH, "cli", "studies", "records", "analysis", "report", "published")
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())
     assert modules > 40

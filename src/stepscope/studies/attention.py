@@ -30,6 +30,7 @@ from stepscope.studies.attention_memory import (
 )
 from stepscope.studies.attention_workload import AttentionMode, AttentionWorkload
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.published_view import Mine, published_tables
 
 
 class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +131,13 @@ class Attention(Study[AttentionFlags]):
         return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        return (*_findings(records), *_figures(records), _table(records), *peak_table(records))
+        return (
+            *_findings(records),
+            *_figures(records),
+            _table(records),
+            *peak_table(records),
+            *published_tables("attention", [_mine(r) for r in records if step_ms(r)]),
+        )
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
         if environment.device_kind == "cpu":
@@ -144,6 +151,18 @@ class Attention(Study[AttentionFlags]):
 
 
 STUDY = Attention()
+
+
+def _mine(record: Record) -> Mine:
+    """A pass in the words of published conditions; written out it is limited by memory."""
+    held = step_ms(record)
+    values = {record.config["mode"]: held.median if held else None}
+    values |= {
+        name: record.quantity(quantity)
+        for name, quantity in (("before backward", "saved_bytes"), ("peak", "peak_bytes"))
+        if record.config["mode"] == "backward"
+    }
+    return Mine(record, record.config, values, "memory.copy")
 
 
 def _named(record: Record) -> str:

@@ -10,6 +10,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, percent, rate
+from stepscope.studies.published_view import Mine, published_tables
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"
@@ -52,7 +53,22 @@ class Sweep(NamedTuple):
 
 def collective_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     sweeps = [sweep_of(record) for record in records if record.status == "ok"]
-    return (*_findings(sweeps), *_figure(sweeps), _table(records, sweeps), *_link_table(sweeps))
+    mine = [
+        Mine(
+            sweep.record,
+            {"collective": sweep.collective, "ranks": sweep.ranks, "size": point.size},
+            {"time": point.time.median},
+        )
+        for sweep in sweeps
+        for point in sweep.points
+    ]
+    return (
+        *_findings(sweeps),
+        *_figure(sweeps),
+        _table(records, sweeps),
+        *_link_table(sweeps),
+        *published_tables("allreduce", mine),
+    )
 
 
 def sweep_of(record: Record) -> Sweep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.limits import (
     achieved_flops,
@@ -11,6 +11,7 @@ from stepscope.analysis.limits import (
     step_ms,
     tokens_per_second,
 )
+from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Block, Cell, Column, Interval, Table
@@ -24,6 +25,7 @@ from stepscope.studies.benchmark.rows import (
     identity_cells,
     rows_of,
 )
+from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12
 """More than these are a table, not a headline: then one context stands for all."""
@@ -36,7 +38,26 @@ def benchmark_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *benchmark_figures(rows),
         _times_table(rows),
         _throughput_table(rows),
+        *published_tables("benchmark", [mine for row in rows for mine in _mine(row)]),
     )
+
+
+def _mine(row: Row) -> Iterator[Mine]:
+    """This step in the words of published conditions, where it ran."""
+    done = [record for record in row.records if record.status == "ok"]
+    work = row.workload
+    values = {
+        name: None if held is None else held.median
+        for name, held in (
+            ("forward", row.forward), ("backward", row.backward), ("both", row.both),
+            ("step", row.step),
+        )
+    }  # fmt: skip
+    conditions = step_conditions(work)
+    if done and conditions is not None:
+        # The figures of a step are those of all its modes.
+        conditions.pop("mode")
+        yield Mine(done[-1], conditions, values, f"matmul.{precision(work.dtype).compute}")
 
 
 def headline_table(records: Sequence[Record]) -> Table | None:

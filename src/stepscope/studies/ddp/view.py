@@ -24,6 +24,7 @@ from stepscope.report.blocks import (
 )
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.studies.ddp.ranks import ALONE, TORCH
+from stepscope.studies.published_view import Mine, published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 GOAL = 1.02
@@ -78,7 +79,13 @@ def ddp_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *(figure for ways in done for figure in _pictures(ways)),
         _table(records, done),
         *_rank_table(done),
+        *published_tables("ddp", [mine for ways in done for mine in _mine(ways)]),
     )
+
+
+def _mine(ways: Ways) -> Iterator[Mine]:
+    for way in ways.names:
+        yield ranked_step(ways.record, way, ways.median(way, "step"))
 
 
 def _findings(ways: Ways) -> Iterator[Finding]:

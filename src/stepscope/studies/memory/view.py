@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stepscope.records.memory import WEIGHT_COPIES
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
 from stepscope.studies.memory.findings import memory_findings
 from stepscope.studies.memory.rows import Account, Accounted, accounted
+from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _BYTES: Kind = "bytes"
 _GIB = 2**30
@@ -41,10 +42,18 @@ def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             account_table(lead),
             _regimes_table(cases),
             saved_table(lead),
+            *published_tables("memory", [*_mine(cases)]),
         ]
     if lost:
         blocks.append(_lost_table(lost))
     return tuple(blocks)
+
+
+def _mine(cases: Sequence[Accounted]) -> Iterator[Mine]:
+    for case in cases:
+        conditions = step_conditions(case.workload)
+        if conditions is not None:
+            yield Mine(case.record, conditions, {"peak": case.peak})
 
 
 def _key(config: dict[str, Cell]) -> tuple[Cell, ...]:

@@ -9,6 +9,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, ratio_interval, summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
 from stepscope.report.format import bytes_, number, percent
+from stepscope.studies.published_view import published_tables, ranked_step
 from stepscope.studies.sharding.ranks import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
 
 KINDS = ("parameters", "gradients", "state")
@@ -54,6 +55,15 @@ def sharding_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *(figure for case in done for figure in memory_figure(case, WAYS)),
         _table(records, done),
         *_stages(done),
+        *published_tables(
+            "sharding",
+            [
+                ranked_step(case.record, way, held.median)
+                for case in done
+                for way in WAYS
+                if (held := case.of(way, "step")) is not None
+            ],
+        ),
     )
 
 
