@@ -78,6 +78,12 @@ def alone(steps: int = STEPS, **how: torch.dtype) -> dict[str, Tensor]:
     return state(model)
 
 
+RELOADS = (4, 2, 3, 1)
+"""Numbers of ranks that hand a checkpoint on to each other."""
+GOES_ON = 10
+"""Steps that each of them goes on for."""
+
+
 def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The largest difference between two states."""
     assert a.keys() == b.keys()

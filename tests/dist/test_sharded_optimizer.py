@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ranked import BATCH, LIMITS, batches, far, loss_of, small, state
+from ranked import BATCH, GOES_ON, LIMITS, RELOADS, batches, far, loss_of, small, state
 from stepscope.parallel import (
     DDP,
+    ParallelError,
     RankFailed,
     ShardedOptimizer,
     World,
+    checkpoint,
     launch,
     load_optimizer,
     save_optimizer,
@@ -93,7 +98,7 @@ def train_ranks(world: World) -> dict[tuple[str, str], tuple[State, list[float],
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_updates_are_those_of_the_whole_optimizer(ranks: int) -> None:
     results = launch(train_ranks, ranks=ranks, limits=LIMITS)
     for name in OPTIMIZERS:
@@ -133,51 +138,128 @@ def test_state_is_balanced_by_bytes(form: Form) -> None:
         assert share == pytest.approx(sum(held) / 2, rel=0.02)
 
 
-def save_or_go_on(world: World, form: Form, load: str, save: str, start: int, end: int) -> Any:
-    module = trainable()
+def gathered(optimizer: ShardedOptimizer) -> State:
+    """The state of all ranks as one; collective."""
+    own = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in optimizer.state_dict()["state"].items()
+    }
+    held: list[State] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held, own)
+    return {name: value for part in held for name, value in part.items()}
+
+
+def hand_on(world: World, form: Form, load: str, save: str) -> tuple[State, list[float], list[Any]]:
+    """Load or train two steps, save, then go on: the state that was saved, the next losses."""
+    module = trainable(torch.float32)
     model, optimizer = divided(module, "adamw", form, groups(module))
     if load:
         module.load_state_dict(torch.load(f"{load}.pt", weights_only=True))
         load_optimizer(optimizer, load)
-    losses = _loop(module, model, optimizer, None, world, start, end)
+    else:
+        plain_steps(world, module, model, optimizer, 0, 2)
+        optimizer.param_groups[1]["lr"] = 2e-2
+    held = gathered(optimizer)
     if save:
         save_optimizer(optimizer, save)
         if world.rank == 0:
             torch.save(module.state_dict(), f"{save}.pt")
-    return losses, [group["lr"] for group in optimizer.param_groups]
+    losses = plain_steps(world, module, model, optimizer, 2, 2 + GOES_ON)
+    return held, losses, [group["lr"] for group in optimizer.param_groups]
+
+
+def plain_steps(
+    world: World, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
+    start: int, end: int,
+) -> list[float]:  # fmt: skip
+    share = BATCH // world.size
+    mine, losses = slice(world.rank * share, (world.rank + 1) * share), []
+    for number, (x, y) in enumerate(batches(torch.float32, end)):
+        if number < start:
+            continue
+        world.step(number)
+        with torch.no_grad():
+            losses.append(loss_of(module, x, y).item())
+        loss_of(model, x[mine], y[mine]).backward()
+        if isinstance(model, DDP):
+            model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_loads_at_other_numbers_of_ranks(tmp_path: Path, form: Form) -> None:
-    paths = ["", *(str(tmp_path / f"at{step}") for step in (2, 4, 6)), ""]
-    seen: list[float] = []
-    for number, ranks in enumerate((4, 2, 3, 1)):
-        where = (form, paths[number], paths[number + 1], 2 * number, 2 * number + 2)
-        result = launch(save_or_go_on, where, ranks=ranks, limits=LIMITS)
-        seen += result[0][0]
-        # A schedule begins anew in each part; the rates that it starts from are those saved.
+def test_a_checkpoint_is_handed_on_at_other_numbers_of_ranks(tmp_path: Path, form: Form) -> None:
+    paths = ["", *(str(tmp_path / f"of{ranks}") for ranks in RELOADS[:-1]), ""]
+    first: State = {}
     straight: list[float] = []
-    module = trainable()
-    kind, options = OPTIMIZERS["adamw"]
-    optimizer = kind(groups(module), **options)
-    for number in range(4):
-        straight += _loop(module, module, optimizer, None, None, 2 * number, 2 * number + 2)
-    assert seen == pytest.approx(straight, abs=1e-12)
+    for ranks, load, save in zip(RELOADS, paths, paths[1:], strict=False):
+        for held, losses, rates in launch(hand_on, (form, load, save), ranks=ranks, limits=LIMITS):
+            first, straight = first or held, straight or losses
+            assert held.keys() == first.keys()
+            assert all(torch.equal(held[name], value) for name, value in first.items()), ranks
+            assert len(losses) == GOES_ON
+            assert losses == pytest.approx(straight, abs=1e-6)
+            assert rates == [1e-2, 2e-2]
     assert not list(tmp_path.glob("*.part"))
 
 
-def load_other(_: World, path: str) -> None:
+def load_other(_: World, path: str) -> str:
     optimizer = ShardedOptimizer([nn.Parameter(torch.zeros(3))], torch.optim.AdamW)
-    load_optimizer(optimizer, path)
+    return refusal(optimizer, path)
 
 
-def test_a_checkpoint_of_another_model_or_with_a_missing_part_is_refused(tmp_path: Path) -> None:
+def refusal(optimizer: ShardedOptimizer, path: str) -> str:
+    try:
+        load_optimizer(optimizer, path)
+    except ParallelError as error:
+        return str(error)
+    return "loaded"
+
+
+def save_or_die(world: World, path: str, dies: bool) -> None:
+    """Save; one rank may be lost while the files are written."""
+    module = trainable()
+    model, optimizer = divided(module, "adamw", "broadcast", groups(module))
+    world.step(0)
+    plain = [t.double() for t in next(iter(batches()))]
+    loss_of(model, *plain).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    if dies and world.rank == 1:
+        checkpoint.save = lambda *_, **__: os._exit(1)
+    save_optimizer(optimizer, path)
+
+
+def load_all(world: World, path: str) -> str:  # noqa: ARG001
+    module = trainable()
+    _, optimizer = divided(module, "adamw", "broadcast", groups(module))
+    return refusal(optimizer, path)
+
+
+def test_a_checkpoint_is_whole_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    launch(save_or_go_on, ("broadcast", "", str(path), 0, 1), ranks=2, limits=LIMITS)
-    with pytest.raises(RankFailed, match="the state is of another optimizer"):
-        launch(load_other, (str(path),), ranks=1, limits=LIMITS)
+    with pytest.raises(RankFailed, match="rank 1 ended with exit code 1"):
+        launch(save_or_die, (str(path), True), ranks=2, limits=LIMITS)
+    assert not path.exists(), "what is not whole has no name"
+    launch(save_or_die, (str(path), False), ranks=2, limits=LIMITS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    assert launch(load_all, (str(path),), ranks=1, limits=LIMITS) == ["loaded"]
+    (said,) = launch(load_other, (str(path),), ranks=1, limits=LIMITS)
+    assert said.startswith("the state is of another optimizer: groups of [3, 5] parameters")
     next(path.glob("__1_*")).unlink()
-    with pytest.raises(RankFailed, match="cannot be loaded: rank 0"):
-        launch(save_or_go_on, ("broadcast", str(path), "", 1, 2), ranks=1, limits=LIMITS)
-    with pytest.raises(RankFailed, match="is no checkpoint"):
-        launch(load_other, (str(tmp_path / "nowhere"),), ranks=1, limits=LIMITS)
+    (said,) = launch(load_all, (str(path),), ranks=1, limits=LIMITS)
+    assert "cannot be loaded: rank 0" in said
+    (said,) = launch(load_all, (str(tmp_path / "nowhere"),), ranks=1, limits=LIMITS)
+    assert "is no checkpoint" in said
+
+
+def uneven_optimizers(world: World) -> None:
+    held = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(4, 3 + world.rank))]
+    ShardedOptimizer(held, torch.optim.AdamW)
+
+
+def test_optimizers_of_other_parameters_are_refused() -> None:
+    words = r"rank 1 holds another optimizer.*parameter 1 of group 0 \(4×4, float32\)"
+    with pytest.raises(RankFailed, match=words):
+        launch(uneven_optimizers, ranks=2, limits=LIMITS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.parallel.buckets import Item, identity, plan_buckets
+from stepscope.model import SIZES, TransformerLM, with_overrides
+from stepscope.parallel.buckets import Item, identity, plan_buckets, share_out
 
 ITEMS = st.lists(
     st.builds(
@@ -55,3 +58,16 @@ def test_the_identity_tells_names_order_and_cuts_apart() -> None:
         for limit in (0, 1000)
     }
     assert len(plans) == 6
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large", "xl", "2.7b"])
+def test_whole_parameters_are_shared_out_evenly_by_bytes(size: str) -> None:
+    with torch.device("meta"):
+        model = TransformerLM(with_overrides(SIZES["2025"][size], context=128))
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    for ranks in (2, 3, 4, 6):
+        loads = [0] * ranks
+        owners = share_out(sizes, loads)
+        held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == r) for r in range(ranks)]
+        assert held == loads
+        assert max(abs(load * ranks / sum(sizes) - 1) for load in loads) <= 0.02

@@ -21,8 +21,14 @@ _NAMED = 3
 
 class Agreement:
     def __init__(
-        self, group: dist.ProcessGroup | None, identity: int, names: Sequence[str]
+        self,
+        group: dist.ProcessGroup | None,
+        identity: int,
+        names: Sequence[str],
+        other: str,
+        hint: str,
     ) -> None:
+        """`other` and `hint` are the words for a rank whose identity differs."""
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._group = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=group is not None
@@ -30,16 +36,29 @@ class Agreement:
         self._size = len(ranks)
         self._identity = identity
         self._names = names
+        self._other, self._hint = other, hint
         self.steps = 0
         self._require_same_step(self._gather([self.steps, identity]))
 
-    def exchange(self, used: Sequence[bool], *, absent: bool, allow_missing: bool) -> list[bool]:
-        """By parameter: does any rank have a gradient? Raises where ranks would mix them."""
-        said = self._gather([self.steps, self._identity, absent, *used])
+    def exchange(
+        self, used: Sequence[bool], *, absent: bool = False, allow_missing: bool = False,
+        order: int = 0,
+    ) -> list[bool]:  # fmt: skip
+        """By parameter: does any rank have a gradient? Raises where ranks would mix them.
+
+        `order` stands for the sequence of collectives since the last exchange.
+        """
+        said = self._gather([self.steps, self._identity, absent, order, *used])
         self._require_same_step(said)
-        usage = [bits[3:] for bits in said]
+        usage = [bits[4:] for bits in said]
         if not allow_missing:
             self._require_same_usage(usage, [rank for rank, bits in enumerate(said) if not bits[2]])
+        for rank, bits in enumerate(said):
+            if bits[3] != said[0][3]:
+                raise ParallelError(
+                    f"rank {rank} used the parameters in another order than rank 0",
+                    "the forward of every rank must take the same way through the model",
+                )
         self.steps += 1
         return [any(bits) for bits in zip(*usage, strict=True)]
 
@@ -64,10 +83,7 @@ class Agreement:
                     "every rank must call finish_gradient_synchronization once a step",
                 )
             if identity != said[0][1]:
-                raise ParallelError(
-                    f"rank {rank} has other buckets than rank 0",
-                    "strategy and bucket_mb must be the same on all ranks",
-                )
+                raise ParallelError(f"rank {rank} has {self._other}", self._hint)
 
     def _require_same_usage(self, usage: list[list[int]], present: list[int]) -> None:
         for rank in present:

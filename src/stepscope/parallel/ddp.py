@@ -30,6 +30,7 @@ from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast
 from stepscope.parallel.buckets import identity
 from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.guard import forgotten, refuse_early_steps
 from stepscope.parallel.layout import require_same_layout
 from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
 
@@ -70,13 +71,17 @@ class DDP(nn.Module):
         names = [name for name, _ in named]
         self._reducer = Reducer([p for _, p in named], names, strategy, bucket_mb, group)
         plan = identity(self._reducer.buckets, self._reducer.items)
-        self._agreement = Agreement(group, plan, names)
+        self._agreement = Agreement(
+            group, plan, names, "other buckets than rank 0",
+            "strategy and bucket_mb must be the same on all ranks",
+        )  # fmt: skip
         broadcast([*module.parameters(), *module.buffers()], group)
         self._synchronize = True
         self._samples: int | None = None
         self._factor = 1.0 / self._world
         for place, (_, parameter) in enumerate(named):
             parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+        refuse_early_steps(self, module.parameters())
 
     def _hook(self, place: int) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
@@ -86,12 +91,18 @@ class DDP(nn.Module):
         return ready
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._reducer.ready and torch.is_grad_enabled() and self.training:
-            raise ParallelError(
-                f"finish_gradient_synchronization was not called in step {self._agreement.steps}",
-                "call it between backward and the optimizer",
-            )
+        if self.pending and torch.is_grad_enabled() and self.training:
+            raise forgotten(self)
         return self.module(*inputs, **named)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that finish_gradient_synchronization has to average."""
+        return bool(self._reducer.ready)
+
+    @property
+    def steps(self) -> int:
+        return self._agreement.steps
 
     @property
     def message_bytes(self) -> list[int]:
@@ -145,7 +156,13 @@ class DDP(nn.Module):
         self.timing = SyncTiming(arrived - began, time.perf_counter() - arrived)
         reducer.reset()
         self._samples, self._factor = None, 1.0 / self._world
-        # Running statistics and the like become those of rank 0. What is not saved with the
-        # model is a constant.
-        saved = self.module.state_dict(keep_vars=True)
-        broadcast([b for name, b in self.module.named_buffers() if name in saved], self._group)
+        broadcast(list(_running_buffers(self.module)), self._group)
+
+
+def _running_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """Running statistics and the like, which become those of rank 0; what is not saved with the
+    model is a constant."""
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                yield buffer

@@ -16,12 +16,16 @@ With `compute_dtype`, weights travel and compute in that format (and inputs of t
 what the optimizer sees, weights and gradients, keeps its own. Each backward adds its average to the
 gradients, so accumulating needs nothing special.
 
+Every rank must take the same way through the model: at the end of a step the ranks compare what
+they gathered and reduced, and in which order.
+
 A module must use its weights in its own forward: one that reads the weight of another module (as
 torch's MultiheadAttention does with its output projection) is refused.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -30,10 +34,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast
 from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.guard import refuse_early_steps
 from stepscope.parallel.layout import require_same_layout
-from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
+from stepscope.parallel.sharded_parameter import Gather, Order, ShardedParameter
 
 
 class FSDP(nn.Module):
@@ -53,19 +59,39 @@ class FSDP(nn.Module):
         self.compute_dtype = compute_dtype
         self._group = group
         self._size = dist.get_world_size(group)
+        self._agreement = Agreement(
+            group,
+            zlib.crc32(str(compute_dtype).encode()),
+            [name for name, p in module.named_parameters() if p.dim() >= 2],
+            "another compute_dtype than rank 0",
+            "it must be the same on all ranks",
+        )
         broadcast(list(module.buffers()), group)
+        self.order = Order()
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
         self._replicated: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
             broadcast([parameter.data], group)
             if parameter.dim() >= 2:
-                self.sharded[parameter] = ShardedParameter(parameter, name, compute_dtype, group)
+                self.sharded[parameter] = ShardedParameter(
+                    parameter, name, compute_dtype, group, self.order
+                )
             else:
                 self._replicated.append(parameter)
         self._last_used: ShardedParameter | None = None
         for owner in module.modules():
             if any(True for _ in owner.parameters(recurse=False)):
                 Unit(owner, self)
+        refuse_early_steps(self, module.parameters())
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that finish_gradient_synchronization has to average."""
+        return any(held.reducing for held in self.sharded.values())
+
+    @property
+    def steps(self) -> int:
+        return self._agreement.steps
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self._last_used = None
@@ -81,12 +107,16 @@ class FSDP(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over all ranks."""
-        had = [held.finish() for held in self.sharded.values()]
-        if not any(had) and all(p.grad is None for p in self._replicated):
+        used = [held.reducing for held in self.sharded.values()]
+        if not any(used) and all(p.grad is None for p in self._replicated):
             raise ParallelError(
                 "there is no gradient to synchronize",
                 "finish_gradient_synchronization follows a backward, once",
             )
+        self._agreement.exchange(used, order=self.order.digest)
+        self.order.digest = 0
+        for held in self.sharded.values():
+            held.finish()
         small = [p for p in self._replicated if p.requires_grad]
         if small and self._size > 1:
             _average(small, self._group, self._size)

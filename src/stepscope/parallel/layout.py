@@ -16,15 +16,20 @@ Line = tuple[str, tuple[int, ...], str, bool]
 
 def layout_of(module: nn.Module) -> list[Line]:
     held: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-    return [
-        (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-        for name, tensor in held
-    ]
+    return [tensor_line(name, tensor) for name, tensor in held]
+
+
+def tensor_line(name: str, tensor: Tensor) -> Line:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return name, tuple(tensor.shape), dtype, tensor.requires_grad
 
 
 def require_same_layout(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank, with rank and parameter, where two ranks hold different models."""
-    lines = layout_of(module)
+    require_same_lines(layout_of(module), "model", group)
+
+
+def require_same_lines(lines: list[Line], of: str, group: dist.ProcessGroup | None = None) -> None:
     digest = hashlib.sha256(repr(lines).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=_message_device(group))
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -35,7 +40,7 @@ def require_same_layout(module: nn.Module, group: dist.ProcessGroup | None = Non
     dist.all_gather_object(layouts, lines, group=group)
     rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
     raise ParallelError(
-        f"rank {rank} holds another model than rank 0: {_difference(layouts[0], layouts[rank])}"
+        f"rank {rank} holds another {of} than rank 0: {_difference(layouts[0], layouts[rank])}"
     )
 
 

@@ -113,7 +113,7 @@ class OwnedParameters:
                             f"state {name} has shape {tuple(value.shape)},"
                             f" the parameter {tuple(parameter.shape)}"
                         )
-                    value = value.to(parameter.device) if value.dim() else value.clone()
+                    value = on_its_device(value, parameter, optimizer)
                 state[name.removeprefix(prefix)] = value
             optimizer.state[parameter] = state
 
@@ -129,6 +129,15 @@ class OwnedParameters:
             if parcel.optimizer is not None
             for place, parameter in zip(parcel.places, parcel.parameters, strict=True)
         ]
+
+
+def on_its_device(value: Tensor, parameter: Tensor, optimizer: Optimizer) -> Tensor:
+    """Where the optimizer wants a part of its state: a count of steps is on the host, except in the
+    forms that read it on the device."""
+    group = optimizer.param_groups[0]
+    if value.dim() or group.get("fused") or group.get("capturable"):
+        return value.to(parameter.device)
+    return value.clone()
 
 
 def follow(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ optimizer must treat elements one by one (AdamW, SGD), and a missing gradient co
 not average gradients before: use it without DDP, or with backward passes inside `no_sync()`.
 
 In both, parameters become views of the buffers that travel, so nothing is copied to send them.
+Torch's own Adam, AdamW and SGD run in their fused form, unless `fused` or `foreach` says otherwise:
+the rule is the same, the memory is passed over once.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from stepscope.errors import unknown_name
 from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.layout import require_same_lines, tensor_line
 from stepscope.parallel.owned import OwnedParameters
 from stepscope.parallel.slices import SlicedParameters
 
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
+_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class Division(Protocol):
@@ -67,9 +71,13 @@ class ShardedOptimizer(Optimizer):
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
 
+        params = list(params)  # type: ignore[assignment]
+        kwargs = _fused_where_possible(optimizer_cls, params, kwargs)
+
         def make(held: list[Tensor], options: dict[str, Any]) -> Optimizer:
             return optimizer_cls([{**options, "params": held}], **kwargs)
 
+        self._process_group = group
         self.division: Division
         if form == "broadcast":
             self.division = OwnedParameters(make, bucket_mb, group)
@@ -81,6 +89,12 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        lines = [
+            tensor_line(f"parameter {place} of group {number}", parameter)
+            for place, parameter in enumerate(self.param_groups[-1]["params"])
+        ]
+        require_same_lines(lines, "optimizer", self._process_group)
         self.division.add_group(self.param_groups[-1])
 
     @overload
@@ -131,6 +145,18 @@ class ShardedOptimizer(Optimizer):
         """What this rank's optimizer state takes."""
         held = self.division.local_state().values()
         return sum(_local(t).numel() * t.element_size() for t in held if isinstance(t, Tensor))
+
+
+def _fused_where_possible(
+    kind: type[Optimizer], params: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    groups = [p["params"] if isinstance(p, dict) else p[1] if isinstance(p, tuple) else p
+              for p in params]  # fmt: skip
+    held = [t for g in groups for t in ([g] if isinstance(g, Tensor) else g)]
+    tensors = [t[1] if isinstance(t, tuple) else t for t in held]
+    able = all(t.is_floating_point() and t.device.type in ("cpu", "cuda") for t in tensors)
+    free = not {"fused", "foreach", "differentiable"} & kwargs.keys()
+    return {**kwargs, "fused": True} if able and free and kind in _HAVE_FUSED else kwargs
 
 
 def _local(tensor: Tensor) -> Tensor:

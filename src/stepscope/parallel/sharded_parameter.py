@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from stepscope.parallel.collectives import all_gather, reduce_scatter
 from stepscope.parallel.heartbeat import HEARTBEAT
+
+
+class Order:
+    """The collectives of a step as one number, which is the same where names and order are."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def add(self, what: str) -> None:
+        self.digest = zlib.crc32(what.encode(), self.digest)
 
 
 class ShardedParameter:
@@ -22,8 +34,10 @@ class ShardedParameter:
         name: str,
         compute_dtype: torch.dtype | None,
         group: dist.ProcessGroup | None,
+        order: Order,
     ) -> None:
         self.parameter = parameter
+        self._order = order
         self.name = name
         self.shape = parameter.shape
         self._dtype = compute_dtype or parameter.dtype
@@ -41,8 +55,13 @@ class ShardedParameter:
         self._coming: tuple[Tensor, dist.Work] | None = None
         self._reducing: list[tuple[Tensor, dist.Work]] = []
 
+    @property
+    def reducing(self) -> bool:
+        return bool(self._reducing)
+
     def prefetch(self) -> None:
         if self._whole is None and self._coming is None:
+            self._order.add(f"gather {self.name}")
             self._coming = self._start_gather(self._dtype)
 
     def whole(self) -> Tensor:
@@ -69,19 +88,19 @@ class ShardedParameter:
     def _start_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
         own = self._padded(self.parameter.detach().to(dtype), self._chunk)
         padded = own.new_empty((self._size * self._chunk, *self.shape[1:]))
-        work = dist.all_gather_into_tensor(padded, own, group=self._group, async_op=True)
+        work = all_gather(padded, own, group=self._group, async_op=True)
         return padded, work
 
     def reduce(self, gradient: Tensor) -> None:
         """Start to average a gradient of the whole; each rank receives that of its rows."""
+        self._order.add(f"reduce {self.name}")
         scaled = self._padded(gradient, self._size * self._chunk) / self._size
         own = scaled.new_empty((self._chunk, *self.shape[1:]))
-        work = dist.reduce_scatter_tensor(own, scaled, group=self._group, async_op=True)
+        work = reduce_scatter(own, scaled, group=self._group, async_op=True)
         self._reducing.append((own, work))
 
-    def finish(self) -> bool:
-        """Add what was reduced to the gradient; false if there was nothing."""
-        had = bool(self._reducing)
+    def finish(self) -> None:
+        """Add what was reduced to the gradient."""
         for own, work in self._reducing:
             with HEARTBEAT.waiting():
                 work.wait()
@@ -96,7 +115,6 @@ class ShardedParameter:
             # Fetched ahead of a use that did not come.
             self._coming[1].wait()
             self._coming = None
-        return had
 
     @staticmethod
     def _padded(rows: Tensor, count: int) -> Tensor:

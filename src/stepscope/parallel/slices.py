@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer
 
+from stepscope.parallel.collectives import all_gather, reduce_scatter
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.owned import Make, as_views, follow
+from stepscope.parallel.owned import Make, as_views, follow, on_its_device
 
 
 class Line(NamedTuple):
@@ -69,11 +70,7 @@ class SlicedParameters:
             chunk = line.buffer.numel() // self._size
             mine = line.buffer[self._rank * chunk : (self._rank + 1) * chunk]
             # A copy: not every backend may read what it writes.
-            leaving.append(
-                dist.all_gather_into_tensor(
-                    line.buffer, mine.clone(), group=self._group, async_op=True
-                )
-            )
+            leaving.append(all_gather(line.buffer, mine.clone(), group=self._group, async_op=True))
         with HEARTBEAT.waiting():
             for work in leaving:
                 work.wait()
@@ -87,7 +84,7 @@ class SlicedParameters:
                 torch.mul(parameter.grad, 1.0 / self._size, out=view)
             offset += parameter.numel()
         own = gradients.new_empty(gradients.numel() // self._size)
-        work = dist.reduce_scatter_tensor(own, gradients, group=self._group, async_op=True)
+        work = reduce_scatter(own, gradients, group=self._group, async_op=True)
         return own, work
 
     def local_state(self) -> dict[str, Any]:
@@ -124,6 +121,8 @@ class SlicedParameters:
                             f" the parameters {line.elements}"
                         )
                     value = value.to_local().clone()
+                elif isinstance(value, Tensor):
+                    value = on_its_device(value, line.own, line.optimizer)
                 state[name.removeprefix(prefix)] = value
             line.optimizer.state[line.own] = state
 

@@ -25,7 +25,12 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    RunProcsResult,
+    start_processes,
+)
 
 from stepscope.errors import UsageError
 from stepscope.parallel.errors import RankFailed
@@ -156,6 +161,7 @@ class Watch:
         self._ranks = range(ranks)
         self._limits = limits
         self._pids = context.pids()
+        self._exit_codes: dict[int, int] = {}
 
     def until_done(self) -> list[Any]:
         deadline = time.monotonic() + self._limits.total
@@ -164,7 +170,7 @@ class Watch:
             if any(p.state is State.RAISED for p in pulses) or self._dead(pulses):
                 self._fail_by_end()
             self._fail_if_silent(pulses, time.monotonic())
-            done = self._context.wait(timeout=0)
+            done = self._poll()
             if done is not None:
                 if done.failures:
                     self._fail_by_end()
@@ -203,13 +209,24 @@ class Watch:
 
     def _death(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
-        result = self._context.wait(timeout=0)
-        failure = result.failures.get(rank) if result else None
-        if failure is None:
+        until = time.monotonic() + _STACK_WAIT_S
+        # On a busy machine the exit code comes a moment after the end.
+        while rank not in self._exit_codes and time.monotonic() < until:
+            self._poll()
+            time.sleep(_POLL_S)
+        code = self._exit_codes.get(rank)
+        if code is None:
             return "died"
-        if failure.exitcode < 0:
-            return f"died of {signal.Signals(-failure.exitcode).name}"
-        return f"ended with exit code {failure.exitcode}"
+        return (
+            f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        )
+
+    def _poll(self) -> RunProcsResult | None:
+        """Torch tells of an end once; it is remembered here."""
+        result = self._context.wait(timeout=0)
+        if result is not None:
+            self._exit_codes |= {r: failure.exitcode for r, failure in result.failures.items()}
+        return result
 
     def _fail_if_silent(self, pulses: list[Pulse], now: float) -> None:
         for rank, pulse in enumerate(pulses):

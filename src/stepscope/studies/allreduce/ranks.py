@@ -58,6 +58,8 @@ def prepare(
     import torch
     import torch.distributed as dist
 
+    from stepscope.parallel.collectives import all_gather, reduce_scatter
+
     count = size // 4 // world.size * world.size
     part = count // world.size
     whole = torch.empty(count, device=world.device)
@@ -80,13 +82,13 @@ def prepare(
     elif collective == "all-gather":
 
         def run() -> object:
-            return dist.all_gather_into_tensor(whole, own)
+            return all_gather(whole, own)
 
         result, right = whole, ranks.repeat_interleave(part)
     elif collective == "reduce-scatter":
 
         def run() -> object:
-            return dist.reduce_scatter_tensor(own, whole)
+            return reduce_scatter(own, whole)
 
         result, right = own, torch.full_like(own, total)
     else:

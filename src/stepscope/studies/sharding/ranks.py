@@ -58,7 +58,7 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
         shuffle(order)
         for way in order:
             world.step(len(ways) + taken + WARMUP)
-            for phase, ms in _step(world, way, tokens).items() if taken >= 0 else ():
+            for phase, ms in timed_step(world, way, tokens).items() if taken >= 0 else ():
                 samples.setdefault(f"{way.name}.{phase}", []).append(ms)
     place = {name: number for number, name in enumerate(ways)}
     ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
@@ -66,6 +66,7 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
 
 
 def make(world: World, name: str, origin: nn.Module) -> Trained:
+    """Every way has the same kernel for its update: what differs is the sharding."""
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -74,18 +75,18 @@ def make(world: World, name: str, origin: nn.Module) -> Trained:
     module = copy.deepcopy(origin).to(world.device)
     if name in (FULLY, TORCH_FULLY):
         model = FSDP(module) if name == FULLY else _torch_fully_sharded(world, module)
-        return Trained(name, model, module, torch.optim.AdamW(module.parameters()))
+        return Trained(name, model, module, torch.optim.AdamW(module.parameters(), fused=True))
     model = module if name == SCATTER else DDP(module, "bucketed")
     optimizer: torch.optim.Optimizer
     if name == WHOLE:
-        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     elif name == TORCH:
         optimizer = ZeroRedundancyOptimizer(
-            module.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
+            module.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, fused=True
         )
     else:
         form: Any = name
-        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, form=form)
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, form=form, fused=True)
     return Trained(name, model, module, optimizer)
 
 
@@ -155,7 +156,7 @@ def _bytes(tensors: list[Any]) -> float:
     return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
 
 
-def _step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:
+def timed_step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
