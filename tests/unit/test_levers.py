@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from command_line import CommandLine
-from lever_records import card_record, lever_record
+from lever_records import CEILINGS, card_record, lever_record
 from stepscope.errors import UsageError
 from stepscope.measure.card import cpu_facts, cuda_facts
 from stepscope.measure.device import pick_device
 from stepscope.measure.levers import on_cpu, pair
-from stepscope.records.schema import Record
+from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.levers import NAMES, LeversFlags
@@ -50,7 +50,7 @@ def test_what_the_fast_forms_spare() -> None:
     ratio = {name: p.slow.moved / p.fast.moved for name, p in made.items()}
     # A line of 64 bytes and a written word, against a word and a written word.
     assert ratio["coalescing"] == (64 + 4) / (4 + 4)
-    assert ratio["fusion"] == 2.0
+    assert ratio["fusion"] == 4.5
     assert ratio["recomputation"] == 11 / 5
     assert ratio["tiling"] == (256 + 2) / (256 / on_cpu.ROWS + 2)
     assert made["precision"].slow.flops == 2 * made["precision"].fast.flops
@@ -147,7 +147,7 @@ def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
 def test_the_view_says_gain_expectation_rates_and_shares() -> None:
     said, tables = viewed(lever_record())
     assert "Coalesced access: 4.00× faster (1.00 ms against 250 µs); 4.50× by arithmetic" in said
-    assert "sectors of 32 bytes" in said
+    assert "Memory moves sectors of 32 bytes" in said
     (row,) = tables["levers"].rows
     assert row[0] == "Coalesced access"
     assert row[3:5] == (pytest.approx(4.0), pytest.approx(4.5))
@@ -190,6 +190,12 @@ def test_the_card_names_the_units_and_the_balance() -> None:
     assert rows["highest clock"] == "1.98 GHz"
     assert rows["compute capability"] == "9.0"
     assert "12.5 in float32, 175 in bfloat16" in said
+
+
+def test_an_emulated_format_is_not_the_device_s_balance() -> None:
+    slow = Ceiling(name="matmul.float16", value=1e9, unit="FLOP/s", source="measured")
+    said, _ = viewed(card_record(ceilings=(*CEILINGS, slow)))
+    assert "float16" not in said.replace("bfloat16", "")
 
 
 def test_a_cpu_has_words_of_its_own() -> None:

@@ -150,25 +150,30 @@ def _one_thread() -> Iterator[None]:
 
 
 def fusion(elements: int, rows: int) -> Pair:  # noqa: ARG001
-    a, b, c = (numbers(elements, CPU, seed) for seed in range(3))
-    one_by_one, at_once = torch.empty_like(a), torch.empty_like(a)
+    x = 4.0 * numbers(elements, CPU)
+    one_by_one, at_once = torch.empty_like(x), torch.empty_like(x)
 
-    def three_operators() -> None:
-        torch.mul(b, c, out=one_by_one)
-        one_by_one.mul_(0.5)
-        one_by_one.add_(a)
+    def four_calls() -> None:
+        torch.add(x, 3.0, out=one_by_one)
+        one_by_one.clamp_(0.0, 6.0)
+        one_by_one.mul_(x)
+        one_by_one.mul_(1 / 6)
 
-    size, flops = float(a.nbytes), 3.0 * elements
+    def one_call() -> None:
+        torch.ops.aten.hardswish.out(x, out=at_once)
+
+    def truth() -> Tensor:
+        exact = x.double()
+        return exact * (exact + 3.0).clamp(0.0, 6.0) / 6.0
+
+    size, flops = float(x.nbytes), 4.0 * elements
     return Pair(
-        slow=_on_one_core(three_operators, one_by_one, 1e-6, moved=8.0 * size, flops=flops),
-        fast=_on_one_core(
-            lambda: torch.addcmul(a, b, c, value=0.5, out=at_once), at_once, 1e-6,
-            moved=4.0 * size, flops=flops,
-        ),
-        truth=lambda: a.double() + 0.5 * b.double() * c.double(),
-        work=4.0 * size,
+        slow=_on_one_core(four_calls, one_by_one, 1e-6, moved=9.0 * size, flops=flops),
+        fast=_on_one_core(one_call, at_once, 1e-6, moved=2.0 * size, flops=flops),
+        truth=truth,
+        work=2.0 * size,
         unit="B",
-    )  # fmt: skip
+    )
 
 
 def recomputation(elements: int, rows: int) -> Pair:  # noqa: ARG001

@@ -63,8 +63,8 @@ LEVERS: dict[str, Lever] = {
             " register of its lane",
         ),
         Words(
-            "a product, a scaling and a sum, a call each",
-            "the same in one call (addcmul)",
+            "an activation (hard swish) in four calls",
+            "the same in one call",
             "between calls a number goes through the caches to memory and back; within one it stays"
             " in a register",
         ),

@@ -44,7 +44,8 @@ def _finding(row: LeverRow) -> Finding:
     if kept[0] is not None and kept[1] is not None:
         said += f"; {bytes_(kept[1])} instead of {bytes_(kept[0])} kept for the backward"
     pays = gain >= NO_GAIN or kept[0] is not None
-    return Finding(text=f"{said}. {words.hardware}.", tone="good" if pays else "warn")
+    why = words.hardware[:1].upper() + words.hardware[1:]
+    return Finding(text=f"{said}. {why}.", tone="good" if pays else "warn")
 
 
 def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
@@ -58,6 +59,8 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
             for form in ("float32", "tf32", "float16", "bfloat16")
             if (held := record.ceiling(f"matmul.{form}")) is not None
         }
+        # A format that the device emulates says nothing about it.
+        formats = {f: v for f, v in formats.items() if v >= formats.get("float32", 0.0)}
         if name in seen or memory is None or not formats:
             continue
         seen.add(name)
