@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
-from stepscope.scope.modules import trained_models
 from stepscope.scope.stages import Effort
 from stepscope.scope.watching import Watcher
 from stepscope.studies.inspected.gather import gather

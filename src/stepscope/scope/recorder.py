@@ -16,9 +16,9 @@ from torch.autograd.profiler import record_function
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
+from stepscope.measure.modules import ModuleRanges, any_compiled
 from stepscope.records.schema import Reading
 from stepscope.scope.memory import WatchedLedger
-from stepscope.scope.modules import ModuleRanges, any_compiled
 from stepscope.scope.own_profiler import OtherProfilers
 from stepscope.scope.stages import Effort, Stage
 

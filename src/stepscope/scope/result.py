@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from stepscope.measure.environment import describe
+from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.scope.modules import any_compiled
 from stepscope.scope.recorder import Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting

@@ -101,7 +101,7 @@ class Watcher:
         return self._recorder
 
     def _find_models(self, recorder: Recorder) -> None:
-        from stepscope.scope.modules import trained_models
+        from stepscope.measure.modules import trained_models
 
         optimizers = tuple(self._optimizers.values())
         parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])

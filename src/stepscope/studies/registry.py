@@ -22,6 +22,7 @@ from stepscope.studies.base import Study
 # The order in which a reader wants them; a study that is not named here comes after.
 _ORDER = (
     "inspect",
+    "own",
     "benchmark",
     "warmup",
     "profile",

@@ -29,8 +29,8 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *_verdict(lead),
         *_ranks(ranks),
         *(() if lead.summary is None else trace_findings(lead.summary, lead.step_ms)),
-        *_memory(lead),
-        *_rate(lead),
+        *memory_finding(lead),
+        *rate_finding(lead),
         *_loop(lead),
         *(finding for one in ranks for finding in _missing(one, len(ranks) > 1)),
         *_lints(lead),
@@ -88,7 +88,7 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
         )
 
 
-def _memory(lead: Watched) -> Iterator[Finding]:
+def memory_finding(lead: Watched) -> Iterator[Finding]:
     account = lead.account
     if account is None or not account.phases:
         return
@@ -109,7 +109,7 @@ def _memory(lead: Watched) -> Iterator[Finding]:
     yield Finding(text=text)
 
 
-def _rate(lead: Watched) -> Iterator[Finding]:
+def rate_finding(lead: Watched) -> Iterator[Finding]:
     flops, achieved = lead.record.quantity("flops"), achieved_flops(lead.record)
     if not flops or achieved is None:
         return

@@ -27,7 +27,7 @@ class Watched:
 
     @property
     def name(self) -> str:
-        return str(self.record.config["script"])
+        return _name(self.record)
 
     @property
     def rank(self) -> int:
@@ -79,7 +79,12 @@ class Watched:
 class _OwnAccount(Account):
     @property
     def name(self) -> str:
-        return str(self.record.config["script"])
+        return _name(self.record)
+
+
+def _name(record: Record) -> str:
+    """Of the script, or of the function that builds the model."""
+    return str(record.config.get("script") or record.config["model"])
 
 
 def programs(records: Sequence[Record]) -> list[list[Watched]]:

@@ -31,22 +31,34 @@ def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
     blocks: list[Block] = [*inspected_findings(ranks)]
     if len(ranks) > 1:
         blocks.append(_rank_table(ranks))
-    summary, account = lead.summary, lead.account
-    if summary is not None:
-        blocks += [ledger_table(summary, "inspect"), class_figure(summary, "inspect")]
-        if summary.timeline:
-            blocks.append(timeline_block(summary, "inspect"))
-        if any(use.module for use in summary.uses):
-            blocks.append(module_table(summary, "inspect"))
-        blocks.append(kernel_table(summary, "inspect"))
-        blocks += role_tables(summary, "inspect")
-        if summary.outliers:
-            blocks.append(outlier_table(summary.outliers, "inspect"))
-    if account is not None and account.phases:
-        blocks += [stack_figure(account), account_table(account)]
-        if account.saved:
-            blocks.append(saved_table(account, "Saved for backward, the largest first"))
-    return tuple(blocks)
+    return (*blocks, *trace_parts(lead, "inspect"), *account_blocks(lead))
+
+
+def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:
+    """Everything that its trace says but the sentences; `name` begins the names of the parts."""
+    summary = lead.summary
+    if summary is None:
+        return ()
+    return (
+        ledger_table(summary, name),
+        class_figure(summary, name),
+        *([timeline_block(summary, name)] if summary.timeline else []),
+        *([module_table(summary, name)] if any(use.module for use in summary.uses) else []),
+        kernel_table(summary, name),
+        *role_tables(summary, name),
+        *([outlier_table(summary.outliers, name)] if summary.outliers else []),
+    )
+
+
+def account_blocks(lead: Watched) -> tuple[Block, ...]:
+    account = lead.account
+    if account is None or not account.phases:
+        return ()
+    return (
+        stack_figure(account),
+        account_table(account),
+        *([saved_table(account, "Saved for backward, the largest first")] if account.saved else []),
+    )
 
 
 def headline_table(records: Sequence[Record]) -> Table:

@@ -1,0 +1,100 @@
+"""A vision transformer of torch.nn alone, trained from a DataLoader.
+
+stepscope inspect --stop examples/vit.py
+stepscope inspect --stop examples/vit.py --device cuda --layers 12 --width 768 --image 224 --patch 16
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+CLASSES = 10
+
+
+class Images(Dataset[tuple[torch.Tensor, int]]):
+    """Pictures of noise, made when they are asked for."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count = count
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        seeded = torch.Generator().manual_seed(place)
+        return torch.randn(3, self.size, self.size, generator=seeded), place % CLASSES
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, image: int, patch: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+        self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2, width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True,
+            norm_first=True,
+        )  # fmt: skip
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.encoder(x).mean(dim=1))
+
+
+def build(
+    layers: int = 2, width: int = 64, heads: int = 2, image: int = 32, patch: int = 8
+) -> tuple[
+    nn.Module, Callable[[int, torch.device], torch.Tensor],
+    Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+]:  # fmt: skip
+    """For `stepscope run own --model examples.vit:build`."""
+
+    def make_batch(size: int, device: torch.device) -> torch.Tensor:
+        return torch.randn(size, 3, image, image, device=device)
+
+    def loss(logits: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(len(images), device=images.device) % CLASSES
+        return nn.functional.cross_entropy(logits, labels)
+
+    return VisionTransformer(layers, width, heads, image, patch), make_batch, loss
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--device", default="cpu")
+    words.add_argument("--steps", type=int, default=30)
+    words.add_argument("--batch", type=int, default=8)
+    words.add_argument("--workers", type=int, default=0)
+    words.add_argument("--layers", type=int, default=2)
+    words.add_argument("--width", type=int, default=64)
+    words.add_argument("--heads", type=int, default=2)
+    words.add_argument("--image", type=int, default=32)
+    words.add_argument("--patch", type=int, default=8)
+    given = words.parse_args()
+    torch.manual_seed(0)
+    model, _, _ = build(given.layers, given.width, given.heads, given.image, given.patch)
+    model.to(given.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    criterion = nn.CrossEntropyLoss()
+    loader = DataLoader(
+        Images(given.steps * given.batch, given.image), given.batch, shuffle=True,
+        num_workers=given.workers,
+    )  # fmt: skip
+    for step, (images, labels) in enumerate(loader):
+        loss = criterion(model(images.to(given.device)), labels.to(given.device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""How does a model of your own train: time, memory, rate, and what changes with a setting?
+
+    stepscope run own --model lab.net:build --batch 8 32 --dtype float32 bfloat16
+
+`build` is a function without arguments. It returns an `nn.Module` and a function that makes a
+batch: `make_batch(size, device)` gives what the model is called with, a dictionary for keywords, a
+tuple for several arguments. The loss is what the model returns: a scalar, something with a `loss`,
+or `(loss, …)`; a third function, `loss(output, batch)`, makes one of anything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import UsageError, unknown_name
+from stepscope.model.config import precision
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block, Table
+from stepscope.studies.base import Bench, Case, Measurement, Study
+
+STUDY_NAME = "own"
+COMPILE = ("no", "block", "model")
+OPTIMIZERS = ("adamw", "adamw-loop", "adamw-fused", "sgd")
+
+
+class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Your model and its settings: every combination of the values is a case."""
+
+    model: str = ""
+    """package.module:function, importable from here (see PYTHONPATH)."""
+    batch: tuple[int, ...] = (8,)
+    """What make_batch is asked for."""
+    dtype: tuple[str, ...] = ("float32",)
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
+    compile: tuple[str, ...] = ("no",)
+    """torch.compile: no (eager), block (each entry of its ModuleLists alone), model (whole)."""
+    optimizer: tuple[str, ...] = ("adamw",)
+    """adamw (torch's default), adamw-loop (tensor by tensor), adamw-fused, sgd."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples without the profiler."""
+    traced: int = 3
+    """Steps under the profiler."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.traced < 1 or self.warmup < 0 or min(self.batch, default=1) < 1:
+            raise UsageError(
+                f"batch {self.batch}, steps {self.steps}, traced {self.traced}, warmup"
+                f" {self.warmup}",
+                "warmup cannot be negative, the others must be at least 1",
+            )
+
+
+class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step of one's own model, fully named."""
+
+    model: str
+    batch: int
+    dtype: str
+    compile: str
+    optimizer: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:[\w.]+", self.model):
+            raise UsageError(
+                f"the model {self.model!r} is not of the form package.module:function",
+                "give it with --model",
+            )
+        for kind, value, known in (
+            ("compile", self.compile, COMPILE),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+        ):
+            if value not in known:
+                raise unknown_name(kind, value, known)
+        precision(self.dtype)
+
+    @property
+    def key(self) -> str:
+        extras = [] if self.compile == "no" else [f"compile={self.compile}"]
+        name = self.model.replace(":", ".")
+        return "_".join((name, f"b{self.batch}", self.dtype, *extras, self.optimizer))
+
+    @property
+    def name(self) -> str:
+        compiled = "" if self.compile == "no" else f", compiled by {self.compile}"
+        return f"{self.model} in {self.dtype} at batch {self.batch}, {self.optimizer}{compiled}"
+
+
+class Own(Study[OwnFlags]):
+    name = STUDY_NAME
+    title = "Your own model"
+    question = (
+        "How fast does this model train with each setting, what limits it,"
+        " and where do its time and memory go?"
+    )
+    examples = (
+        "stepscope run own --model lab.net:build --batch 8 32",
+        "stepscope run own --model lab.net:build --dtype float32 tf32 bfloat16",
+        "stepscope run own --model lab.net:build --compile no model --optimizer adamw adamw-fused",
+    )
+    flags = OwnFlags
+    fresh_process = True
+
+    def cases(self, flags: OwnFlags) -> tuple[Case, ...]:
+        if not flags.model:
+            raise UsageError("there is no model", "name it: --model package.module:function")
+        effort = {"warmup": flags.warmup, "steps": flags.steps, "traced": flags.traced}
+        made = (
+            OwnCase(
+                model=flags.model, batch=batch, dtype=precision(dtype).name, compile=compiled,
+                optimizer=optimizer,
+            )
+            for batch, dtype, compiled, optimizer in itertools.product(
+                flags.batch, flags.dtype, flags.compile, flags.optimizer
+            )
+        )  # fmt: skip
+        return tuple(
+            Case(
+                study=self.name,
+                key=case.key,
+                config=msgspec.to_builtins(case) | effort,
+                needs=(
+                    precision(case.dtype).compute,
+                    *([] if case.compile == "no" else ["compiler"]),
+                ),
+            )
+            for case in made
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.studies.own.measuring import measure_own
+
+        return measure_own(config, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.own.view import own_blocks
+
+        return own_blocks(records)
+
+    def headline(self, records: Sequence[Record]) -> Table | None:
+        from stepscope.studies.own.view import settings_table
+
+        return settings_table(records) if records else None
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[OwnFlags]]:  # noqa: ARG002
+        """A model of one's own is in no preset."""
+        return {}
+
+
+STUDY = Own()

@@ -1,0 +1,120 @@
+"""Measures one case: timed as it is, FLOPs and storages counted once, then traced."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.analysis.trace.summarize import summarize_file
+from stepscope.analysis.trace.summary import encode
+from stepscope.records.memory import INPUTS
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.own import OwnCase
+from stepscope.studies.profile.tracing import TRACES
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.studies.own.step import OwnStep
+
+_MOST_SAVED = 200
+
+
+def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.timer import time_step
+    from stepscope.studies.own.step import OwnStep
+
+    case = msgspec.convert(config, OwnCase)
+    device = bench.device
+    step = OwnStep(case, device)
+    flops = _count_flops(step)
+    step.compile()
+    device.reset_peak()
+    timing = time_step(
+        step.phases(),
+        device,
+        warmup=config["warmup"],
+        steps=config["steps"],
+        before=step.reset,
+        progress=lambda done, total: bench.progress(done, total, "steps"),
+    )
+    found: dict[str, tuple[float, str]] = {
+        "parameters": (sum(p.numel() for p in step.model.parameters()), "parameters"),
+        "batch": (case.batch, "samples"),
+        "flops": (flops, "FLOP"),
+    }
+    peak = device.peak_bytes()
+    notes: dict[str, str] = {}
+    bench.progress(0, 1, "memory")
+    if case.compile == "no":
+        _account(step, device, notes)
+        if device.kind == "cpu":
+            peak = max(p["allocated"] for p in msgspec.json.decode(notes["ledger"]))
+    else:
+        notes["memory_missing"] = (
+            "the model is compiled: what its kernels keep is not seen from outside"
+        )
+    if peak is not None:
+        found["peak_bytes"] = (peak, "B")
+    bench.progress(0, 1, "trace")
+    traced = _trace(step, device, config["traced"], case.key, notes)
+    return Measurement(
+        series=(*timing.series, traced),
+        quantities={name: Quantity(value=v, unit=unit) for name, (v, unit) in found.items()},
+        readings=timing.readings,
+        notes=notes,
+    )
+
+
+def _count_flops(step: OwnStep) -> int:
+    """Of one eager step, which also makes the optimizer's state."""
+    from stepscope.measure.flops import CountingFlops
+
+    counting = CountingFlops()
+    with counting:
+        step.run()
+    step.reset()
+    return counting.counted.total
+
+
+def _account(step: OwnStep, device: Device, notes: dict[str, str]) -> None:
+    """One step with every storage on its line."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from stepscope.measure.allocator import CudaAllocator
+    from stepscope.measure.ledger import StorageLedger
+
+    allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
+    step.reset()
+    ledger = StorageLedger(device.torch_device, allocator)
+    with ledger.watching(step.model, step.optimizer):
+        ledger.count((t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor)), INPUTS)
+        for phase in step.phases():
+            ledger.phase(phase.name, phase.run)
+    step.reset()
+    notes["ledger"] = msgspec.json.encode(ledger.peaks).decode()
+    largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+    notes["saved"] = msgspec.json.encode(largest).decode()
+
+
+def _trace(
+    step: OwnStep, device: Device, steps: int, key: str, notes: dict[str, str]
+) -> Series:  # fmt: skip
+    from stepscope.measure.capture import capture
+    from stepscope.measure.modules import ModuleRanges
+
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = os.environ.get(TRACES)
+        path = Path(kept or scratch) / f"{key}.json.gz"
+        with ModuleRanges([step.model]).entered():
+            capture(step.run, device, path, steps=steps, before=step.reset)
+        summary = summarize_file(path)
+    if kept:
+        notes["trace"] = path.name
+    notes["profile"] = encode(summary)
+    return Series(name="traced", unit="ms", values=summary.steps)

@@ -1,0 +1,99 @@
+"""The training step of a model of one's own, as phases for the instruments. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from stepscope.measure.device import Device
+from stepscope.measure.timer import Phase
+from stepscope.model.config import precision
+from stepscope.ranges import named
+from stepscope.studies.own import OwnCase
+from stepscope.studies.own.building import Built, build, call, loss_of
+
+
+class OwnStep:
+    """Built once; every phase is a closure without arguments."""
+
+    def __init__(self, case: OwnCase, device: Device, *, seed: int = 0) -> None:
+        form = precision(case.dtype)
+        torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")
+        self.case = case
+        self.device = device
+        self.built: Built = build(case.model)
+        self.model = self.built.model.to(device.torch_device, getattr(torch, form.weights))
+        self.model.train()
+        self.optimizer = make_own_optimizer(case.optimizer, self.model)
+        self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
+        self.batch = self.built.make_batch(case.batch, device.torch_device)
+        self.loss: torch.Tensor | None = None
+        self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: (
+            torch.autocast(device.kind, getattr(torch, form.compute))
+            if form.autocast
+            else nullcontext()
+        )
+
+    def compile(self) -> None:
+        """As the case asks for it. Until then the step is eager, and its FLOPs can be counted."""
+        compile_own(self.model, self.case.compile)
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (
+            Phase("forward", self._forward),
+            Phase("backward", self._backward),
+            Phase("optimizer", self._optimize),
+        )
+
+    def run(self) -> None:
+        for phase in self.phases():
+            phase.run()
+
+    def next_batch(self) -> None:
+        """Other data of the same kind."""
+        self.batch = self.built.make_batch(self.case.batch, self.device.torch_device)
+
+    def reset(self) -> None:
+        self.loss = None
+
+    def _forward(self) -> None:
+        with named("forward"), self._autocast():
+            output = call(self.model, self.batch)
+            self.loss = loss_of(output, self.batch, self.built.loss, self.case.model)
+
+    def _backward(self) -> None:
+        assert self.loss is not None
+        with named("backward"):
+            self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _optimize(self) -> None:
+        with named("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def compile_own(model: torch.nn.Module, how: str) -> None:
+    if how == "model":
+        model.compile()
+    elif how == "block":
+        for part in model.modules():
+            if isinstance(part, torch.nn.ModuleList):
+                for block in part:
+                    block.compile()
+
+
+def make_own_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    ways: dict[str, dict[str, bool]] = {
+        "adamw": {},
+        "adamw-loop": {"foreach": False},
+        "adamw-fused": {"fused": True},
+    }
+    return torch.optim.AdamW(parameters, lr=1e-4, **ways[name])  # type: ignore[arg-type]

@@ -1,0 +1,51 @@
+"""`stepscope inspect` under torchrun: one page, ranks side by side, the slowest named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stepscope.records.jsonl import read_records
+from stepscope.studies.inspected.rows import programs, slowest
+
+SCRIPT = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    if dist.get_rank() == 1:
+        time.sleep(0.1)
+    model(torch.randn(8, 64)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+raise SystemExit(3 if dist.is_initialized() else 0)
+"""
+
+
+def test_ranks_meet_on_one_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "stepscope", "inspect", "--warmup", "2", "--timed", "2", "--traced", "2",
+            "--out", str(tmp_path / "out"), "train.py",
+        ],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("stepscope: page:") == 1
+    records = read_records(tmp_path / "out" / "train.jsonl")
+    (ranks,) = programs(records)
+    assert [one.rank for one in ranks] == [0, 1]
+    last = slowest(ranks)
+    assert last is not None
+    assert last.rank == 1
+    page = (tmp_path / "out" / "train.html").read_text()
+    assert "Rank 1 is the slowest" in page
+    assert not list(tmp_path.glob("stepscope-inspect-*"))

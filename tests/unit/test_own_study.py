@@ -1,0 +1,135 @@
+"""A model of one's own: built by a function, measured, and refused with a clear line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from command_line import CommandLine
+from own_models import causal_lm_flops, conv_net_flops
+from sample_records import record, step_series
+from stepscope.errors import UsageError
+from stepscope.records.schema import Quantity, Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.own import STUDY, OwnCase, OwnFlags
+from stepscope.studies.own.view import own_blocks
+
+
+class QuietBench:
+    def __init__(self) -> None:
+        from stepscope.measure.device import CpuDevice
+
+        self.device = CpuDevice()
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        """Nobody looks."""
+
+
+def measured(name: str, **changes: Any) -> Any:
+    flags = OwnFlags(model=f"own_models:{name}", batch=(2,), warmup=1, steps=2, traced=1, **changes)
+    (case,) = STUDY.cases(flags)
+    return STUDY.measure(case.config, QuietBench())
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "part"),
+    [
+        ("causal_lm", causal_lm_flops(2), "layers.*/qkv_proj"),
+        ("conv_net", conv_net_flops(2), "second"),
+        ("vision_transformer", None, "encoder/layers.*"),
+    ],
+)
+def test_models_of_other_people_are_measured(name: str, flops: int | None, part: str) -> None:
+    found = measured(name)
+    assert found.quantities["flops"].value == flops or flops is None
+    assert {s.name for s in found.series} >= {"step", "forward", "backward", "optimizer", "traced"}
+    uses = msgspec.json.decode(found.notes["profile"])["uses"]
+    assert any(use["module"].startswith(part) for use in uses)
+    phases = [peak["phase"] for peak in msgspec.json.decode(found.notes["ledger"])]
+    assert phases == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("changes", [{"dtype": ("bfloat16",)}, {"optimizer": ("adamw-loop",)}])
+def test_a_setting_applies(changes: dict[str, tuple[str, ...]]) -> None:
+    found = measured("causal_lm", **changes)
+    uses = msgspec.json.decode(found.notes["profile"])["uses"]
+    kernels = {use["kernel"] for use in uses if use["phase"] == "optimizer"}
+    if "optimizer" in changes:
+        assert not any("_foreach" in kernel for kernel in kernels)
+    else:
+        saved = msgspec.json.decode(found.notes["saved"])
+        assert any(tensor["dtype"] == "bfloat16" for tensor in saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("returns_nothing", "returned nothing"),
+        ("returns_numbers", "the model that own_models:returns_numbers returned is a int"),
+        ("no_batch", "the make_batch that own_models:no_batch returned is nothing"),
+        ("nothing_to_train", "has no parameter to train"),
+        ("no_loss", r"a tensor of shape \(2, 10\), which gives no loss"),
+        ("not_a_function", "it must be a function"),
+        ("missing", "own_models has no missing"),
+    ],
+)
+def test_nonsense_is_refused_with_a_line(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        measured(name)
+
+
+def test_a_build_function_that_raises_is_a_record_with_its_reason(tmp_path: Any) -> None:
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    done = command("run", "own", "--model", "own_models:raises", "--device", "cpu", "--no-report")
+    assert done.returncode == 1
+    (kept,) = command.records()
+    assert (kept.status, kept.reason) == ("error", "RuntimeError: planned")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "there is no model"),
+        ({"model": "a/b.py"}, "not of the form"),
+        ({"model": "a:b", "compile": ("all",)}, "compile 'all' does not exist"),
+        ({"model": "a:b", "optimizer": ("adam",)}, "optimizer 'adam' does not exist"),
+        ({"model": "a:b", "dtype": ("int8",)}, "int8"),
+    ],
+)
+def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        STUDY.cases(OwnFlags(**flags))
+
+
+def own_record(step: float, peak: int = 2 << 30, **changes: Any) -> Record:
+    case = OwnCase(
+        **{"model": "lab:build", "batch": 8, "dtype": "float32", "compile": "no",
+           "optimizer": "adamw"} | changes
+    )  # fmt: skip
+    made = record(
+        study="own", case=case.key, config={}, series=step_series(step),
+        quantities={"peak_bytes": Quantity(value=peak, unit="B")},
+    )  # fmt: skip
+    return msgspec.structs.replace(made, config=msgspec.to_builtins(case))
+
+
+def test_the_view_compares_settings_with_the_first() -> None:
+    records = [
+        own_record(100.0),
+        own_record(25.0, 1 << 30, dtype="bfloat16"),
+        own_record(150.0, batch=16),
+        own_record(10.0, dtype="bfloat16", optimizer="adamw-fused"),
+    ]
+    blocks = own_blocks(records)
+    texts = [b.text for b in blocks if isinstance(b, Finding)]
+    assert (
+        "With dtype bfloat16 instead of float32 a step takes 25.0 ms instead of 100 ms: 4.00× the"
+        " speed, and its peak goes from 2.00 GiB to 1.00 GiB." in texts
+    )
+    assert any("1.33× the speed for each sample" in text for text in texts)
+    assert not any("adamw-fused" in text for text in texts)
+    (table,) = [b for b in blocks if isinstance(b, Table) and b.name == "own-settings"]
+    assert [row[2] for row in table.rows] == ["float32", "bfloat16", "float32", "bfloat16"]
