@@ -1,7 +1,9 @@
 """A training loop in the manner of nanoGPT: accumulated gradients, clipping, a schedule, autocast.
 
-stepscope inspect --stop examples/nano_gpt.py
-stepscope inspect --stop examples/nano_gpt.py --device cuda --layers 12 --width 768 --context 1024
+    stepscope inspect --stop examples/nano_gpt.py
+    stepscope inspect --stop examples/nano_gpt.py --device cuda --layers 12 --width 768
+
+Autocast and the fused optimizer are for a GPU; on a CPU the step is plain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A vision transformer of torch.nn alone, trained from a DataLoader.
 
-stepscope inspect --stop examples/vit.py
-stepscope inspect --stop examples/vit.py --device cuda --layers 12 --width 768 --image 224 --patch 16
+    stepscope inspect --stop examples/vit.py
+    stepscope inspect --stop examples/vit.py --device cuda --width 768 --image 224 --patch 16
+
+The pictures are noise, made one by one as a data set would read them.
 """
 
 from __future__ import annotations
