@@ -192,3 +192,83 @@ def test_chance_repeats_with_its_seed_and_goes_on_after_a_load() -> None:
     assert all(map(torch.equal, first, run(0)))
     assert all(map(torch.equal, first, run(0, reload=True)))
     assert not torch.equal(first[-1], run(1)[-1])
+
+
+class TestCapturable:
+    def test_as_the_rule_written_out_with_a_count_for_each_tensor(
+        self, launches: list[int]
+    ) -> None:
+        def trained(rule: Callable[..., AdamW], dtype: torch.dtype) -> dict[str, Tensor]:
+            held = parameters(dtype)
+            optimizer = rule(groups(held))
+            train(held, optimizer, 8, skip=3)
+            return {
+                f"{name} of {number}": tensor.cpu()
+                for number, each in enumerate(held)
+                for name, tensor in {"parameter": each.detach(), **optimizer.state[each]}.items()
+            }
+
+        ours = trained(lambda held: FusedAdamW(held, capturable=True), torch.float32)
+        assert launches == [5, 4, *[5] * 6]
+        plain = trained(AdamW, torch.float32)
+        hold_to_policy(trained(AdamW, torch.float64), plain, ours)
+        assert [ours[f"step of {number}"].item() for number in (2, 3)] == [8, 7]
+
+    def test_what_a_replay_reads_stays_where_it_is(self) -> None:
+        """A replay runs the same launches on the same buffers: here they are run by hand."""
+        held, others = parameters(), parameters()
+        optimizer, plain = FusedAdamW(held, capturable=True), AdamW(others)
+        train(held, optimizer, 1)
+        train(others, plain, 1)
+        ((counted),) = optimizer._counted.values()
+        buffers = (counted.settings.rows.data_ptr(), counted.table)
+        for rate in (1e-3, 4e-3):
+            optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = rate
+            optimizer.refresh()
+            plain.step()
+            counted.settings.advance()
+            ((_, formats),) = optimizer._counted
+            counted.table.update(counted.settings.rows, formats, by_chance=False, seed=0)
+        assert (counted.settings.rows.data_ptr(), counted.table) == buffers
+        torch.testing.assert_close(held, others, rtol=1e-6, atol=1e-7)
+
+    def test_prepare_changes_nothing(self) -> None:
+        held = parameters()
+        before = [each.detach().clone() for each in held]
+        for each in held:
+            each.grad = torch.ones_like(each)
+        optimizer = FusedAdamW(held, capturable=True)
+        optimizer.prepare()
+        optimizer.prepare()
+        torch.testing.assert_close([each.detach() for each in held], before, rtol=0, atol=0)
+        assert {state["step"].item() for state in optimizer.state.values()} == {0.0}
+        optimizer.step()
+        assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
+
+    def test_state_moves_in_and_out(self) -> None:
+        held = parameters()
+        optimizer = AdamW(held)
+        train(held, optimizer, 3)
+        moved = copy.deepcopy(held)
+        successor = FusedAdamW(moved, capturable=True)
+        successor.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        back = copy.deepcopy(held)
+        last = AdamW(back)
+        train(moved, successor, 2, start=3)
+        last.load_state_dict(copy.deepcopy(successor.state_dict()))
+        back = copy.deepcopy(moved)
+        last.param_groups[0]["params"] = back
+        last.state = {b: last.state[a] for a, b in zip(list(last.state), back, strict=True)}
+        train(held, optimizer, 4, start=3)
+        train(back, last, 2, start=5)
+        torch.testing.assert_close(back, held, rtol=1e-6, atol=1e-7)
+
+    def test_what_cannot_be_captured_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="same chance at every replay"):
+            FusedAdamW(parameters(), capturable=True, stochastic_bfloat16_state=True)
+        with pytest.raises(RuntimeError, match="only a capturable"):
+            FusedAdamW(parameters()).prepare()
+        wide = parameters(torch.float64)
+        wide[0].grad = torch.ones_like(wide[0])
+        with pytest.raises(RuntimeError, match=r"not torch\.float64"):
+            FusedAdamW(wide, capturable=True).step()

@@ -3,6 +3,14 @@
 The update rule and the state are those of `optim.adamw`, so a checkpoint of one loads into the
 other. What the kernel cannot take (another device, float64, scattered memory) is updated the plain
 way. Launches do not wait for the device, and nothing is read back.
+
+In a CUDA graph, with `capturable=True`:
+
+    optimizer.prepare()  # after the capture of the backward, which made the gradients
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    optimizer.refresh()  # after a change of the learning rate, between two replays
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import importlib.util
 import math
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +28,7 @@ from torch.optim.optimizer import ParamsT
 from stepscope.optim.adamw import AdamW
 
 if TYPE_CHECKING:
+    from stepscope.optim.device_settings import DeviceSettings, Rule
     from stepscope.optim.triton_adamw import Formats, Row, Settings, Table
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -27,10 +36,20 @@ _FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_SEED = (1 << 31) - 1
 
 
+class Counted(NamedTuple):
+    """What a captured launch uses again at every replay."""
+
+    table: Table
+    settings: DeviceSettings
+    groups: tuple[dict[str, Any], ...]
+    """Of each row of the table its parameter group."""
+
+
 class FusedAdamW(AdamW):
     """`stochastic_bfloat16_state` keeps both moments in bfloat16, rounded up or down by chance so
     that small changes are kept on average: a quarter of the bytes of a step less, and not the same
-    numbers. The chance comes from `seed` and the step, so a run repeats."""
+    numbers. The chance comes from `seed` and the step, so a run repeats. `capturable` keeps the
+    count of steps on the device, so that a step may be part of a CUDA graph."""
 
     def __init__(
         self,
@@ -42,13 +61,92 @@ class FusedAdamW(AdamW):
         *,
         stochastic_bfloat16_state: bool = False,
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
+        if capturable and stochastic_bfloat16_state:
+            raise ValueError("a captured step would round by the same chance at every replay")
         super().__init__(params, lr, betas, eps, weight_decay)
         self._by_chance = stochastic_bfloat16_state
         self._seed = seed
+        self._capturable = capturable
         self._tables: dict[tuple[torch.device, Formats], Table] = {}
+        self._counted: dict[tuple[torch.device, Formats], Counted] = {}
+
+    def prepare(self) -> None:
+        """Make what a step needs for the gradients that are there, and change nothing else."""
+        if not self._capturable:
+            raise RuntimeError("only a capturable FusedAdamW prepares: FusedAdamW(capturable=True)")
+        self._count_all()
+
+    def refresh(self) -> None:
+        """Take the hyperparameters of the groups over into what a captured step reads."""
+        for held in self._counted.values():
+            held.settings.follow(_rules(held.groups))
 
     def _update_all(self) -> None:
+        if not self._capturable:
+            self._update_from_the_host()
+            return
+        for (device, formats), held in self._count_all().items():
+            held.settings.advance()
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                held.table.update(held.settings.rows, formats, by_chance=False, seed=0)
+
+    def _count_all(self) -> dict[tuple[torch.device, Formats], Counted]:
+        """Table and settings for all that has a gradient now: those of before where they fit."""
+        gathered: dict[tuple[torch.device, Formats], list[Tensor]] = {}
+        rows: dict[tuple[torch.device, Formats], list[Row]] = {}
+        groups: dict[tuple[torch.device, Formats], list[dict[str, Any]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if not _kernel_takes(parameter, gradient):
+                    raise RuntimeError(
+                        "a capturable FusedAdamW takes dense tensors of 16 or 32 bits on a GPU,"
+                        f" not {parameter.dtype} on {parameter.device}"
+                    )
+                state = self._state_for_kernel(parameter)
+                place = len(gathered.get(_key(parameter, gradient, state), ()))
+                key, row = _described(parameter, gradient, state, place)
+                gathered.setdefault(key, []).append(parameter)
+                rows.setdefault(key, []).append(row)
+                groups.setdefault(key, []).append(group)
+        return {
+            key: self._fitting(key, parameters, tuple(rows[key]), tuple(groups[key]))
+            for key, parameters in gathered.items()
+        }
+
+    def _fitting(
+        self, key: tuple[torch.device, Formats], parameters: list[Tensor], rows: tuple[Row, ...],
+        groups: tuple[dict[str, Any], ...],
+    ) -> Counted:  # fmt: skip
+        from stepscope.optim.device_settings import DeviceSettings
+        from stepscope.optim.triton_adamw import Table
+
+        device, kept = key[0], self._counted.get(key)
+        states = [self.state[parameter] for parameter in parameters]
+        fits = kept is not None and kept.table.rows == rows and all(
+            state["step"] is steps
+            for state, steps in zip(states, kept.settings.steps, strict=True)
+        )  # fmt: skip
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if kept is None or not fits:
+                raise RuntimeError(
+                    "FusedAdamW has not seen these gradients: call prepare() before the capture"
+                )
+            return kept
+        if kept is None or not fits:
+            counts = [float(state["step"]) for state in states]
+            settings = DeviceSettings(counts, _rules(groups), device)
+            for state, steps in zip(states, settings.steps, strict=True):
+                state["step"] = steps
+            kept = self._counted[key] = Counted(Table(rows, device), settings, groups)
+        kept.settings.follow(_rules(groups))
+        return kept
+
+    def _update_from_the_host(self) -> None:
         gathered: dict[tuple[torch.device, Formats], list[Row]] = {}
         settings: dict[Settings, int] = {}
         seed = self._seed
@@ -98,6 +196,12 @@ class FusedAdamW(AdamW):
         return state
 
 
+def _rules(groups: tuple[dict[str, Any], ...]) -> tuple[Rule, ...]:
+    from stepscope.optim.device_settings import Rule
+
+    return tuple(Rule.of(group) for group in groups)
+
+
 def _kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
     if not _HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
         return False
@@ -130,12 +234,19 @@ def _settings(group: dict[str, Any], steps: float) -> Settings:
 def _described(
     parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], settings: int
 ) -> tuple[tuple[torch.device, Formats], Row]:
-    from stepscope.optim.triton_adamw import Formats, Row
+    from stepscope.optim.triton_adamw import Row
 
     mean, square = state["exp_avg"], state["exp_avg_sq"]
-    formats = Formats(parameter.dtype, gradient.dtype, mean.dtype)
     row = Row(
         parameter.data_ptr(), gradient.data_ptr(), mean.data_ptr(), square.data_ptr(),
         parameter.numel(), settings,
     )  # fmt: skip
-    return (parameter.device, formats), row
+    return _key(parameter, gradient, state), row
+
+
+def _key(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+) -> tuple[torch.device, Formats]:
+    from stepscope.optim.triton_adamw import Formats
+
+    return parameter.device, Formats(parameter.dtype, gradient.dtype, state["exp_avg"].dtype)

@@ -1,0 +1,80 @@
+"""The settings of the update rule on the device, worked out there from a count of steps.
+
+A captured step is replayed without its Python, so nothing that changes from step to step may come
+from the host: the counts are tensors, and what follows from them is computed beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepscope.optim.triton_adamw import Settings, sent
+
+_COUNTED = 5
+"""The first column of the settings that depends on the step."""
+
+
+class Rule(NamedTuple):
+    """The hyperparameters of one tensor."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Rule:
+        beta1, beta2 = group["betas"]
+        return cls(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+
+    def settings(self) -> Settings:
+        """Those before the first step; the last two are worked out on the device."""
+        return Settings(
+            decay=1 - self.lr * self.weight_decay,
+            mean_share=1 - self.beta1,
+            square_kept=self.beta2,
+            square_share=1 - self.beta2,
+            eps=self.eps,
+            step_size=0.0,
+            root_bias=0.0,
+        )
+
+
+class DeviceSettings:
+    """A row of settings for every tensor of a table; each has its own count of steps."""
+
+    def __init__(self, counts: list[float], rules: tuple[Rule, ...], device: torch.device) -> None:
+        self._steps = sent(torch.tensor(counts, dtype=torch.float32), device)
+        self.steps: tuple[Tensor, ...] = self._steps.unbind()
+        """The count of each tensor, for the optimizer's state."""
+        self.rows = torch.zeros(len(rules), len(Settings._fields), device=device)
+        self._lr, self._betas = torch.empty(0), torch.empty(0)
+        self.rules: tuple[Rule, ...] = ()
+        self.follow(rules)
+
+    def follow(self, rules: tuple[Rule, ...]) -> None:
+        """Take new hyperparameters; the buffers stay, so a captured step follows too."""
+        if rules == self.rules:
+            return
+        device = self.rows.device
+        fixed = torch.tensor([rule.settings() for rule in rules], dtype=torch.float32)
+        lr = torch.tensor([rule.lr for rule in rules], dtype=torch.float64)
+        betas = torch.tensor([(r.beta1, r.beta2) for r in rules], dtype=torch.float64)
+        self.rows[:, :_COUNTED].copy_(sent(fixed, device)[:, :_COUNTED])
+        if self.rules:
+            self._lr.copy_(sent(lr, device))
+            self._betas.copy_(sent(betas, device))
+        else:
+            self._lr, self._betas = sent(lr, device), sent(betas, device)
+        self.rules = rules
+
+    def advance(self) -> None:
+        """Count a step. In double precision: 1 - 0.999 has four digits less than 0.999."""
+        self._steps.add_(1)
+        kept = self._betas ** self._steps.double()[:, None]
+        self.rows[:, _COUNTED] = self._lr / (1 - kept[:, 0])
+        self.rows[:, _COUNTED + 1] = (1 - kept[:, 1]).sqrt()
