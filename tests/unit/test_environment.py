@@ -142,7 +142,7 @@ def test_a_cpu_describes_itself() -> None:
 
 
 def test_a_cpu_has_no_tf32() -> None:
-    assert list(CpuDevice().lacks()) == ["tf32"]
+    assert list(CpuDevice().lacks()) == ["tf32", "graph"]
     assert "use float32" in CpuDevice().lacks()["tf32"]
 
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stepscope.model.cost import LOSS_CHUNK_ELEMENTS, rows_of_a_chunk
 from stepscope.model.kernels import linear_cross_entropy
-from stepscope.model.kernels.linear_cross_entropy import CHUNK_ELEMENTS, rows_of_a_chunk
 
 ROWS, D, VOCAB = 37, 12, 53
 
@@ -178,7 +178,7 @@ def test_nothing_is_read_back_to_the_host() -> None:
 
 
 def test_chunks_grow_with_the_work_and_never_vanish() -> None:
-    assert rows_of_a_chunk(2048, 10_000, 768) * 10_000 <= CHUNK_ELEMENTS
+    assert rows_of_a_chunk(2048, 10_000, 768) * 10_000 <= LOSS_CHUNK_ELEMENTS
     assert rows_of_a_chunk(32_768, 151_936, 4096) == 768
     assert rows_of_a_chunk(8, 10**9, 4) == 128
 

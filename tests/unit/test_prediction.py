@@ -79,6 +79,23 @@ def test_every_phase_is_predicted_to_the_byte(dtype: str, attention: str) -> Non
     assert predicted == pytest.approx(counted, abs=8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
+@pytest.mark.parametrize("vocab", [101, 5000])
+def test_a_loss_by_chunks_is_predicted(
+    dtype: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks: the logits of the one before are still there when the next are made."""
+    monkeypatch.setattr(cost, "LOSS_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(cost, "_ROWS_TOGETHER", 16)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    work = msgspec.structs.replace(tiny(dtype, "sdpa", vocab=vocab), loss="fused")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counted = counted_phases(work)
+    assert set(counted) == {"forward", "backward"}
+    assert predicted_phases(work) == pytest.approx(counted, rel=0.01)
+
+
 def test_a_narrow_model_with_many_tokens_is_predicted_too() -> None:
     work = tiny("float32", "reference", vocab=512, d_ff=32, n_layers=3)
     assert predicted_phases(work) == pytest.approx(counted_phases(work), abs=8)
@@ -115,7 +132,8 @@ def test_nested_stretches_need_the_least() -> None:
     assert peaks["no"] > peaks["4"] > peaks["1"] >= peaks["4-1"] >= peaks["nested"]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# The kernel of stepscope-fused runs on a GPU: here another form would be counted.
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "stepscope-fused"])
 def test_master_weights_are_predicted_with_their_wide_gradients(optimizer: str) -> None:
     work = msgspec.structs.replace(
         tiny("bfloat16-master", "sdpa", mode="train-step", vocab=32, n_layers=1, d_ff=64),

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from stepscope.measure.device import CpuDevice
+from stepscope.studies.captured import forget_steps
 from stepscope.studies.profile.experiments import (
     LARGER,
     experiments,
     first_cause,
-    forget_steps,
     larger_batch,
     run_phases,
 )

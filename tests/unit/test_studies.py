@@ -9,6 +9,7 @@ from parallel_records import collective_record, ddp_record, fsdp_record, shardin
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from rehearsal_records import check_record, recorded_record
 from sample_records import environment
+from step_records import loss_record, rung_record, step_race_record, waterfall_record
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Table
@@ -180,6 +181,20 @@ def mixed_records() -> dict[str, list[Record]]:
                 for place, status in enumerate(FAILURES, start=1)
             ),
         ],
+        "step": [
+            rung_record("start", "start"),
+            rung_record("bf16", "first", step=40.0),
+            loss_record("start", 0, [9.0 - 0.1 * step for step in range(50)]),
+            loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
+            waterfall_record("start"),
+            waterfall_record("graph", replay=0.5),
+            step_race_record(peaks={"peer": 70.0, "ours": 60.0}),
+            rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
+            rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
+            loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),
+            waterfall_record("fused-optimizer", status="timeout", reason=FAILURES["timeout"]),
+            step_race_record("xl-512", status="oom", reason=FAILURES["oom"]),
+        ],
         "warmup": [
             *(warmup_record(COLD, warmup) for warmup in (0, 1, 2)),
             *(
@@ -306,6 +321,7 @@ class TestViews:
             "accumulation": sum_record,
             "autocast": autocast_record,
             "flash": flash_record,
+            "step": rung_record,
             "allreduce": collective_record,
             "ddp": ddp_record,
             "sharding": sharding_record,
@@ -335,6 +351,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "autocast",
         "attention",
         "flash",
+        "step",
         "allreduce",
         "ddp",
         "sharding",

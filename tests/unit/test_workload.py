@@ -46,7 +46,7 @@ def workload(mode: Mode = "train-step", **fields: Any) -> Workload:
 
 def test_keys_are_safe_and_tell_every_train_step_apart() -> None:
     keys = [each.key for each in workloads(EVERYTHING, ("train-step",))]
-    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * 3 * 3
+    assert len(keys) == len(set(keys)) == 3 * 2 * 2 * len(PRECISIONS) * 2 * 3 * 4 * 3
     assert all(SAFE.fullmatch(key) for key in keys)
 
 
@@ -112,6 +112,8 @@ def test_a_workload_survives_the_way_to_the_worker() -> None:
         ({"checkpoint": ("half",)}, r"checkpoint 'half' does not exist.*a number of blocks"),
         ({"checkpoint": ("1-4",)}, r"each smaller than the one around it"),
         ({"optimizer": ("sgd",)}, r"optimizer 'sgd' does not exist"),
+        ({"compile_mode": ("fast",)}, r"compile mode 'fast' does not exist.*reduce-overhead"),
+        ({"loss": ("chunked",)}, r"loss 'chunked' does not exist.*plain, fused"),
     ],
 )
 def test_what_cannot_be_meant_is_named_with_its_mend(fields: dict[str, Any], said: str) -> None:
@@ -129,6 +131,11 @@ def test_needs_follow_from_format_and_compiling() -> None:
     assert workload(dtype=("tf32",)).needs() == ("tf32",)
     assert workload(dtype=("bfloat16-pure",)).needs() == ("bfloat16",)
     assert workload(compile=("block",)).needs() == ("float32", "compiler")
+    assert workload(graph=True).needs() == ("float32", "graph")
+    eager, own = (
+        workload(compile=("block",), compile_mode=(m,)) for m in ("default", "reduce-overhead")
+    )
+    assert (eager.needs()[-1], own.needs()[-1]) == ("compiler", "graph")
 
 
 def test_quantities_count_the_work_of_the_mode() -> None:
@@ -188,6 +195,49 @@ def test_a_host_refuses_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(CpuDevice, "memory_bytes", 1 << 20)
     with pytest.raises(CaseSkipped, match=r"needs at least .* GiB, this machine has 0\.0"):
         TrainingStep(workload(), CpuDevice())
+
+
+def test_what_is_as_it_was_is_not_in_the_key() -> None:
+    """Records that are older than a field keep their key."""
+    assert workload().key == "tiny_c16_b2_float32_reference_train-step"
+    changed = workload(
+        compile=("block",), compile_mode=("max-autotune",), optimizer=("stepscope-fused",),
+        loss=("fused",), fused=True, graph=True,
+    )  # fmt: skip
+    assert changed.key == (
+        "tiny_c16_b2_float32_reference_compile=block_mode=max-autotune_adamw=stepscope-fused"
+        "_loss=fused_fused_graph_train-step"
+    )
+    assert workload("forward", loss=("fused",)).key == workload("forward").key
+    old = msgspec.to_builtins(workload())
+    for name in ("compile_mode", "loss", "fused", "graph"):
+        del old[name]
+    assert msgspec.convert(old, Workload) == workload()
+
+
+def test_a_fused_loss_has_no_phase_of_its_own_and_learns_the_same() -> None:
+    losses = []
+    for loss, fused in (("plain", False), ("fused", True)):
+        step = TrainingStep(workload(loss=(loss,), fused=fused), CpuDevice())
+        for _ in range(3):
+            step.reset()
+            for phase in step.phases():
+                phase.run()
+        assert step.gradients_missing() == 0
+        step.reset()
+        for phase in step.phases()[:-1]:
+            phase.run()
+        losses.append(step.loss.item())  # type: ignore[union-attr]
+    assert [phase.name for phase in step.phases()] == ["forward", "backward", "optimizer"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_graph_is_refused_where_it_cannot_be() -> None:
+    step = TrainingStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
+    with pytest.raises(CaseSkipped, match="NVIDIA GPUs"):
+        step.phases()
+    with pytest.raises(CaseSkipped, match="reads its count of steps on the host"):
+        TrainingStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
 
 
 def test_names_in_words_stay_apart() -> None:

@@ -18,7 +18,7 @@ from stepscope.model.sizes import find_size, with_overrides
 
 class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[str, ...] = ("small",)
-    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi."""
+    """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi."""
     table: Literal["2025", "2026"] = "2025"
     """Which year's size table: xl differs between them."""
     context: tuple[int, ...] = (512,)
@@ -32,8 +32,11 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Attention implementation (`list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
     """How much of the step."""
-    optimizer: Literal["torch", "torch-fused", "stepscope", "course"] = "torch"
-    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out), course."""
+    optimizer: Literal["torch", "torch-fused", "stepscope", "stepscope-fused", "course"] = "torch"
+    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
+    stepscope-fused (the same in one launch), course."""
+    loss: Literal["plain", "fused"] = "plain"
+    """plain (from all logits), fused (head and loss by chunks of rows)."""
     checkpoint: str = NONE
     """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
     ranks: int = 1
@@ -91,6 +94,7 @@ def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepP
         mode=options.mode,
         optimizer=options.optimizer,
         checkpoint=options.checkpoint,
+        loss=options.loss,
         ranks=options.ranks,
         sharding=options.sharding,
         device=options.device,

@@ -101,7 +101,10 @@ class CpuDevice(Device):
         return None
 
     def lacks(self) -> dict[str, str]:
-        return {"tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32"}
+        return {
+            "tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32",
+            "graph": "CUDA graphs exist on NVIDIA GPUs, not on a CPU",
+        }
 
     def synchronize(self) -> None:
         """Eager work on a CPU is done when the call returns."""

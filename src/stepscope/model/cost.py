@@ -24,6 +24,10 @@ _ATTENTION_OUTPUT = "attention output"
 
 MODES = ("forward", "forward-backward", "train-step")
 
+LOSS_CHUNK_ELEMENTS = 1 << 26
+"""Logits of a chunk at least: below that the matrix products become too small for a GPU."""
+_ROWS_TOGETHER = 128
+
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters by part; `attention`, `feed_forward` and `norms` over all layers."""
@@ -210,6 +214,13 @@ def minimum_bytes(
     if mode == "train-step":
         return weights + most + optimizer_bytes(config, precision)
     raise unknown_name("mode", mode, MODES)
+
+
+def rows_of_a_chunk(rows: int, vocab: int, d: int) -> int:
+    """Of the fused loss: a chunk's logits take about as much room as all of its inputs, or what a
+    GPU needs to be busy."""
+    wanted = max(rows * d, LOSS_CHUNK_ELEMENTS) // vocab
+    return max(1, wanted // _ROWS_TOGETHER) * _ROWS_TOGETHER
 
 
 def _shape(config: ModelConfig, batch: int, context: int) -> AttentionShape:

@@ -30,6 +30,8 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         **_SHARED,
         "xl": _size(2560, 10240, 32, 32),
         "10b": _size(4608, 12288, 50, 36),
+        # The model of the 2026 course's leaderboard, 8.13 billion parameters.
+        "8b": ModelConfig(d_model=4096, d_ff=11_008, n_layers=34, n_heads=32, vocab=151_936),
     },
     # Each about three times the work of the one before.
     "tiny": {

@@ -32,6 +32,7 @@ _ORDER = (
     "autocast",
     "attention",
     "flash",
+    "step",
     "allreduce",
     "ddp",
     "sharding",

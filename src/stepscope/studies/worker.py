@@ -81,7 +81,16 @@ class Worker:
 
     def _measure(self, request: MeasureCase) -> Measurement:
         self.device.release()
+        _forget_compiled()
         return find_study(request.study).measure(request.config, self)
+
+
+def _forget_compiled() -> None:
+    """torch.compile gives up on code that it has compiled several times: the count of one case
+    must not reach the next, which would then run eagerly without a word."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def failure(error: Exception) -> Failed:

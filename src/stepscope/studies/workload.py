@@ -16,6 +16,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, stretches
+from stepscope.model.checkpointing import run_again as blocks_again
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
@@ -26,11 +27,17 @@ if TYPE_CHECKING:
 
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
+    from stepscope.studies.captured import CapturedStep
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 COMPILE = ("no", "block", "model")
-OPTIMIZERS = ("torch", "torch-fused", "stepscope")
+COMPILE_MODES = (
+    "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
+)  # fmt: skip
+GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused")
+LOSSES = ("plain", "fused")
 
 # Below this share of the memory a case may still run; above it the host would start to swap.
 _HOST_MEMORY_SHARE = 0.9
@@ -40,7 +47,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """A sweep over training steps: every combination of the values is a case."""
 
     size: tuple[str, ...] = ("small",)
-    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi for a CPU."""
     table: Literal["2025", "2026"] = "2025"
     """Which year's size table: xl differs between them."""
     context: tuple[int, ...] = (512,)
@@ -55,7 +62,17 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     compile: tuple[str, ...] = ("no",)
     """torch.compile: no (eager), block (each block alone), model (whole)."""
     optimizer: tuple[str, ...] = ("torch",)
-    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out)."""
+    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
+    stepscope-fused (the same in one launch)."""
+    compile_mode: tuple[str, ...] = ("default",)
+    """Of torch.compile: default, reduce-overhead (CUDA graphs of its own), max-autotune (these and
+    tuned products), max-autotune-no-cudagraphs."""
+    loss: tuple[str, ...] = ("plain",)
+    """plain (from all logits), fused (head and loss by chunks of rows)."""
+    fused: bool = False
+    """Norms, SwiGLU and rotation by our kernels; a compiled model fuses them itself."""
+    graph: bool = False
+    """Replay the step as a CUDA graph; only on a GPU."""
     checkpoint: tuple[str, ...] = (NONE,)
     """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
     d_model: int | None = None
@@ -83,6 +100,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str
     mode: Mode
     overrides: dict[str, int] = msgspec.field(default_factory=dict)
+    compile_mode: str = "default"
+    loss: str = "plain"
+    fused: bool = False
+    graph: bool = False
     checkpoint: str = NONE
 
     def __post_init__(self) -> None:
@@ -90,6 +111,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"batch is {self.batch}", "it must be at least 1")
         for kind, value, known in (
             ("compile", self.compile, COMPILE),
+            ("compile mode", self.compile_mode, COMPILE_MODES),
+            ("loss", self.loss, LOSSES),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("mode", self.mode, MODES),
         ):
@@ -117,8 +140,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         ]  # fmt: skip
         if self.table != "2025":
             parts.insert(0, self.table)
+        if self.compile != "no" and self.compile_mode != "default":
+            parts.append(f"mode={self.compile_mode}")
         if self.mode == "train-step" and self.optimizer != "torch":
             parts.append(f"adamw={self.optimizer}")
+        # A forward alone makes the logits.
+        parts += ["loss=fused"] if self.fuses_loss else []
+        parts += [name for name in ("fused", "graph") if getattr(self, name)]
         if self.checkpoint != NONE:
             parts.append(f"checkpoint={self.checkpoint}")
         return "_".join((*parts, self.mode))
@@ -132,15 +160,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *([] if self.batch == 4 else [f"batch {self.batch}"]),
             *([] if self.attention == "reference" else [self.attention]),
             *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
+            *([] if self.compile_mode == "default" else [self.compile_mode]),
+            *(["fused loss"] if self.fuses_loss else []),
+            *(["fused pieces"] if self.fused else []),
+            *(["as a graph"] if self.graph else []),
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
         words = f"{year}{self.size}{changed} at context {self.context} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
 
+    @property
+    def fuses_loss(self) -> bool:
+        return self.loss == "fused" and self.mode != "forward"
+
     def needs(self) -> tuple[str, ...]:
-        """What the device must have for this: a number format, a compiler."""
-        formats = (precision(self.dtype).compute,)
-        return formats if self.compile == "no" else (*formats, "compiler")
+        """What the device must have for this: a number format, a compiler, graphs."""
+        return (
+            precision(self.dtype).compute,
+            *([] if self.compile == "no" else ["compiler"]),
+            *(["graph"] if self.graph or self.compile_mode == "reduce-overhead" else []),
+        )
+
+    def run_again(self) -> float:
+        """How often each block's forward runs again in the backward, on average."""
+        layers = self.model().n_layers
+        return blocks_again(self.stretches(), layers) / layers
 
     def quantities(self) -> dict[str, Quantity]:
         """What is known of the step before it runs."""
@@ -159,52 +203,63 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
     fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
               "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
     overrides = {name: value for name, value in fields.items() if value is not None}
-    for size, context, batch, dtype, attention, compiled, optimizer, checkpoint, mode in (
-        itertools.product(
-            flags.size, flags.context, flags.batch, flags.dtype, flags.attention, flags.compile,
-            flags.optimizer, flags.checkpoint, modes,
-        )
-    ):  # fmt: skip
+    swept = {
+        "size": flags.size, "context": flags.context, "batch": flags.batch,
+        "dtype": tuple(precision(name).name for name in flags.dtype),
+        "attention": flags.attention, "compile": flags.compile, "optimizer": flags.optimizer,
+        "compile_mode": flags.compile_mode, "loss": flags.loss,
+        "checkpoint": flags.checkpoint, "mode": modes,
+    }  # fmt: skip
+    for values in itertools.product(*swept.values()):
         yield Workload(
-            size=size,
+            **dict(zip(swept, values, strict=True)),  # type: ignore[arg-type]
             table=flags.table,
-            context=context,
-            batch=batch,
-            dtype=precision(dtype).name,
-            attention=attention,
-            compile=compiled,
-            optimizer=optimizer,
-            checkpoint=checkpoint,
-            mode=mode,
             overrides=overrides,
+            fused=flags.fused,
+            graph=flags.graph,
         )
 
 
 class TrainingStep:
-    """A built model with its step as phases, ready for a timer."""
+    """A built model with its step as phases, ready for a timer.
 
-    def __init__(self, workload: Workload, device: Device) -> None:
+    With `shares` it works on the weights and moments of another step of the same model.
+    """
+
+    def __init__(
+        self, workload: Workload, device: Device, *, seed: int = 0,
+        shares: TrainingStep | None = None,
+    ) -> None:  # fmt: skip
         import torch
 
         from stepscope.model.transformer import TransformerLM
+        from stepscope.studies.shared_weights import adopt_moments, adopt_weights
+        from stepscope.studies.step_parts import compile_model, make_optimizer
 
         self._refuse_what_cannot_fit(workload, device)
         self.workload = workload
         form = precision(workload.dtype)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")
         self.model: torch.nn.Module = TransformerLM(
             workload.model(),
             attention=implementation(workload.attention).function,
-            device=device.torch_device,
+            device=device.torch_device if shares is None else "meta",
             dtype=getattr(torch, form.weights),
+            fused=workload.fused,
             checkpoint=workload.stretches(),
         )
-        compile_model(self.model, workload.compile)
+        if shares is not None:
+            adopt_weights(self.model, shares.model)
+        compile_model(self.model, workload.compile, workload.compile_mode)
         # Scaling keeps float16 gradients from vanishing; the other formats do not need it. Its step
         # reads back whether a gradient overflowed, so there the host waits, as in real training.
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
-        self.optimizer = make_optimizer(workload.optimizer, self.model, master=form.master)
+        self.optimizer = make_optimizer(
+            workload.optimizer, self.model, master=form.master, capturable=workload.graph
+        )
+        if shares is not None:
+            adopt_moments(self.optimizer, shares.optimizer)
         shape = (workload.batch, workload.context)
         vocab = workload.model().vocab
         self.tokens = torch.randint(vocab, shape, device=device.torch_device)
@@ -216,6 +271,8 @@ class TrainingStep:
         )
         self.logits: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
+        self._device = device
+        self._captured: CapturedStep | None = None
 
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
@@ -224,13 +281,29 @@ class TrainingStep:
             workload.mode, workload.attention, device.kind,
             checkpointed=workload.checkpoint != NONE,
         )  # fmt: skip
+        if workload.fuses_loss:
+            # Counted above as if all logits were there.
+            needed -= workload.batch * workload.context * workload.model().vocab * 4
         refuse_beyond_host_memory(needed, device)
 
     def phases(self) -> tuple[Phase, ...]:
+        """One after the other they are a step; a captured step has one."""
+        from stepscope.measure.timer import Phase
+
+        if not self.workload.graph:
+            return self.eager_phases()
+        if self._captured is None:
+            from stepscope.studies.captured import CapturedStep
+
+            self._captured = CapturedStep(self, self._device)
+        return (Phase("replay", self._captured.replay),)
+
+    def eager_phases(self) -> tuple[Phase, ...]:
         from stepscope.measure.timer import Phase
 
         forward = Phase("forward", self._forward)
-        backward = (Phase("loss", self._loss), Phase("backward", self._backward))
+        loss = () if self.workload.fuses_loss else (Phase("loss", self._loss),)
+        backward = (*loss, Phase("backward", self._backward))
         return {
             "forward": (forward,),
             "forward-backward": (forward, *backward),
@@ -239,15 +312,21 @@ class TrainingStep:
 
     def reset(self) -> None:
         """Let go of what the step before left, outside of any sample."""
+        if self._captured is not None:
+            # What a graph reads and writes belongs to it.
+            return
         self.logits = self.loss = None
         if self.workload.mode == "forward-backward":
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients_missing(self) -> int:
         """Parameters that a backward does not reach."""
+        if self._captured is not None:
+            return self._captured.gradients_missing
         self.reset()
         self._forward()
-        self._loss()
+        if not self.workload.fuses_loss:
+            self._loss()
         self._backward()
         missing = sum(p.grad is None for p in self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
@@ -257,8 +336,16 @@ class TrainingStep:
     def _forward(self) -> None:
         from stepscope.ranges import named
 
+        if self.workload.compile != "no" and self.workload.compile_mode in GRAPHS_OF_TORCH:
+            import torch
+
+            # What the step before left may be overwritten now.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with named("forward"), self._autocast():
-            self.logits = self.model(self.tokens)
+            if self.workload.fuses_loss:
+                self.loss = self.model(self.tokens, self.targets)
+            else:
+                self.logits = self.model(self.tokens)
 
     def _loss(self) -> None:
         from stepscope.model.loss import cross_entropy
@@ -289,31 +376,3 @@ def refuse_beyond_host_memory(needed: int, device: Device) -> None:
             f"needs at least {needed / 2**30:.1f} GiB,"
             f" this machine has {device.memory_bytes / 2**30:.1f}"
         )
-
-
-def compile_model(model: torch.nn.Module, how: str) -> None:
-    if how == "model":
-        model.compile()
-    elif how == "block":
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.compile()
-
-
-def make_optimizer(
-    name: str, model: torch.nn.Module, *, master: bool = False
-) -> torch.optim.Optimizer:
-    """`master`: it works on float32 copies of the weights."""
-    import torch
-
-    from stepscope.optim import AdamW, MasterWeights
-    from stepscope.ranges import name_groups
-
-    kind: Callable[..., torch.optim.Optimizer] = AdamW if name == "stepscope" else torch.optim.AdamW
-    settings: dict[str, Any] = {"fused": True} if name == "torch-fused" else {}
-    made = (
-        MasterWeights(model.parameters(), kind, **settings)
-        if master
-        else kind(model.parameters(), **settings)
-    )
-    name_groups(made)
-    return made

@@ -12,7 +12,8 @@ from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
 
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "course")
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", "course")
+LOSSES = ("plain", "fused")
 SHARDINGS = ("none", "optimizer", "full")
 
 
@@ -27,9 +28,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "train-step"
     optimizer: str = "torch"
     """AdamW: `torch` (its default, which works on all parameters at once), `torch-fused`,
-    `stepscope` (one parameter after the other), `course` (so too, its moments computed anew)."""
+    `stepscope` (one parameter after the other), `stepscope-fused` (in one launch), `course` (one
+    after the other, its moments computed anew)."""
     checkpoint: str = NONE
     """Blocks that run again in the backward, as `model.checkpointing` names it."""
+    loss: Literal["plain", "fused"] = "plain"
+    """From all logits, or by chunks of rows."""
     ranks: int = 1
     sharding: Literal["none", "optimizer", "full"] = "none"
     """What the ranks divide among themselves: nothing, the optimizer state, or everything."""
@@ -49,6 +53,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
             ("mode", self.mode, MODES),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("sharding", self.sharding, SHARDINGS),
+            ("loss", self.loss, LOSSES),
         ):
             if value not in known:
                 raise unknown_name(kind, value, known)

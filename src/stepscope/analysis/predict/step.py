@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator
+from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape
 from stepscope.analysis.predict.memory import Buffer, Memory, Moment
 from stepscope.analysis.predict.operators import FLOAT32, Operators
@@ -18,7 +19,7 @@ from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMI
 
 _INT64 = 8
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
-_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope": 1, "course": 3}
+_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope-fused": 0, "stepscope": 1, "course": 3}
 """Of the size of a parameter, while an optimizer updates it alone."""
 _STEPS = 2
 """The first makes the optimizer state, the second is like all that follow."""
@@ -114,15 +115,21 @@ class Play:
         memory.begin("forward")
         if first:
             self._take_workspace(2 if plan.used_before else 1)
-        logits = self._forward()
-        logits.buffer.line = LOGITS
-        self.ops.leave_autocast()
-        memory.end()
-        if plan.mode == "forward":
-            return
-        memory.begin("loss")
-        loss = self._loss(logits)
-        memory.end()
+        last = self._forward()
+        if plan.loss == "fused" and plan.mode != "forward":
+            loss = fused_loss(self, last)
+            del last
+            self.ops.leave_autocast()
+            memory.end()
+        else:
+            logits = self._make_logits(last)
+            del last
+            memory.end()
+            if plan.mode == "forward":
+                return
+            memory.begin("loss")
+            loss = self._loss(logits)
+            memory.end()
         memory.begin("backward")
         if first and not plan.used_before:
             # The backward runs in a thread of its own.
@@ -161,7 +168,7 @@ class Play:
         return self.ops.around(out, gather)
 
     def _forward(self) -> Value:
-        tape, ops = self.tape, self.ops
+        tape = self.tape
         stream = self.shape.tokens * self.shape.d_model
         table = self.embedding.bytes
         with tape.inside("embedding"):
@@ -171,11 +178,17 @@ class Play:
             )  # fmt: skip
         x = self._through_blocks(x, self.blocks, self.plan.stretches())
         with tape.inside("norm"):
-            x = self.layers.norm(x, self.norm)
-        with tape.inside("head"):
-            return self._with_weights(
+            return self.layers.norm(x, self.norm)
+
+    def _make_logits(self, x: Value) -> Value:
+        ops = self.ops
+        with self.tape.inside("head"):
+            logits = self._with_weights(
                 x, [self.head], lambda x, weights: ops.linear(x, weights[0], self.plan.model.vocab)
             )
+        logits.buffer.line = LOGITS
+        ops.leave_autocast()
+        return logits
 
     def _block(self, x: Value, weights: list[Value]) -> Value:
         tape, layers = self.tape, self.layers

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stepscope.model.cost import rows_of_a_chunk
 from stepscope.model.kernels.launching import kernels_take
 from stepscope.ranges import named
-
-CHUNK_ELEMENTS = 1 << 26
-"""Logits of a chunk at least: below that the matrix products become too small for a GPU."""
-_ROWS_TOGETHER = 128
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """The loss, what gradients are to be divided by, and those of x and weight (empty where nobody
@@ -64,12 +61,6 @@ def linear_cross_entropy(
             return made[0]
         loss: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
         return loss
-
-
-def rows_of_a_chunk(rows: int, vocab: int, d: int) -> int:
-    """A chunk's logits take about as much room as all of x, or what a GPU needs to be busy."""
-    wanted = max(rows * d, CHUNK_ELEMENTS) // vocab
-    return max(1, wanted // _ROWS_TOGETHER) * _ROWS_TOGETHER
 
 
 def _make(

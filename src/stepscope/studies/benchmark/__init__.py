@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from stepscope.errors import UsageError
-from stepscope.records.schema import Environment, Quantity, Record
+from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, workloads
@@ -71,30 +71,9 @@ class Benchmark(Study[BenchmarkFlags]):
         )
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.measure.timer import time_step
-        from stepscope.studies.workload import TrainingStep
+        from stepscope.studies.timed_step import measure_step
 
-        workload = msgspec.convert(config, Workload)
-        device = bench.device
-        device.reset_peak()
-        step = TrainingStep(workload, device)
-        timing = time_step(
-            step.phases(),
-            device,
-            warmup=config["warmup"],
-            steps=config["steps"],
-            min_seconds=config["min_seconds"],
-            before=step.reset,
-            progress=lambda done, total: bench.progress(done, total, "steps"),
-        )
-        quantities = workload.quantities()
-        peak = device.peak_bytes()
-        if peak is not None:
-            quantities["peak_bytes"] = Quantity(value=peak, unit="B")
-        if workload.mode != "forward":
-            missing = step.gradients_missing()
-            quantities["gradients_missing"] = Quantity(value=missing, unit="parameters")
-        return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
+        return measure_step(msgspec.convert(config, Workload), config, bench)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.benchmark.view import benchmark_blocks

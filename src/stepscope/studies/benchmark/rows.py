@@ -134,6 +134,10 @@ _IDENTITY: dict[str, Column] = {
     "attention": Column(title="attention"),
     "compile": Column(title="compile"),
     "optimizer": Column(title="optimizer"),
+    "compile_mode": Column(title="compile mode"),
+    "loss": Column(title="loss"),
+    "fused": Column(title="fused pieces"),
+    "graph": Column(title="graph"),
     "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
     "table": Column(title="table"),
 }
@@ -157,6 +161,8 @@ def identity(rows: Sequence[Row]) -> tuple[dict[str, Column], str]:
 def identity_cells(row: Row, columns: dict[str, Column]) -> tuple[Cell, ...]:
     def cell(name: str) -> Cell:
         value: Cell = getattr(row.workload, name)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         return f"{value} (changed)" if name == "size" and row.workload.overrides else value
 
     return tuple(cell(name) for name in columns)
@@ -166,9 +172,16 @@ def _in_words(name: str, value: Any) -> str:
     if name == "compile":
         return "eager" if value == "no" else f"compiled by {value}"
     if name == "optimizer":
-        return {"torch": "torch's AdamW", "torch-fused": "torch's fused AdamW"}.get(
-            value, "Stepscope's AdamW"
-        )
+        return {
+            "torch": "torch's AdamW",
+            "torch-fused": "torch's fused AdamW",
+            "stepscope-fused": "Stepscope's AdamW in one launch",
+        }.get(value, "Stepscope's AdamW")
+    if name in ("compile_mode", "loss"):
+        usual = {"compile_mode": "default", "loss": "plain"}[name]
+        return "" if value == usual else f"{name.replace('_', ' ')} {value}"
+    if name in ("fused", "graph"):
+        return {"fused": "fused pieces", "graph": "as a CUDA graph"}[name] if value else ""
     if name == "checkpoint":
         return "" if value == "no" else f"checkpointed: {value}"
     if name == "table":

@@ -20,6 +20,7 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         mode=workload.mode,
         optimizer=workload.optimizer,
         checkpoint=workload.checkpoint,
+        loss="fused" if workload.loss == "fused" else "plain",
         device=device,
         # The small step before it had a backward where this one has.
         used_before=workload.mode != "forward",
@@ -27,5 +28,7 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
 
 
 def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:
-    """None for a compiled step, whose operators are the compiler's choice."""
-    return None if workload.compile != "no" else predict(plan_of(workload, device_kind))
+    """None for a compiled step, whose operators are the compiler's choice, and for our kernels."""
+    if workload.compile != "no" or workload.fused or workload.graph:
+        return None
+    return predict(plan_of(workload, device_kind))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from stepscope.studies.captured import captured, forget_steps, warm_up
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ Experiment: TypeAlias = "Callable[[TrainingStep, Device], Timing]"
 
 def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
     """Those that this step allows; a compiled one would be compiled anew for a larger batch."""
+    if workload.graph:
+        return ()
     replay = ("graph_replay", graph_replay)
     return (("larger_batch", larger_batch), replay) if workload.compile == "no" else (replay,)
 
@@ -41,59 +43,21 @@ def larger_batch(step: TrainingStep, device: Device) -> Timing:
 
 def graph_replay(step: TrainingStep, device: Device) -> Timing:
     """All but the optimizer, whose step reads its counters back, as one launch."""
-    import torch
-
     from stepscope.measure.timer import Phase, time_step
 
-    phases = [phase for phase in step.phases() if phase.name != "optimizer"]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    captured = False
+    phases = [phase for phase in step.eager_phases() if phase.name != "optimizer"]
     try:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                forget_steps(step)
-                run_phases(phases)
-        torch.cuda.current_stream().wait_stream(side)
-        forget_steps(step)
-        with torch.cuda.graph(graph):
-            run_phases(phases)
-        captured = True
+        warm_up(step, phases)
+        graph = captured(phases, device)
         return time_step((Phase("step", graph.replay),), device, warmup=2, steps=7)
     finally:
         # The tensors of a graph live in its own pool and end with it.
         forget_steps(step)
-        del graph
-        if not captured:
-            _free_generator(device)
 
 
 def run_phases(phases: Sequence[Phase]) -> None:
     for phase in phases:
         phase.run()
-
-
-def forget_steps(step: TrainingStep) -> None:
-    """Let go of all that steps left behind: gradients, and the autograd graph of the last one.
-
-    A parameter's AccumulateGrad node lives as long as any graph that has it, and stays on the
-    stream on which it was made. One of the default stream makes a capture wait for that stream,
-    which a capture must not.
-    """
-    step.reset()
-    step.optimizer.zero_grad(set_to_none=True)
-    # What torch.compile runs may keep its graph in a cycle.
-    gc.collect()
-
-
-def _free_generator(device: Device) -> None:
-    """A capture that fails leaves the generator capturing: every later random number would fail."""
-    import torch
-
-    index = device.torch_device.index or 0
-    fresh = torch.Generator(device.torch_device)
-    torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def first_cause(error: BaseException) -> str:

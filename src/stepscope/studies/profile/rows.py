@@ -88,6 +88,10 @@ class Group(NamedTuple):
             *([] if w.attention == "reference" else [w.attention]),
             *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
             *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
+            *([] if w.compile_mode == "default" else [w.compile_mode]),
+            *(["fused loss"] if w.loss == "fused" else []),
+            *(["fused pieces"] if w.fused else []),
+            *(["graph"] if w.graph else []),
             *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
         ]
         return w.size, w.context, w.batch, w.dtype, ", ".join(extras)

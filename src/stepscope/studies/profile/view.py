@@ -26,6 +26,7 @@ from stepscope.studies.trace_view import (
     outlier_table,
     timeline_block,
 )
+from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
 
 _MOST_STACKS = 12
 _IDLE = ("host", "synchronisation", "queue", "between")
@@ -41,6 +42,7 @@ def profile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         blocks += [
             _ledger_table(found),
             _class_figure(found),
+            *waterfall_blocks(_falls(found), "profile"),
             timer_table(found),
             top_table(found),
             share_table(found),
@@ -54,6 +56,17 @@ def profile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     if lost:
         blocks.append(_lost_table(lost))
     return tuple(blocks)
+
+
+def _falls(found: Sequence[Group]) -> list[Fall]:
+    """Of the fullest mode of each step; a graph's kernels say no phase, so it has no causes."""
+    return [
+        fall
+        for group in found
+        if not group.workload.graph
+        and (traced := group.fullest())
+        and (fall := fall_of(traced.record, traced.workload, traced.summary)) is not None
+    ]
 
 
 def _ledger_table(found: Sequence[Group]) -> Table:

@@ -1,0 +1,117 @@
+"""A training step as CUDA graphs: what the host launches kernel by kernel, as two launches.
+
+Forward and backward are one graph, the optimizer is another. Between their captures the gradients
+exist at the addresses that every replay will write, so an optimizer can prepare itself for them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.workload import GRAPHS_OF_TORCH
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+    from stepscope.studies.workload import TrainingStep
+
+_WARM_UP = 3
+
+
+class CapturedStep:
+    """`replay` is a whole step on what `step.tokens` and `step.targets` hold then."""
+
+    def __init__(self, step: TrainingStep, device: Device) -> None:
+        _refuse(step, device)
+        phases = step.eager_phases()
+        work = [phase for phase in phases if phase.name != "optimizer"]
+        optimizer = [phase for phase in phases if phase.name == "optimizer"]
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        warm_up(step, phases)
+        self._graphs.append(captured(work, device))
+        self.gradients_missing = sum(p.grad is None for p in step.model.parameters())
+        if optimizer:
+            prepare = getattr(step.optimizer, "prepare", None)
+            if prepare is not None:
+                prepare()
+            self._graphs.append(captured([_update(step)], device))
+        # Every replay writes them where they are; a step that is not captured makes its own.
+        step.optimizer.zero_grad(set_to_none=True)
+
+    def replay(self) -> None:
+        for graph in self._graphs:
+            graph.replay()
+
+
+def warm_up(step: TrainingStep, phases: Sequence[Phase]) -> None:
+    """Steps on a stream of their own, after which nothing of them is left but what they tuned."""
+    import torch
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            forget_steps(step)
+            for phase in phases:
+                phase.run()
+    torch.cuda.current_stream().wait_stream(side)
+    forget_steps(step)
+
+
+def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    done = False
+    try:
+        with torch.cuda.graph(graph):
+            for phase in phases:
+                phase.run()
+        done = True
+    finally:
+        if not done:
+            _free_generator(device)
+    return graph
+
+
+def forget_steps(step: TrainingStep) -> None:
+    """Let go of all that steps left behind: gradients, and the autograd graph of the last one.
+
+    A parameter's AccumulateGrad node lives as long as any graph that has it, and stays on the
+    stream on which it was made. One of the default stream makes a capture wait for that stream,
+    which a capture must not.
+    """
+    step.reset()
+    step.optimizer.zero_grad(set_to_none=True)
+    # What torch.compile runs may keep its graph in a cycle.
+    gc.collect()
+
+
+def _update(step: TrainingStep) -> Phase:
+    from stepscope.measure.timer import Phase
+
+    return Phase("optimizer", step.optimizer.step)
+
+
+def _refuse(step: TrainingStep, device: Device) -> None:
+    workload = step.workload
+    if device.kind != "cuda":
+        raise CaseSkipped("CUDA graphs exist on NVIDIA GPUs, not on a CPU")
+    if workload.dtype == "float16":
+        raise CaseSkipped("float16's loss scaling reads back whether a gradient overflowed")
+    if workload.compile != "no" and workload.compile_mode in GRAPHS_OF_TORCH:
+        raise CaseSkipped(f"{workload.compile_mode} makes CUDA graphs of its own")
+
+
+def _free_generator(device: Device) -> None:
+    """A capture that fails leaves the generator capturing: every later random number would fail."""
+    import torch
+
+    index = device.torch_device.index or 0
+    fresh = torch.Generator(device.torch_device)
+    torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

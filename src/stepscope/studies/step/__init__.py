@@ -1,0 +1,247 @@
+"""How close to the limit can one training step get, and what does each change bring?
+
+    stepscope run step --size small --context 512       # ladder, loss curves, waterfall
+    stepscope run step --part race --race 2.7b-2048     # against torch.compile, in turns
+
+Four parts. `ladder`: from the plainest step (eager, float32, attention written out) each change
+alone and on top of those before it. `loss`: the same rungs trained on a text that can be learnt,
+held against the float32 curve. `waterfall`: the first and the fastest step traced, from the ideal
+time of their operations up to the measured time, by cause. `race`: ours against the fastest of
+torch.compile's forms, in turns on the same weights.
+
+On one H200, estimated by what a case costs: the ladder of small 1.5 minutes, of 2.7b at context
+2048 2 minutes; the loss curves 6 minutes; the waterfalls 2 minutes; a race with all twelve forms of
+the peer 4 to 9 minutes, with `--modes default` 2 minutes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.step.goals import ATTENTIONS, GOALS, MODES, SCOPES, goal, racers
+from stepscope.studies.step.ladder import RUNGS, Place, climbed, ladder, start
+from stepscope.studies.step.text import WORDS
+from stepscope.studies.workload import Workload
+
+Part = Literal["ladder", "loss", "waterfall", "race"]
+PARTS: tuple[Part, ...] = ("ladder", "loss", "waterfall", "race")
+
+
+class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: the ladder of every size, context and batch, and races by name."""
+
+    part: tuple[Part, ...] = ("ladder", "loss", "waterfall")
+    """ladder, loss, waterfall, race."""
+    size: tuple[str, ...] = ("small",)
+    """Sizes of the ladder and the waterfall."""
+    table: Literal["2025", "2026"] = "2025"
+    """Which year's size table."""
+    context: tuple[int, ...] = (512,)
+    """Sequence lengths in tokens."""
+    batch: tuple[int, ...] = (4,)
+    """Sequences per step."""
+    rungs: tuple[str, ...] = tuple(RUNGS)
+    """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, fused-pieces, fused-optimizer,
+    compile, graph; master and checkpoint alone and on top."""
+    how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
+    """Each change alone, and on top of those before it."""
+    race: tuple[str, ...] = tuple(name for name in GOALS if name != "tiny-64")
+    """Races: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512, 8b-32768, tiny-64."""
+    scopes: tuple[str, ...] = SCOPES
+    """What the peer compiles: block, model."""
+    modes: tuple[str, ...] = MODES
+    """How the peer compiles: default, reduce-overhead, max-autotune."""
+    attentions: tuple[str, ...] = ATTENTIONS
+    """The peer's attention."""
+    loss_size: str = "small"
+    """Size of the model that is trained."""
+    loss_context: int = 512
+    """Its sequence length."""
+    loss_steps: int = 300
+    """Steps of training."""
+    loss_rungs: tuple[str, ...] = tuple(RUNGS)
+    """Rungs that are trained, each with all below it."""
+    words: int = WORDS
+    """Words of the text that is learnt."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Each trains every rung once."""
+    layers: int | None = None
+    """Override this field of the sizes."""
+    vocab: int | None = None
+    """Override this field of the sizes."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples at least."""
+    min_seconds: float = 0.5
+    """Go on sampling until this much time has passed (at most 200 samples)."""
+    rounds: int = 10
+    """Rounds of a race at least."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rounds", "loss_steps", "words"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+
+
+class Step(Study[StepFlags]):
+    name = "step"
+    title = "The fast step"
+    question = (
+        "What does each change bring on the way from the plainest step to the fastest,"
+        " does the model still learn the same, and what keeps the step from its limit?"
+    )
+    examples = (
+        "stepscope run step",
+        "stepscope run step --part ladder waterfall --size 2.7b --context 2048",
+        "stepscope run step --part race --race small-512 --modes default reduce-overhead",
+        "stepscope run step --part ladder --size tiny --context 64 --rungs flash fused-loss"
+        " --device cpu",
+    )
+    flags = StepFlags
+
+    def cases(self, flags: StepFlags) -> tuple[Case, ...]:
+        made: list[Case] = []
+        # The host's time counts in small races: they run before a profiler ever did.
+        if "race" in flags.part:
+            made += self._races(flags)
+        if "ladder" in flags.part:
+            made += self._ladder(flags)
+        if "loss" in flags.part:
+            made += self._losses(flags)
+        if "waterfall" in flags.part:
+            made += self._waterfalls(flags)
+        return tuple(made)
+
+    def _ladder(self, flags: StepFlags) -> Iterator[Case]:
+        for first in _starts(flags):
+            for place in ladder(first, flags.rungs, flags.how):
+                yield self._case("ladder", place, place.key, _effort(flags))
+
+    def _losses(self, flags: StepFlags) -> Iterator[Case]:
+        first = start(flags.loss_size, flags.table, flags.loss_context, 4, _overrides(flags))
+        for place, seed in itertools.product(climbed(first, flags.loss_rungs), flags.seeds):
+            effort = {"seed": seed, "steps": flags.loss_steps, "words": flags.words}
+            yield self._case("loss", place, f"loss-{place.key}_seed{seed}", effort)
+
+    def _waterfalls(self, flags: StepFlags) -> Iterator[Case]:
+        for first in _starts(flags):
+            stay = [name for name in flags.rungs if RUNGS[name].stays]
+            places = climbed(first, stay)
+            # One that is compiled and one that has our kernels, where both are wanted.
+            ends = {0: places[0], len(places) - 1: places[-1]}
+            ends |= {n: p for n, p in enumerate(places) if p.rung == "fused-optimizer"}
+            for _, place in sorted(ends.items()):
+                effort = _effort(flags) | {"traced": 2}
+                case = self._case("waterfall", place, f"waterfall-{place.key}", effort)
+                # It is traced kernel by kernel; the replay comes on top where there is one.
+                needs = tuple(need for need in case.needs if need != "graph")
+                yield msgspec.structs.replace(case, needs=needs)
+
+    def _races(self, flags: StepFlags) -> Iterator[Case]:
+        for name in flags.race:
+            found = racers(name, flags.scopes, flags.modes, flags.attentions)
+            workload = found[-1].workload
+            yield Case(
+                study=self.name,
+                key=f"race-{name}",
+                config={"kind": "race", "race": name, "dtype": goal(name).dtype}
+                | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
+                | {"heat_steps": 3, "min_seconds": flags.min_seconds},
+                needs=(
+                    workload.needs()[:1]
+                    if goal(name).size == "tiny"
+                    else (*workload.needs()[:1], "compiler", "graph")
+                ),
+            )
+
+    def _case(self, kind: str, place: Place, key: str, effort: dict[str, Any]) -> Case:
+        return Case(
+            study=self.name,
+            key=key,
+            config={"kind": kind, "rung": place.rung, "how": place.how}
+            | msgspec.to_builtins(place.workload)
+            | effort,
+            needs=place.workload.needs(),
+        )
+
+    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        from stepscope.studies.step.race import measure_race
+        from stepscope.studies.step.timing import measure_rung, measure_trace
+        from stepscope.studies.step.training import measure_loss
+
+        return {
+            "ladder": measure_rung,
+            "loss": measure_loss,
+            "waterfall": measure_trace,
+            "race": measure_race,
+        }[config["kind"]](config, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.step.view import step_blocks
+
+        return step_blocks(records)
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
+        if environment.device_kind == "cpu":
+            climbs = StepFlags(
+                part=PARTS, size=("tiny",), context=(64,), batch=(2,),
+                rungs=("flash", "fused-loss", "checkpoint"), race=("tiny-64",),
+                loss_size="tiny", loss_context=32, loss_steps=40, words=16,
+                loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
+                warmup=1, steps=5, min_seconds=0.0, rounds=5,
+            )  # fmt: skip
+            # Here they have no kernels, cores or graphs to run on: rows that say so.
+            absent = ("tf32", "fused-pieces", "fused-optimizer", "graph")
+            others = msgspec.structs.replace(climbs, part=("ladder",), rungs=absent, how=("alone",))
+            quick = [climbs, others]
+        else:
+            quick = [StepFlags(part=("ladder", "waterfall"))]
+        return {
+            "quick": quick,
+            "seeds": (StepFlags(part=("ladder",)),),
+            "cs336-2026": (StepFlags(part=("ladder",), table="2026"),),
+            "h200": published(),
+            "full": (*published(), StepFlags(part=("ladder",), size=("medium", "large"))),
+        }
+
+
+def published() -> tuple[StepFlags, ...]:
+    """What matters most first: a machine may be lent for minutes only."""
+    return (
+        StepFlags(part=("race",), race=("small-512",)),
+        StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-512", "xl-2048"),
+                  modes=("default", "reduce-overhead")),
+        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
+                  rounds=3),
+        StepFlags(part=("ladder", "waterfall")),
+        StepFlags(part=("loss",)),
+        StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
+    )  # fmt: skip
+
+
+def _starts(flags: StepFlags) -> Iterator[Workload]:
+    for size, context, batch in itertools.product(flags.size, flags.context, flags.batch):
+        yield start(size, flags.table, context, batch, _overrides(flags))
+
+
+def _overrides(flags: StepFlags) -> dict[str, int]:
+    fields = {"n_layers": flags.layers, "vocab": flags.vocab}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _effort(flags: StepFlags) -> dict[str, Any]:
+    return {"warmup": flags.warmup, "steps": flags.steps, "min_seconds": flags.min_seconds}
+
+
+STUDY = Step()

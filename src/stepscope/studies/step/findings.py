@@ -1,0 +1,103 @@
+"""Sentences that answer the study's question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.blocks import Finding
+from stepscope.report.format import duration, number, percent
+from stepscope.studies.step.ladder import START, words
+from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Curve, Ladder, Race
+
+
+def step_findings(
+    climbed: Sequence[Ladder], learnt: dict[str, Curve], raced: Sequence[Race]
+) -> tuple[Finding, ...]:
+    return (
+        *(finding for ladder in climbed for finding in _climb(ladder)),
+        *_learnt(learnt),
+        *(finding for race in raced for finding in _race(race)),
+    )
+
+
+def _climb(ladder: Ladder) -> Iterator[Finding]:
+    first = ladder.first
+    timed = [stand for stand in ladder.climb() if stand.step]
+    if first is None or first.step is None or len(timed) < 2:
+        return
+    best = min(timed, key=lambda stand: stand.step.median if stand.step else 0.0)
+    assert best.step is not None
+    ratio = first.step.median / best.step.median
+    text = (
+        f"{ladder.name}: from {duration(first.step.median)} to {duration(best.step.median)},"
+        f" {number(ratio, 3)} times as fast"
+    )
+    text += "." if best.rung == START else f", with all up to {words(best.rung)}."
+    alone = [s for s in ladder.stands if s.how in ("alone", "first") and s.step]
+    if alone:
+        top = min(alone, key=lambda stand: stand.step.median if stand.step else 0.0)
+        assert top.step is not None
+        gain = first.step.median / top.step.median
+        if gain > 1:
+            text += f" Alone, {words(top.rung)} brings most: {number(gain, 3)} times."
+        else:
+            text += " Alone, no change makes it faster."
+    yield Finding(text=text, tone="good" if ratio > 1 else "info")
+    lost = [s for s in ladder.stands if s.record.status != "ok"]
+    if lost:
+        kinds = dict.fromkeys(words(s.rung) for s in lost)
+        yield Finding(
+            text=f"{len(lost)} rows of {ladder.name} were not measured: {', '.join(kinds)}."
+            f" The first said: {lost[0].record.reason}",
+            tone="warn" if any(s.record.status != "skipped" for s in lost) else "info",
+        )
+
+
+def _learnt(learnt: dict[str, Curve]) -> Iterator[Finding]:
+    start = learnt.get(START)
+    fell = start.fell_by() if start is not None else None
+    if start is None or fell is None:
+        return
+    apart = {
+        rung: away
+        for rung, curve in learnt.items()
+        if rung != START and (away := curve.apart(start)) is not None
+    }
+    steps = max(len(values) for values in start.by_seed.values())
+    text = f"In {steps} steps the loss of the float32 step falls by {percent(fell)}."
+    if fell < FALLS_BY:
+        yield Finding(
+            text=f"{text} That is too little to tell right from wrong: train for longer.",
+            tone="warn",
+        )
+        return
+    wrong = [rung for rung, away in apart.items() if abs(away) > AGREES_WITHIN]
+    if wrong:
+        told = ", ".join(f"{words(rung)} ({percent(apart[rung])})" for rung in wrong)
+        yield Finding(
+            text=f"{text} Not within {percent(AGREES_WITHIN)} of it at the end: {told}.",
+            tone="warn",
+        )
+    elif apart:
+        farthest = max(apart, key=lambda rung: abs(apart[rung]))
+        yield Finding(
+            text=f"{text} All {len(apart)} other rungs end within {percent(AGREES_WITHIN)} of it;"
+            f" farthest is {words(farthest)} with {percent(abs(apart[farthest]))}.",
+            tone="good",
+        )
+
+
+def _race(race: Race) -> Iterator[Finding]:
+    ratio, ours, peer = race.ratio(), race.times("ours"), race.times("peer")
+    if ratio is None or ours is None or peer is None:
+        return
+    share = race.mfu()
+    rate = f", {percent(share)} of the rate of its format" if share is not None else ""
+    faster = ratio.value >= 1
+    times = number(ratio.value if faster else 1 / ratio.value, 3)
+    yield Finding(
+        text=f"{race.name}: ours takes {duration(ours.median)}{rate}; that is {times} times as"
+        f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"
+        f" ({(race.best('peer') or '').partition(': ')[2]}).",
+        tone="good" if faster else "warn",
+    )

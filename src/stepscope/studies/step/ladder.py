@@ -1,0 +1,108 @@
+"""The ladder: from the plainest step to the fastest, one change after the other. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from stepscope.errors import unknown_name
+from stepscope.studies.workload import Workload
+
+How = Literal["start", "first", "alone", "so far"]
+"""`first`: alone and so far are the same, because nothing of what is below is left."""
+START = "start"
+
+
+class Rung(NamedTuple):
+    """One change of the step."""
+
+    name: str
+    words: str
+    changes: dict[str, Any]
+    stays: bool = True
+    """The rungs after it keep it; otherwise it is tried alone and on top of all the others."""
+
+
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("tf32", "tf32 matrix products", {"dtype": "tf32"}),
+        Rung("bf16", "bfloat16 autocast", {"dtype": "bfloat16"}),
+        Rung("flash", "flash attention", {"attention": "auto"}),
+        Rung("fused-loss", "head and loss by chunks", {"loss": "fused"}),
+        Rung("fused-pieces", "our kernels between the products", {"fused": True}),
+        Rung("fused-optimizer", "AdamW in one launch", {"optimizer": "stepscope-fused"}),
+        # A compiled model fuses what lies between the products itself.
+        Rung("compile", "torch.compile of each block", {"compile": "block", "fused": False}),
+        Rung("graph", "the step as a CUDA graph", {"graph": True}),
+        Rung(
+            "master",
+            "bfloat16 with float32 master weights",
+            {"dtype": "bfloat16-master"},
+            stays=False,
+        ),
+        Rung("checkpoint", "each block run again in backward", {"checkpoint": "1"}, stays=False),
+    )
+}
+
+
+class Place(NamedTuple):
+    """A step on the ladder."""
+
+    rung: str
+    how: How
+    workload: Workload
+
+    @property
+    def key(self) -> str:
+        return f"{self.how.replace(' ', '-')}-{self.rung}_{self.workload.key}"
+
+
+def words(rung: str) -> str:
+    return "eager, float32, attention written out" if rung == START else RUNGS[rung].words
+
+
+def start(size: str, table: str, context: int, batch: int, overrides: dict[str, int]) -> Workload:
+    """The step of the write-ups."""
+    return Workload(
+        size=size, table=table, context=context, batch=batch, dtype="float32",
+        attention="reference", compile="no", optimizer="torch", mode="train-step",
+        overrides=overrides,
+    )  # fmt: skip
+
+
+def ladder(
+    first: Workload, rungs: Sequence[str], hows: Sequence[str] = ("alone", "so far")
+) -> Iterator[Place]:
+    """The start, each change alone, and all changes so far."""
+    yield Place(START, "start", first)
+    so_far: dict[str, Any] = {}
+    for rung in _known(rungs):
+        on_top = so_far | rung.changes
+        alone, below = _changed(first, rung.changes), _changed(first, on_top)
+        if alone == below and "so far" in hows:
+            yield Place(rung.name, "first", alone)
+        else:
+            held: dict[How, Workload] = {"alone": alone, "so far": below}
+            yield from (Place(rung.name, how, held[how]) for how in held if how in hows)
+        if rung.stays:
+            so_far = on_top
+
+
+def climbed(first: Workload, rungs: Sequence[str]) -> tuple[Place, ...]:
+    """The start and each rung with all below it, without what is tried alone."""
+    return tuple(ladder(first, rungs, ("so far",)))
+
+
+def _known(rungs: Sequence[str]) -> list[Rung]:
+    for name in rungs:
+        if name not in RUNGS:
+            raise unknown_name("rung", name, RUNGS)
+    # In the ladder's order, whatever the order of the request.
+    return [rung for name, rung in RUNGS.items() if name in rungs]
+
+
+def _changed(first: Workload, changes: dict[str, Any]) -> Workload:
+    return msgspec.structs.replace(first, **changes)

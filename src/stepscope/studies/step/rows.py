@@ -1,0 +1,203 @@
+"""Records of the step study, sorted by what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.analysis.limits import matrix_ceiling, step_ms
+from stepscope.analysis.trace.summary import Summary as Trace
+from stepscope.analysis.trace.summary import decode
+from stepscope.records.schema import Record
+from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
+from stepscope.studies.step.goals import GOALS, Goal, Heat
+from stepscope.studies.step.ladder import RUNGS, START
+from stepscope.studies.workload import Workload
+
+TAIL = 10
+"""The end of a loss curve: its last tenth."""
+AGREES_WITHIN = 0.005
+FALLS_BY = 0.3
+
+
+class Stand(NamedTuple):
+    """A rung's record, whatever became of it."""
+
+    rung: str
+    how: str
+    record: Record
+    workload: Workload
+
+    @property
+    def step(self) -> Summary | None:
+        return step_ms(self.record) if self.record.status == "ok" else None
+
+
+class Ladder(NamedTuple):
+    """All rungs of one model, context and batch."""
+
+    stands: tuple[Stand, ...]
+
+    @property
+    def name(self) -> str:
+        w = self.stands[0].workload
+        year = "" if w.table == "2025" else f"{w.table} "
+        return f"{year}{w.size} at context {w.context}, batch {w.batch}"
+
+    @property
+    def first(self) -> Stand | None:
+        return next((s for s in self.stands if s.rung == START and s.step), None)
+
+    def climb(self) -> list[Stand]:
+        """The start, then each rung with all below it."""
+        return [s for s in self.stands if s.how != "alone"]
+
+
+def ladders(records: Sequence[Record]) -> list[Ladder]:
+    found: dict[tuple[object, ...], list[Stand]] = {}
+    for record in records:
+        if record.config["kind"] == "ladder":
+            w = msgspec.convert(record.config, Workload)
+            key = (w.table, w.size, w.context, w.batch, tuple(sorted(w.overrides.items())))
+            held = Stand(record.config["rung"], record.config["how"], record, w)
+            found.setdefault(key, []).append(held)
+    order = {name: place for place, name in enumerate((START, *RUNGS))}
+    return [
+        Ladder(tuple(sorted(held, key=lambda s: (order[s.rung], s.how != "alone"))))
+        for held in found.values()
+    ]
+
+
+class Curve(NamedTuple):
+    """The losses of one rung, a row for each seed."""
+
+    rung: str
+    by_seed: dict[int, tuple[float, ...]]
+    lost: tuple[Record, ...]
+
+    def ends(self) -> dict[int, float]:
+        """Of each seed the mean of the last steps."""
+        return {
+            seed: sum(tail) / len(tail)
+            for seed, values in self.by_seed.items()
+            if (tail := values[-max(1, len(values) // TAIL) :])
+        }
+
+    def mean(self) -> tuple[float, ...]:
+        return tuple(sum(step) / len(step) for step in zip(*self.by_seed.values(), strict=False))
+
+    def fell_by(self) -> float | None:
+        """The least of all seeds, as a share of the first loss."""
+        ends = self.ends()
+        return min(
+            (1 - ends[seed] / values[0] for seed, values in self.by_seed.items()), default=None
+        )
+
+    def apart(self, yardstick: Curve) -> float | None:
+        """The end's distance from the other curve's of the same seed: the farthest of all seeds."""
+        ends, other = self.ends(), yardstick.ends()
+        return max(
+            (round(ends[seed] / other[seed] - 1, 6) for seed in ends if seed in other),
+            key=abs,
+            default=None,
+        )
+
+
+def curves(records: Sequence[Record]) -> dict[str, Curve]:
+    held: dict[str, list[Record]] = {}
+    for record in records:
+        if record.config["kind"] == "loss":
+            held.setdefault(record.config["rung"], []).append(record)
+    return {
+        rung: Curve(
+            rung,
+            {
+                record.config["seed"]: series.values
+                for record in held[rung]
+                if (series := record.find("loss")) is not None and series.values
+            },
+            tuple(record for record in held[rung] if record.status != "ok"),
+        )
+        for rung in (START, *RUNGS)
+        if rung in held
+    }
+
+
+class Traced(NamedTuple):
+    record: Record
+    rung: str
+    workload: Workload
+    trace: Trace
+
+
+def traced(records: Sequence[Record]) -> list[Traced]:
+    found = []
+    for record in records:
+        if record.config["kind"] == "waterfall" and "profile" in record.notes:
+            workload = msgspec.convert(record.config, Workload)
+            if record.find("replay") is None:
+                # Without a replay the times are those of the step kernel by kernel.
+                workload = msgspec.structs.replace(workload, graph=False)
+            trace = decode(record.notes["profile"])
+            found.append(Traced(record, record.config["rung"], workload, trace))
+    return found
+
+
+class Race(NamedTuple):
+    record: Record
+    name: str
+    goal: Goal
+
+    def best(self, side: str) -> str | None:
+        return self.record.notes.get(f"best.{side}")
+
+    def times(self, side: str) -> Summary | None:
+        name = self.best(side)
+        series = self.record.find(name) if name else None
+        return summarize(series.values) if series is not None and series.values else None
+
+    def ratio(self, side: str = "ours") -> Ratio | None:
+        """The peer's time over ours."""
+        peer, ours = self.best("peer"), self.best(side)
+        if peer is None or ours is None:
+            return None
+        above, below = self.record.find(peer), self.record.find(ours)
+        if above is None or below is None:
+            return None
+        return ratio_interval(below.values, above.values, level=0.95)
+
+    def heats(self) -> dict[str, Heat | str]:
+        """Every form that was tried: how it did, or why it is out."""
+        found: dict[str, Heat | str] = {}
+        for key, note in self.record.notes.items():
+            what, _, name = key.partition(".")
+            if what == "heat":
+                found[name] = msgspec.json.decode(note, type=Heat)
+            elif what == "out":
+                found[name] = note
+        return found
+
+    def peak(self, side: str) -> float | None:
+        name = self.best(side)
+        heat = self.heats().get(name) if name else None
+        return heat.peak_bytes if isinstance(heat, Heat) else None
+
+    def mfu(self, side: str = "ours") -> float | None:
+        """Of the data sheet's rate in the format of the products, or of the measured one."""
+        times, flops = self.times(side), self.record.quantity("flops")
+        ceiling = matrix_ceiling(self.record, measured=False) or matrix_ceiling(self.record)
+        if times is None or flops is None or ceiling is None or times.median <= 0:
+            return None
+        return flops / (times.median * 1e-3) / ceiling.value
+
+
+def races(records: Sequence[Record]) -> list[Race]:
+    order = list(GOALS)
+    found = [
+        Race(record, record.config["race"], GOALS[record.config["race"]])
+        for record in records
+        if record.config["kind"] == "race" and record.config["race"] in GOALS
+    ]
+    return sorted(found, key=lambda race: order.index(race.name))

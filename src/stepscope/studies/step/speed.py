@@ -1,0 +1,135 @@
+"""Ours against the peer, from the races, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.blocks import Cell, Column, Interval, Table
+from stepscope.report.format import number, percent
+from stepscope.studies.step.goals import (
+    MEMORY_AIM,
+    SPARE_AIM,
+    SPARE_MEMORY,
+    SPARE_TIME,
+    Heat,
+)
+from stepscope.studies.step.rows import Race
+
+
+def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
+    rows = [row for race in raced for row in _rows(race)]
+    if not rows:
+        return
+    yield Table(
+        name="step-speed",
+        title="One training step against the fastest of torch.compile",
+        columns=(
+            Column(title="case"),
+            Column(title="peer", hint="the fastest of its forms"),
+            Column(title="peer", kind="number", unit="ms"),
+            Column(title="ours"),
+            Column(title="ours", kind="number", unit="ms"),
+            Column(
+                title="measured",
+                kind="number",
+                unit="×",
+                hint="the peer's median over ours with its 95 % interval, or our share of its"
+                " memory",
+            ),
+            Column(title="must"),
+            Column(title="outcome"),
+            Column(title="MFU", kind="percent", hint="ours, of the data sheet's rate"),
+            Column(title="aim"),
+            Column(title="peak of the peer", kind="bytes"),
+            Column(title="ours", kind="bytes"),
+        ),
+        rows=tuple(rows),
+        caption="Both in turns, sample by sample, on the same weights in one process; the peer has"
+        " torch's fused AdamW. Formats of weights, gradients and moments are the same. MFU counts"
+        " causal attention once and nothing twice.",
+    )
+
+
+def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
+    peer, ours, ratio = race.times("peer"), race.times("ours"), race.ratio()
+    if peer is None or ours is None or ratio is None:
+        return
+    goal, mfu = race.goal, race.mfu()
+    reached: Cell = None
+    must: Cell = None
+    if goal.faster is not None:
+        must, reached = f"≥ {goal.faster:g}×", _outcome(ratio.value >= goal.faster)
+    elif goal.most_ms is not None:
+        must = f"≤ {goal.most_ms:g} ms"
+        reached = _outcome(ours.median <= goal.most_ms)
+    aim = None if goal.aim_mfu is None else f"{percent(goal.aim_mfu)} MFU"
+    ends = (race.peak("peer"), race.peak("ours"))
+    yield (
+        race.name, _form(race, "peer"), peer.median, _form(race, "ours"), ours.median,
+        Interval(value=ratio.value, low=ratio.low, high=ratio.high), must, reached, mfu, aim,
+        *ends,
+    )  # fmt: skip
+    if goal.memory is not None and all(ends):
+        share = ends[1] / ends[0]  # type: ignore[operator]
+        yield (
+            f"{race.name}, memory", None, None, None, None, share, f"≤ {goal.memory:g}×",
+            _outcome(share <= goal.memory), None, f"{MEMORY_AIM:g}×", *ends,
+        )  # fmt: skip
+    yield from _spare_row(race, peer.median)
+
+
+def _spare_row(race: Race, peer_ms: float) -> Iterator[tuple[Cell, ...]]:
+    spare, peaks = race.times("spare"), (race.peak("peer"), race.peak("spare"))
+    if spare is None or not all(peaks):
+        return
+    share = peaks[1] / peaks[0]  # type: ignore[operator]
+    slower = spare.median / peer_ms
+    must = f"≤ {SPARE_MEMORY:g}× in ≤ {SPARE_TIME:g}× the time"
+    fits = share <= SPARE_MEMORY and slower <= SPARE_TIME
+    yield (
+        f"{race.name}, checkpointed", _form(race, "peer"), peer_ms, _form(race, "spare"),
+        spare.median, share, must, f"{_outcome(fits)} ({number(slower, 3)}× the time)",
+        race.mfu("spare"), f"{SPARE_AIM:g}×", *peaks,
+    )  # fmt: skip
+
+
+def _outcome(reached: bool) -> str:
+    return "reached" if reached else "below"
+
+
+def _form(race: Race, side: str) -> str:
+    return (race.best(side) or "").partition(": ")[2]
+
+
+def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
+    rows: list[tuple[Cell, ...]] = []
+    for race in raced:
+        chosen = {race.best(side) for side in ("peer", "ours", "spare")}
+        for name, heat in race.heats().items():
+            side, _, form = name.partition(": ")
+            if isinstance(heat, Heat):
+                raced_on = "raced" if name in chosen else None
+                rows.append(
+                    (race.name, side, form, heat.ms, heat.first_s, heat.peak_bytes, raced_on)
+                )
+            else:
+                rows.append((race.name, side, form, None, None, None, heat))
+    if rows:
+        yield Table(
+            name="step-heats",
+            title="Every form that was tried",
+            columns=(
+                Column(title="case"),
+                Column(title="side"),
+                Column(title="form"),
+                Column(title="step", kind="number", unit="ms", hint="alone, by the host's clock"),
+                Column(
+                    title="first step", kind="number", unit="s", hint="building and compiling too"
+                ),
+                Column(title="peak memory", kind="bytes"),
+                Column(title="outcome"),
+            ),
+            rows=tuple(rows),
+            caption="The fastest of each side raced. A peak counts what a form shares with the"
+            " others (weights, moments) as its own.",
+        )

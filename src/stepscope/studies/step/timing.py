@@ -1,0 +1,97 @@
+"""Measures a rung: its step timed, or timed and traced for the waterfall."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.analysis.trace.summarize import summarize_file
+from stepscope.analysis.trace.summary import encode
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.profile.experiments import first_cause
+from stepscope.studies.profile.tracing import TRACES
+from stepscope.studies.timed_step import measure_step
+from stepscope.studies.workload import TrainingStep, Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.records.schema import Series
+
+
+def refuse_without_kernels(workload: Workload, device: Device) -> None:
+    """Elsewhere the plain form runs in their place, and a row would claim what it did not do."""
+    ours = workload.fused or workload.optimizer == "stepscope-fused"
+    if ours and device.kind != "cuda":
+        raise CaseSkipped("our kernels need an NVIDIA GPU; on a CPU the plain form runs")
+
+
+def measure_rung(config: dict[str, Any], bench: Bench) -> Measurement:
+    workload = msgspec.convert(config, Workload)
+    refuse_without_kernels(workload, bench.device)
+    return measure_step(workload, config, bench)
+
+
+def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
+    """The step timed, then as a graph where it can be one, then traced.
+
+    The same kernels run in all three; only the trace of the first says what each is for.
+    """
+    from stepscope.measure.capture import capture
+    from stepscope.measure.timer import time_step
+
+    workload = msgspec.convert(config, Workload)
+    device = bench.device
+    refuse_without_kernels(workload, device)
+    step = TrainingStep(msgspec.structs.replace(workload, graph=False), device)
+    phases = step.phases()
+
+    def whole() -> None:
+        for phase in phases:
+            phase.run()
+
+    timing = time_step(
+        phases, device, warmup=config["warmup"], steps=config["steps"],
+        min_seconds=config["min_seconds"], before=step.reset,
+        progress=lambda done, total: bench.progress(done, total, "steps"),
+    )  # fmt: skip
+    series, notes = list(timing.series), {}
+    bench.progress(0, 1, "trace")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(os.environ.get(TRACES) or scratch)
+        path = folder / f"step-{config['rung']}_{step.workload.key}.json.gz"
+        capture(whole, device, path, steps=config["traced"], before=step.reset)
+        notes["profile"] = encode(summarize_file(path))
+    if workload.graph:
+        del step, phases
+        device.release()
+        try:
+            series += _replayed(workload, config, bench)
+        except CaseSkipped as skipped:
+            notes["replay"] = str(skipped)
+        except Exception as error:
+            # What was traced stands without it.
+            notes["replay"] = first_cause(error)
+    return Measurement(
+        series=tuple(series), quantities=workload.quantities(), readings=timing.readings,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _replayed(workload: Workload, config: dict[str, Any], bench: Bench) -> list[Series]:
+    from stepscope.measure.timer import time_step
+
+    bench.progress(0, 1, "as a graph")
+    step = TrainingStep(workload, bench.device)
+    timing = time_step(
+        step.phases(), bench.device, warmup=config["warmup"], steps=config["steps"],
+        min_seconds=config["min_seconds"],
+    )  # fmt: skip
+    return [
+        msgspec.structs.replace(held, name="replay")
+        for held in timing.series
+        if held.name == "step"
+    ]

@@ -1,0 +1,64 @@
+"""Trains one rung for a few hundred steps, to see that no gain is bought with a wrong result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.step.text import entropy, sequences
+from stepscope.studies.step.timing import refuse_without_kernels
+from stepscope.studies.workload import TrainingStep, Workload
+
+LEARNING_RATE = 3e-4
+
+
+def measure_loss(config: dict[str, Any], bench: Bench) -> Measurement:
+    import torch
+
+    workload = msgspec.convert(config, Workload)
+    refuse_without_kernels(workload, bench.device)
+    seed, steps = config["seed"], config["steps"]
+    step = TrainingStep(workload, bench.device, seed=seed)
+    for group in step.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    rows = sequences(
+        steps * workload.batch, workload.context + 1, workload.model().vocab, seed, config["words"]
+    )
+    text = torch.from_numpy(rows).view(steps, workload.batch, -1)
+    phases = _from_the_beginning(step)
+    losses = torch.empty(steps, device=bench.device.torch_device)
+    for number, batch in enumerate(text):
+        step.reset()
+        step.tokens.copy_(batch[:, :-1])
+        step.targets.copy_(batch[:, 1:])
+        for phase in phases:
+            phase.run()
+        assert step.loss is not None
+        losses[number].copy_(step.loss.detach())
+        if number % 10 == 9:
+            bench.progress(number + 1, steps, "steps of training")
+    values = tuple(losses.tolist())
+    return Measurement(
+        series=(Series(name="loss", unit="nats", values=values),),
+        quantities=workload.quantities() | {"entropy": Quantity(value=entropy(), unit="nats")},
+    )
+
+
+def _from_the_beginning(step: TrainingStep) -> Any:
+    """The phases of the step; a graph is captured after steps that must not count."""
+    if not step.workload.graph:
+        return step.phases()
+    import torch
+
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    phases = step.phases()
+    with torch.no_grad():
+        for parameter, held in zip(step.model.parameters(), before, strict=True):
+            parameter.copy_(held)
+        for state in step.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+    return phases

@@ -1,0 +1,48 @@
+"""Parts of a training step by the names that the command line gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stepscope.studies.base import CaseSkipped
+
+if TYPE_CHECKING:
+    import torch
+
+
+def compile_model(model: torch.nn.Module, how: str, mode: str = "default") -> None:
+    if how == "model":
+        model.compile(mode=mode)
+    elif how == "block":
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.compile(mode=mode)
+
+
+def make_optimizer(
+    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False
+) -> torch.optim.Optimizer:
+    """`master`: it works on float32 copies of the weights. `capturable`: its step may be part of a
+    CUDA graph."""
+    import torch
+
+    from stepscope.optim import AdamW, FusedAdamW, MasterWeights
+    from stepscope.ranges import name_groups
+
+    if name == "stepscope" and capturable:
+        raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
+    if name == "stepscope-fused" and master and capturable:
+        raise CaseSkipped("master weights get their gradients within the step: no graph with ours")
+    kind: Callable[..., torch.optim.Optimizer] = {
+        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+    }.get(name, torch.optim.AdamW)  # fmt: skip
+    settings: dict[str, Any] = {"capturable": True} if capturable else {}
+    if name == "torch-fused":
+        settings["fused"] = True
+    made = (
+        MasterWeights(model.parameters(), kind, **settings)
+        if master
+        else kind(model.parameters(), **settings)
+    )
+    name_groups(made)
+    return made

@@ -1,0 +1,204 @@
+"""The waterfall of a step as a picture, a table and a sentence: what is lost, to what, and what
+recovers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
+from stepscope.model.config import precision
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
+from stepscope.report.format import duration, percent
+from stepscope.studies.workload import Workload
+
+_SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_KINDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "all the rest",
+    "optimizer": "AdamW",
+}
+
+
+class Fall(NamedTuple):
+    """The waterfall of one traced step."""
+
+    workload: Workload
+    water: Waterfall
+    on_device: bool
+
+
+def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
+    """None where the record lacks the ceilings that an ideal time needs. Where the same kernels
+    were replayed as a CUDA graph, the total is that time."""
+    rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
+    if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
+        return None
+    form = precision(workload.dtype)
+    step = Step(
+        workload.model(), workload.batch, workload.context, form, workload.mode,
+        workload.run_again(),
+    )  # fmt: skip
+    timed = median_ms(record, "replay") or median_ms(record, "step")
+    water = waterfall(summary, step, rate.value, bandwidth.value, timed)
+    return Fall(workload, water, summary.on_device)
+
+
+def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
+    """All as a table; the slowest and the fastest as pictures and in words."""
+    if not falls:
+        return ()
+    ranked = sorted(falls, key=lambda fall: -fall.water.measured_ms)
+    shown = [ranked[0]] if len(ranked) == 1 else [ranked[0], ranked[-1]]
+    return (
+        *(finding for fall in shown for finding in _findings(fall)),
+        *(
+            picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
+            for place, fall in enumerate(shown, start=1)
+        ),
+        _table(falls, name),
+    )
+
+
+def picture(fall: Fall, name: str) -> Timeline:
+    """Each cause begins where the one before it ended."""
+    water = fall.water
+    lanes, at = [], 0.0
+    for kind, ms in water.ideal.items():
+        if ms > 0:
+            lanes.append(_lane(f"ideal: {_KINDS[kind]}", at, ms, water, "ideal"))
+            at += ms
+    for cause in CAUSES:
+        ms = water.parts[cause]
+        if abs(ms) >= 0.001 * water.measured_ms:
+            group = "faster than ideal" if ms < 0 else _group(cause)
+            lanes.append(_lane(cause, min(at, at + ms), abs(ms), water, group))
+        at += ms
+    lanes.append(_lane("measured", 0.0, water.measured_ms, water, "measured"))
+    return Timeline(
+        name=name,
+        title=f"From the ideal to the measured step: {fall.workload.name}",
+        lanes=tuple(lanes),
+        x_label="ms",
+        caption="Ideal: for each operation the longer of its FLOPs at the measured matrix rate and"
+        " its least bytes at the measured bandwidth. What follows is what the step takes beyond,"
+        " by cause; the parts add up to the measured time.",
+    )
+
+
+def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> Lane:
+    text = f"{duration(ms)}, {percent(ms / water.measured_ms)}"
+    return Lane(
+        label=label, stretches=(Stretch(start=start, end=start + ms, label=text, group=group),)
+    )
+
+
+def _group(cause: Cause) -> str:
+    return "not explained" if cause == "unattributed" else "lost"
+
+
+def _table(falls: Sequence[Fall], name: str) -> Table:
+    def row(fall: Fall) -> tuple[Cell, ...]:
+        water, w = fall.water, fall.workload
+        found = water.largest()
+        return (
+            w.name, w.mode, water.measured_ms, water.ideal_ms, water.ideal_ms / water.measured_ms,
+            *(water.parts[cause] for cause in CAUSES),
+            found[0] if found else None, remedy(found[0], fall) if found else None,
+        )  # fmt: skip
+
+    table = Table(
+        name=f"{name}-waterfall-table",
+        title="Where the time beyond the ideal goes",
+        columns=(
+            Column(title="step"),
+            Column(title="mode"),
+            Column(title="measured", kind="number", unit="ms"),
+            Column(title="ideal", kind="number", unit="ms"),
+            Column(title="of the limit", kind="percent", hint="ideal over measured"),
+            *(Column(title=_SHORT_NAMES.get(c, c), kind="number", unit="ms") for c in CAUSES),
+            Column(title="largest"),
+            Column(title="what recovers it"),
+        ),
+        rows=tuple(row(fall) for fall in falls),
+        caption="Beyond its ideal time each part takes so many milliseconds; below zero, a part is"
+        " faster than its ideal, which happens where a measured ceiling is too low.",
+    )
+    return _without_idle_columns(table)
+
+
+def _without_idle_columns(table: Table) -> Table:
+    """A cause that takes no time in any step, and a mode that all have, need no column."""
+    kept = [
+        place
+        for place, column in enumerate(table.columns)
+        if not (column.title in (*CAUSES, *_SHORT_NAMES.values()) and _idle(table, place))
+        and not (column.title == "mode" and len({row[place] for row in table.rows}) == 1)
+    ]
+    return msgspec.structs.replace(
+        table,
+        columns=tuple(table.columns[place] for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in table.rows),
+    )
+
+
+def _idle(table: Table, place: int) -> bool:
+    return all(isinstance(cell := row[place], float) and abs(cell) < 1e-6 for row in table.rows)
+
+
+def _findings(fall: Fall) -> tuple[Finding, ...]:
+    water = fall.water
+    found = water.largest()
+    text = (
+        f"{fall.workload.name}: the ideal time of its operations is {duration(water.ideal_ms)},"
+        f" {percent(water.ideal_ms / water.measured_ms)} of the {duration(water.measured_ms)} that"
+        " it takes."
+    )
+    if found:
+        cause, ms = found
+        text += (
+            f" The largest recoverable part is {cause}: {duration(ms)},"
+            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
+        )
+    lost = water.parts["unattributed"]
+    doubt = abs(lost) > 0.05 * water.measured_ms
+    if doubt:
+        text += f" {duration(abs(lost))} have no cause, so read the parts with care."
+    return (Finding(text=text, tone="warn" if doubt else "info"),)
+
+
+def remedy(cause: Cause, fall: Fall) -> str:
+    """What takes that part away, of what this step does not do yet."""
+    w, form = fall.workload, precision(fall.workload.dtype)
+    plain = w.compile == "no" and not w.fused
+    if cause == "matmuls below peak":
+        if form.compute == "float32" and fall.on_device:
+            return "a lower number format: tf32, or bfloat16 autocast"
+        if w.attention == "reference":
+            return "flash attention, which does half of the work under a causal mask"
+        return "larger products: more tokens in a step, joined projections, tuned tiles"
+    if cause == "memory-bound operations":
+        if w.attention == "reference":
+            return "flash attention, which keeps no scores; then fused pieces or torch.compile"
+        if plain:
+            return "fused pieces or torch.compile: fewer passes over the activations"
+        return "the fused loss, and norms, SwiGLU and rotation in one pass each"
+    if cause == "casts and copies":
+        if form.autocast:
+            return "bfloat16 weights with float32 master weights: nothing is cast in the step"
+        return "layouts that the next operation reads as they are"
+    return {
+        "launch gaps": "a larger batch"
+        if not fall.on_device
+        else "fewer launches: a CUDA graph of the step, torch.compile, a larger batch",
+        "optimizer": "AdamW in one pass: stepscope-fused or torch-fused",
+        "recomputation": "checkpointing fewer blocks, as far as memory allows",
+        "communication": "sending while the backward goes on, in larger buckets",
+        "unattributed": "",
+    }[cause]

@@ -1,0 +1,89 @@
+"""Records of the step study as its own cases would give them, with times that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sample_records import record, times
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.summary import encode
+from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.studies.base import Case
+from stepscope.studies.registry import find_study
+from stepscope.studies.step import StepFlags
+from trace_files import training_step
+
+CEILINGS = (
+    *(
+        Ceiling(name=f"matmul.{form}", value=rate, unit="FLOP/s", source="measured")
+        for form, rate in {"float32": 50e12, "tf32": 400e12, "bfloat16": 780e12}.items()
+    ),
+    Ceiling(name="memory.copy", value=4.3e12, unit="B/s", source="measured"),
+)
+
+
+def _cases(part: str, **flags: Any) -> tuple[Case, ...]:
+    return find_study("step").cases(StepFlags(part=(part,), **flags))  # type: ignore[arg-type]
+
+
+def _made(case: Case, changes: dict[str, Any], **parts: Any) -> Record:
+    failed = changes.get("status", "ok") != "ok"
+    made = {"series": (), "notes": {}} if failed else parts
+    return record(
+        study="step", case=case.key, config=case.config,
+        **{"ceilings": CEILINGS} | made | changes,
+    )  # fmt: skip
+
+
+def rung_record(
+    rung: str = "start", how: str = "start", *, step: float = 100.0, size: str = "small",
+    **changes: Any,
+) -> Record:  # fmt: skip
+    """A rung that took `step` ms."""
+    (case,) = (
+        c for c in _cases("ladder", size=(size,))
+        if (c.config["rung"], c.config["how"]) == (rung, how)
+    )  # fmt: skip
+    return _made(case, changes, series=(times("step", step), times("step", step, "host")))
+
+
+def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -> Record:
+    case = next(
+        c for c in _cases("loss", seeds=(seed,)) if c.config["rung"] == rung
+    )  # fmt: skip
+    series = (Series(name="loss", unit="nats", values=tuple(losses)),)
+    return _made(case, changes, series=series)
+
+
+def waterfall_record(
+    rung: str = "start", *, step: float = 1.0, replay: float | None = None, **changes: Any
+) -> Record:
+    (case,) = (c for c in _cases("waterfall") if c.config["rung"] == rung)
+    series = [times("step", step), times("step", step, "host")]
+    series += [times("replay", replay)] if replay is not None else []
+    return _made(
+        case, changes, series=tuple(series),
+        notes={"profile": encode(summarize(training_step().read()))},
+    )  # fmt: skip
+
+
+def step_race_record(
+    name: str = "2.7b-512", took: Mapping[str, float] | None = None, *,
+    peaks: Mapping[str, float] | None = None, **changes: Any,
+) -> Record:  # fmt: skip
+    """A race in which these took so many ms; peaks by side in GiB."""
+    (case,) = _cases("race", race=(name,))
+    took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
+    notes = {"out.peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"}
+    for racer, ms in took.items():
+        side = racer.partition(":")[0]
+        notes[f"best.{side}"] = racer
+        heat = {"ms": ms, "first_s": 10.0, "peak_bytes": (peaks or {}).get(side, 50.0) * 2**30}
+        notes[f"heat.{racer}"] = msgspec.json.encode(heat).decode()
+    return _made(
+        case, changes, series=tuple(times(racer, ms) for racer, ms in took.items()), notes=notes,
+        quantities={"flops": Quantity(value=28e12, unit="FLOP")},
+    )  # fmt: skip

@@ -1,0 +1,274 @@
+"""The step study: its ladder, its text, its races, and what its page says of planted records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from command_line import CommandLine
+from sample_records import environment
+from step_records import loss_record, rung_record, step_race_record, waterfall_record
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.registry import find_study
+from stepscope.studies.step import PARTS, StepFlags
+from stepscope.studies.step.goals import GOALS, racers
+from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
+from stepscope.studies.step.rows import curves, ladders, races
+from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
+from stepscope.studies.workload import TrainingStep
+
+STUDY = find_study("step")
+FIRST = start("small", "2025", 512, 4, {})
+
+
+class TestLadder:
+    def test_each_change_alone_and_on_top_of_those_before_it(self) -> None:
+        places = list(ladder(FIRST, ("bf16", "flash", "fused-loss")))
+        assert [(p.rung, p.how) for p in places] == [
+            ("start", "start"),
+            ("bf16", "first"),
+            ("flash", "alone"),
+            ("flash", "so far"),
+            ("fused-loss", "alone"),
+            ("fused-loss", "so far"),
+        ]
+        alone, so_far = places[-2].workload, places[-1].workload
+        assert (alone.dtype, alone.attention, alone.loss) == ("float32", "reference", "fused")
+        assert (so_far.dtype, so_far.attention, so_far.loss) == ("bfloat16", "auto", "fused")
+
+    def test_what_does_not_stay_is_not_below_the_rungs_after_it(self) -> None:
+        places = {(p.rung, p.how): p.workload for p in ladder(FIRST, tuple(RUNGS))}
+        assert places["master", "so far"].dtype == "bfloat16-master"
+        on_top = places["checkpoint", "so far"]
+        assert (on_top.checkpoint, on_top.dtype, on_top.graph) == ("1", "bfloat16", True)
+        # A compiled model fuses the pieces itself.
+        assert places["compile", "so far"].fused is False
+        assert places["fused-optimizer", "so far"].fused is True
+
+    def test_rungs_come_in_the_ladder_s_order_and_the_climb_has_one_of_each(self) -> None:
+        places = climbed(FIRST, ("flash", "tf32"))
+        assert [(p.rung, p.how) for p in places] == [
+            ("start", "start"), ("tf32", "first"), ("flash", "so far"),
+        ]  # fmt: skip
+
+    def test_keys_tell_all_cases_apart(self) -> None:
+        cases = STUDY.cases(StepFlags(part=PARTS))
+        assert len({case.key for case in cases}) == len(cases)
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            ({"rungs": ("bf17",)}, "rung 'bf17' does not exist"),
+            ({"part": ("race",), "race": ("huge",)}, "race 'huge' does not exist"),
+            ({"size": ("smal",)}, "perhaps you meant small"),
+            ({"steps": 0}, "steps is 0"),
+            ({"warmup": -1}, "it cannot be negative"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_named(self, flags: dict[str, object], said: str) -> None:
+        with pytest.raises(UsageError, match=said):
+            STUDY.cases(StepFlags(**flags))  # type: ignore[arg-type]
+
+
+class TestText:
+    def test_it_is_a_chain_of_which_the_seed_decides_the_rows_alone(self) -> None:
+        first, again = (sequences(50, 40, 1000, seed=3) for _ in "ab")
+        other = sequences(50, 40, 1000, seed=4)
+        np.testing.assert_array_equal(first, again)
+        assert not np.array_equal(first, other)
+        followers: dict[int, set[int]] = {}
+        for row in (*first, *other):
+            for word, after in itertools.pairwise(row):
+                followers.setdefault(int(word), set()).add(int(after))
+        assert max(map(len, followers.values())) <= FOLLOWERS
+
+    def test_words_are_of_the_vocabulary_however_small(self) -> None:
+        rows = sequences(10, 30, 7, seed=0)
+        assert rows.min() >= 0
+        assert rows.max() < 7
+
+    def test_its_entropy_is_that_of_the_choice(self) -> None:
+        shares = 1 / np.arange(1, 9) / (1 / np.arange(1, 9)).sum()
+        assert entropy() == pytest.approx(-(shares * np.log(shares)).sum())
+
+
+class TestRacers:
+    def test_the_peer_in_all_forms_and_ours_with_the_same_formats(self) -> None:
+        for name, goal in GOALS.items():
+            found = racers(name)
+            assert len({racer.name for racer in found}) == len(found)
+            assert {racer.workload.dtype for racer in found} == {goal.dtype}
+            assert {r.workload.optimizer for r in found if r.side == "peer"} == {"torch-fused"}
+        forms = {
+            (r.workload.compile, r.workload.compile_mode, r.workload.attention)
+            for r in racers("2.7b-512")
+            if r.side == "peer"
+        }
+        assert len(forms) == 2 * 3 * 2
+
+    def test_the_long_context_is_checkpointed_with_the_fused_loss_on_both_sides(self) -> None:
+        found = racers("8b-32768")
+        assert {(r.workload.checkpoint, r.workload.loss) for r in found} == {("1", "fused")}
+        assert not any(r.workload.graph for r in found)
+        model = found[0].workload.model()
+        assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
+        assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
+
+    def test_racers_travel_in_a_case(self) -> None:
+        (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
+        sent = json.loads(msgspec.json.encode(case.config))
+        assert [racer[0] for racer in sent["racers"]].count("ours") == 3
+
+
+def test_steps_that_share_weights_train_the_same_ones() -> None:
+    first = start("tiny", "2025", 8, 2, {"vocab": 32})
+    one = TrainingStep(msgspec.structs.replace(first, optimizer="torch-fused"), CpuDevice())
+    for phase in one.phases():
+        phase.run()
+    two = TrainingStep(
+        msgspec.structs.replace(first, attention="sdpa", loss="fused", optimizer="torch-fused"),
+        CpuDevice(), shares=one,
+    )  # fmt: skip
+    pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    assert all(a is b for a, b in pairs)
+    weight = two.model.head.weight
+    assert two.optimizer.state[weight]["exp_avg"] is one.optimizer.state[weight]["exp_avg"]
+    before, moment = weight.detach().clone(), two.optimizer.state[weight]["exp_avg"].clone()
+    for phase in two.phases():
+        phase.run()
+    assert not weight.detach().equal(before)
+    assert not one.optimizer.state[weight]["exp_avg"].equal(moment)
+
+
+class TestPage:
+    def blocks(self, *records: object) -> dict[str, object]:
+        made = STUDY.view(list(records))
+        return {getattr(b, "name", f"finding {n}"): b for n, b in enumerate(made)}
+
+    def test_the_ladder_says_what_each_rung_brings(self) -> None:
+        held = self.blocks(
+            rung_record("start", "start", step=100.0),
+            rung_record("bf16", "first", step=50.0),
+            rung_record("flash", "alone", step=80.0),
+            rung_record("flash", "so far", step=25.0),
+            rung_record("graph", "so far", status="skipped", reason="no graphs here"),
+        )
+        table = held["step-ladder"]
+        assert isinstance(table, Table)
+        by_row = {(row[0], row[1]): row for row in table.rows}
+        assert by_row["bfloat16 autocast", "both"][3:5] == (2.0, 2.0)
+        assert by_row["flash attention", "alone"][3:5] == (1.25, None)
+        assert by_row["flash attention", "on those before"][3:5] == (4.0, 2.0)
+        assert table.rows[-1][2] == "skipped"
+        assert table.rows[-1][-1] == "no graphs here"
+        figure = held["step-climb"]
+        assert isinstance(figure, Figure)
+        assert figure.curves[0].x == ("start", "+ bf16", "+ flash")
+        first = next(b for b in held.values() if isinstance(b, Finding))
+        assert "from 100 ms to 25.0 ms, 4.00 times as fast" in first.text
+        assert "Alone, bfloat16 autocast brings most: 2.00 times" in first.text
+
+    def test_curves_are_held_against_the_one_of_their_seed(self) -> None:
+        falling = [9.0 - step * 0.1 for step in range(50)]
+        records = [
+            *(loss_record("start", seed, falling) for seed in (0, 1)),
+            loss_record("bf16", 0, [value * 1.001 for value in falling]),
+            loss_record("bf16", 1, [value * 0.998 for value in falling]),
+            loss_record("flash", 0, [value * 1.02 for value in falling]),
+        ]
+        found = curves(records)
+        assert found["bf16"].apart(found["start"]) == pytest.approx(-0.002)
+        assert found["start"].fell_by() == pytest.approx(1 - 4.3 / 9.0)
+        held = self.blocks(*records)
+        table = held["step-loss"]
+        assert isinstance(table, Table)
+        assert [row[-1] for row in table.rows] == [None, "same", "apart"]
+        texts = [b.text for b in held.values() if isinstance(b, Finding)]
+        said = "Not within 0.5 % of it at the end: flash attention (2.0 %)"
+        assert any(said in text for text in texts)
+
+    def test_a_text_that_was_not_learnt_tells_nothing(self) -> None:
+        flat = [9.0] * 20
+        held = self.blocks(loss_record("start", 0, flat), loss_record("bf16", 0, flat))
+        texts = [b.text for b in held.values() if isinstance(b, Finding)]
+        assert any("too little to tell right from wrong" in text for text in texts)
+
+    def test_the_speed_table_has_what_must_be_and_what_is(self) -> None:
+        record = step_race_record(
+            "2.7b-2048",
+            {
+                "peer: block default sdpa_flash": 364.9,
+                "ours: block default auto": 320.0,
+                "spare: block default auto checkpointed": 400.0,
+            },
+            peaks={"peer": 73.2, "ours": 60.0, "spare": 55.0},
+        )
+        (race,) = races([record])
+        assert race.ratio().value == pytest.approx(364.9 / 320.0)  # type: ignore[union-attr]
+        table = self.blocks(record)["step-speed"]
+        assert isinstance(table, Table)
+        fast, memory, spare = table.rows
+        assert (fast[1], fast[3]) == ("block default sdpa_flash", "block default auto")
+        assert fast[6:8] == ("≥ 1.1×", "reached")
+        assert memory[5] == pytest.approx(60 / 73.2)
+        assert memory[6:8] == ("≤ 0.9×", "reached")
+        assert spare[7] == "reached (1.10× the time)"
+        heats = self.blocks(record)["step-heats"]
+        assert isinstance(heats, Table)
+        assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
+
+    def test_small_is_held_against_the_clock(self) -> None:
+        record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})
+        table = self.blocks(record)["step-speed"]
+        assert isinstance(table, Table)
+        assert table.rows[0][6:8] == ("≤ 9 ms", "below")
+
+    def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
+        held = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
+        assert isinstance(held["step-waterfall"], Timeline)
+        assert held["step-waterfall-2"].lanes[-1].stretches[0].end == 0.5  # type: ignore[attr-defined]
+        assert "as a graph" in held["step-waterfall-2"].title  # type: ignore[attr-defined]
+        without = self.blocks(waterfall_record("graph"))
+        assert "as a graph" not in without["step-waterfall"].title  # type: ignore[attr-defined]
+
+
+def test_ladders_of_several_sizes_stay_apart() -> None:
+    records = [rung_record("start", "start", size=size) for size in ("small", "xl")]
+    assert [ladder.name for ladder in ladders(records)] == [
+        "small at context 512, batch 4", "xl at context 512, batch 4",
+    ]  # fmt: skip
+
+
+def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    done = cli(
+        "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
+        "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
+        "--race", "tiny-64", "--rounds", "1", "--warmup", "0", "--steps", "1", "--min-seconds", "0",
+        "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
+        "--seeds", "0", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 2}
+
+
+def test_on_a_cpu_a_race_of_graphs_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")
+    assert done.returncode == 2
+    assert "CUDA graphs exist on NVIDIA GPUs" in done.stderr
+
+
+def test_environment_decides_the_quick_share() -> None:
+    on_cpu = environment(device_kind="cpu", device_name="Xeon")
+    sizes = {flags.size for flags in STUDY.presets(on_cpu)["quick"]}
+    assert sizes == {("tiny",)}

@@ -1,0 +1,191 @@
+"""The ideal time of a step, and the way from there up to the measured one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sample_records import environment
+from step_records import CEILINGS
+from stepscope.analysis.ideal import ideal_ms, operations
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.waterfall import CAUSES, Step, waterfall
+from stepscope.model.config import ModelConfig, precision
+from stepscope.model.cost import flops, parameters
+from stepscope.model.sizes import find_size
+from stepscope.report.blocks import Finding, Table, Timeline
+from stepscope.studies.profile.rows import groups
+from stepscope.studies.waterfall_view import fall_of, remedy, waterfall_blocks
+from study_records import profile_record
+from trace_files import training_step
+
+MODEL = ModelConfig(d_model=8, d_ff=16, n_layers=2, n_heads=2, vocab=32, context=4)
+FLOAT32, AUTOCAST = precision("float32"), precision("bfloat16")
+
+
+class TestIdeal:
+    def test_products_have_the_arithmetic_that_mfu_counts(self) -> None:
+        listed = operations(find_size("xl"), 4, 512, AUTOCAST)
+        products = sum(o.instances * o.flops for o in listed if o.kind == "matmul")
+        assert products == flops(find_size("xl"), 4, 512).step_linear
+
+    def test_attention_counts_the_scores_that_a_backward_computes_again(self) -> None:
+        listed = operations(find_size("xl"), 4, 512, AUTOCAST)
+        counted = sum(o.instances * o.flops for o in listed if o.kind == "attention")
+        assert counted == 3.5 * flops(find_size("xl"), 4, 512).forward_attention
+
+    def test_each_operation_takes_the_longer_of_arithmetic_and_traffic(self) -> None:
+        listed = operations(MODEL, 1, 4, FLOAT32)
+        head = next(o for o in listed if (o.name, o.phase) == ("head", "forward"))
+        assert (head.flops, head.bytes) == (2 * 4 * 8 * 32, 4 * (4 * 8 + 8 * 32 + 4 * 32))
+        assert head.ms(rate=1e3, bandwidth=1e9) == 2048.0
+        assert head.ms(rate=1e9, bandwidth=1e3) == 1664.0
+
+    @pytest.mark.parametrize(
+        ("name", "each"), [("float32", 28), ("bfloat16", 28), ("bfloat16-pure", 14)]
+    )
+    def test_the_optimizer_moves_so_many_bytes_for_a_parameter(self, name: str, each: int) -> None:
+        (update,) = (o for o in operations(MODEL, 1, 4, precision(name)) if o.name == "AdamW")
+        assert update.bytes == each * parameters(MODEL).total
+
+    def test_a_pass_reads_and_writes_each_tensor_once(self) -> None:
+        listed = {
+            (o.name, o.phase): o for o in operations(MODEL, 1, 4, AUTOCAST) if o.kind == "memory"
+        }
+        row, hidden, logits = 4 * 8, 4 * 16, 4 * 32
+        assert listed["SwiGLU", "forward"].bytes == 3 * hidden * 2
+        assert listed["SwiGLU", "backward"].bytes == 5 * hidden * 2
+        # Stream in and out in float32, branch and normed in bfloat16.
+        assert listed["norm and sum", "forward"].bytes == row * (2 * 4 + 2 * 2)
+        assert listed["norm and sum", "forward"].instances == 4
+        assert listed["loss", "forward"].bytes == logits * 2
+
+    def test_a_mode_has_its_phases_only(self) -> None:
+        def phases(mode: str) -> set[str]:
+            return {o.phase for o in operations(MODEL, 1, 4, FLOAT32, mode)}
+
+        assert phases("forward") == {"forward"}
+        assert phases("forward-backward") == {"forward", "backward"}
+        assert phases("train-step") == {"forward", "backward", "optimizer"}
+
+
+def planted(**lines: float) -> Summary:
+    """A step whose ledger has these lines: `phase__class=ms`."""
+    summary = summarize(training_step().read())
+    held = tuple(
+        Line(phase=phase, kind=kind.replace("_", "/"), ms=ms)
+        for name, ms in lines.items()
+        for phase, _, kind in [name.partition("__")]
+    )
+    from msgspec.structs import replace
+
+    return replace(summary, lines=held, steps=(sum(lines.values()),))
+
+
+class TestWaterfall:
+    def test_every_cause_from_lines_that_are_known(self) -> None:
+        summary = planted(
+            forward__matmul=10.0, backward__attention=5.0, backward__elementwise=4.0,
+            loss__reduction=1.0, forward__copy_cast=2.0, optimizer__optimizer=3.0,
+            optimizer__copy_cast=1.0, backward__communication=0.5, idle__host=6.0,
+            __residual=0.25,
+        )  # fmt: skip
+        step = Step(MODEL, 1, 4, FLOAT32)
+        found = waterfall(summary, step, rate=1e9, bandwidth=1e9)
+        ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), 1e9, 1e9)
+        assert found.ideal == ideal
+        assert found.parts == pytest.approx(
+            {
+                "matmuls below peak": 15.0 - ideal["matmul"] - ideal["attention"],
+                "memory-bound operations": 5.0 - ideal["memory"],
+                "casts and copies": 2.0,
+                "launch gaps": 6.0,
+                "optimizer": 4.0 - ideal["optimizer"],
+                "recomputation": 0.0,
+                "communication": 0.5,
+                "unattributed": 0.25,
+            }
+        )
+        assert found.largest() == ("matmuls below peak", found.parts["matmuls below peak"])
+
+    def test_without_the_profiler_the_gaps_are_what_the_kernels_leave(self) -> None:
+        summary = planted(forward__matmul=10.0, idle__host=6.0)
+        step = Step(MODEL, 1, 4, FLOAT32)
+
+        def gaps(measured: float) -> tuple[float, float]:
+            parts = waterfall(summary, step, 1e12, 1e12, measured).parts
+            return parts["launch gaps"], parts["unattributed"]
+
+        assert gaps(13.0) == pytest.approx((3.0, 0.0))
+        assert gaps(9.0) == pytest.approx((0.0, -1.0)), "kernels were slower under the profiler"
+        assert gaps(18.0) == pytest.approx((6.0, 2.0)), "more than the trace shows"
+
+    def test_blocks_that_run_again_cost_their_forward(self) -> None:
+        summary = summarize(training_step(blocks=2).read())
+        once, none = (
+            waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), 1e15, 1e15)
+            for again in (1.0, 0.0)
+        )
+        # Of each of the two blocks a product of 40 µs and an addition of 10.
+        assert once.parts["recomputation"] == pytest.approx(0.1)
+        for cause, ms in (("matmuls below peak", 0.08), ("memory-bound operations", 0.02)):
+            assert none.parts[cause] - once.parts[cause] == pytest.approx(ms)  # type: ignore[index]
+
+    @given(
+        times=st.lists(st.floats(0, 1e3), min_size=6, max_size=6),
+        measured=st.none() | st.floats(1e-3, 1e4),
+        again=st.floats(0, 2),
+        rate=st.floats(1e6, 1e15),
+    )
+    def test_the_parts_add_up(
+        self, times: list[float], measured: float | None, again: float, rate: float
+    ) -> None:
+        names = (
+            "forward__matmul", "forward__elementwise", "backward__copy_cast",
+            "optimizer__optimizer", "idle__host", "__residual",
+        )  # fmt: skip
+        summary = planted(**dict(zip(names, times, strict=True)))
+        found = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)
+        assert set(found.parts) == set(CAUSES)
+        whole = found.ideal_ms + sum(found.parts.values())
+        size = max(1.0, found.ideal_ms, *map(abs, found.parts.values()))
+        assert whole == pytest.approx(found.measured_ms, abs=1e-9 * size)
+        assert found.measured_ms == (summary.wall_ms if measured is None else measured)
+
+
+class TestView:
+    def falls(self, **how: object) -> list:
+        found = groups([profile_record(**how)])
+        traced = found[0].fullest()
+        return [fall_of(traced.record, traced.workload, traced.summary)]
+
+    def test_a_picture_that_ends_at_the_measured_time(self) -> None:
+        (fall,) = self.falls(step=20.0)
+        finding, picture, table = waterfall_blocks([fall], "profile")
+        assert isinstance(picture, Timeline)
+        assert isinstance(table, Table)
+        *parts, measured = picture.lanes
+        assert measured.label == "measured"
+        assert measured.stretches[0].end == 20.0
+        assert parts[0].label == "ideal: matrix products"
+        ends = [lane.stretches[0].end for lane in parts]
+        assert ends[-1] == pytest.approx(20.0, rel=0.01)
+        assert isinstance(finding, Finding)
+        assert "What recovers it: " in finding.text
+
+    def test_without_ceilings_there_is_none(self) -> None:
+        assert self.falls(ceilings=()) == [None]
+        assert waterfall_blocks([], "profile") == ()
+
+    def test_what_recovers_a_part_is_something_that_the_step_does_not_do_yet(self) -> None:
+        (slow,) = self.falls()
+        (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
+        assert "lower number format" in remedy("matmuls below peak", slow)
+        assert "flash attention" in remedy("matmuls below peak", half)
+        assert "master weights" in remedy("casts and copies", half)
+        assert "CUDA graph" in remedy("launch gaps", slow)
+        on_cpu = environment(device_kind="cpu", device_name="Xeon")
+        (host,) = self.falls(environment=on_cpu)
+        assert remedy("launch gaps", host) == "a larger batch"
