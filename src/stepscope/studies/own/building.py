@@ -1,4 +1,4 @@
-"""A model from a function of the user's, checked before anything is measured. Imports torch."""
+"""A model from a function of the user's, checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.errors import UsageError
 
-Loss = Callable[[Any, Any], torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Loss = Callable[[Any, Any], "torch.Tensor"]
 
 
 class Built(NamedTuple):
@@ -42,6 +43,8 @@ def load(name: str) -> Callable[[], Any]:
 
 
 def build(name: str) -> Built:
+    import torch
+
     made = load(name)()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise UsageError(
@@ -75,6 +78,8 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 
 def loss_of(output: Any, batch: Any, loss: Loss | None, name: str) -> torch.Tensor:
     """A scalar that can be differentiated, from whatever the model returns."""
+    import torch
+
     if loss is not None:
         found: Any = loss(output, batch)
     elif isinstance(output, Mapping):
@@ -95,6 +100,8 @@ def loss_of(output: Any, batch: Any, loss: Loss | None, name: str) -> torch.Tens
 
 
 def _described(value: Any) -> str:
+    import torch
+
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -1,25 +1,28 @@
-"""The training step of a model of one's own, as phases for the instruments. Imports torch."""
+"""The training step of a model of one's own, as phases for the instruments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from stepscope.measure.device import Device
-from stepscope.measure.timer import Phase
 from stepscope.model.config import precision
-from stepscope.ranges import named
 from stepscope.studies.own import OwnCase
 from stepscope.studies.own.building import Built, build, call, loss_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
 
 
 class OwnStep:
     """Built once; every phase is a closure without arguments."""
 
     def __init__(self, case: OwnCase, device: Device, *, seed: int = 0) -> None:
+        import torch
+
         form = precision(case.dtype)
         torch.manual_seed(seed)
         torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")
@@ -43,6 +46,8 @@ class OwnStep:
         compile_own(self.model, self.case.compile)
 
     def phases(self) -> tuple[Phase, ...]:
+        from stepscope.measure.timer import Phase
+
         return (
             Phase("forward", self._forward),
             Phase("backward", self._backward),
@@ -61,16 +66,22 @@ class OwnStep:
         self.loss = None
 
     def _forward(self) -> None:
+        from stepscope.ranges import named
+
         with named("forward"), self._autocast():
             output = call(self.model, self.batch)
             self.loss = loss_of(output, self.batch, self.built.loss, self.case.model)
 
     def _backward(self) -> None:
+        from stepscope.ranges import named
+
         assert self.loss is not None
         with named("backward"):
             self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
 
     def _optimize(self) -> None:
+        from stepscope.ranges import named
+
         with named("optimizer"):
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -78,6 +89,8 @@ class OwnStep:
 
 
 def compile_own(model: torch.nn.Module, how: str) -> None:
+    import torch
+
     if how == "model":
         model.compile()
     elif how == "block":
@@ -88,6 +101,8 @@ def compile_own(model: torch.nn.Module, how: str) -> None:
 
 
 def make_own_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    import torch
+
     parameters = [p for p in model.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
