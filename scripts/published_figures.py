@@ -25,7 +25,7 @@ def published_h200(records: Sequence[Record], peers: dict[str, Any]) -> str:
     rates = {held.name: held.value for held in first.ceilings if held.source == "measured"}
     lines = [
         "# Written by scripts/make_docs.py from results/; not edited by hand.",
-        f"writeup = {_text('Stepscope, records in results/h200.jsonl')}",
+        f"writeup = {_text('Stepscope on an H200 (results/h200.jsonl)')}",
         f"device = {_text(first.environment.device_name)}",
         f"runs = {_list(dict.fromkeys(record.run for record in steps))}",
         "",

@@ -120,16 +120,18 @@ def test_rates_there_come_from_the_data_sheet_or_our_own_measurement() -> None:
 
 
 def published(study: str, *records: Record) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """By device, case and quantity: published, carried over, here, ratio, note."""
+    """By source, case and quantity: published, carried over, here, ratio, note."""
     rows: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for block in find_study(study).view(records):
         if isinstance(block, Table) and block.name == f"{study}-published":
             assert len(block.details) == len(block.rows)
             for row in block.rows:
-                rows[row[1], row[2], row[3]] = row[4:]
+                rows[row[0], row[1], row[2]] = row[3:]
     return rows
 
 
+H800 = "CS336 write-up on an H800 PCIe"
+H200 = "Stepscope on an H200 (results/h200.jsonl)"
 ELSEWHERE = environment(device_name="NVIDIA L4")
 
 
@@ -139,17 +141,17 @@ def test_a_time_is_carried_over_by_the_matrix_rate() -> None:
     )
     rows = published("benchmark", mine)
     # 51 TFLOP/s there, 25.5 measured here: the same work should take twice as long.
-    row = rows["NVIDIA H800 PCIe", "small, context 128, batch 4, float32", "forward, mean"]
+    row = rows[H800, "small, context 128, batch 4, float32", "forward, mean"]
     assert row[:3] == ("21.57 ms ± 130 µs", "43.14 ms", "21.57 ms")
     assert row[3] == pytest.approx(0.5, rel=1e-3)
-    own = rows["NVIDIA H200", "small, context 128, batch 4, float32", "forward, median"]
+    own = rows[H200, "small, context 128, batch 4, float32", "forward, median"]
     assert own[3] == pytest.approx(21.57 / float(own[1].split()[0]), rel=1e-3)
-    assert not any(device == "NVIDIA A10" for device, *_ in rows)
+    assert not any("A10" in source for source, *_ in rows)
 
 
 def test_on_the_same_device_a_time_stands_as_it_is() -> None:
     rows = published("benchmark", benchmark_record("forward", context=128, step=10.0))
-    own = rows["NVIDIA H200", "small, context 128, batch 4, float32", "forward, median"]
+    own = rows[H200, "small, context 128, batch 4, float32", "forward, median"]
     assert own[0] == own[1]
 
 
@@ -157,7 +159,7 @@ def test_records_do_not_stand_beside_themselves() -> None:
     (run,) = next(held.runs for held in write_ups() if held.runs)
     rows = published("benchmark", benchmark_record("forward", context=128, run=run))
     assert rows
-    assert not any(device == "NVIDIA H200" for device, *_ in rows)
+    assert not any(source == H200 for source, *_ in rows)
 
 
 def test_other_conditions_find_nothing() -> None:
@@ -176,7 +178,7 @@ def test_other_conditions_find_nothing() -> None:
 def test_without_a_measured_ceiling_nothing_is_carried_over() -> None:
     mine = benchmark_record("forward", context=128, environment=ELSEWHERE, ceilings=())
     row = published("benchmark", mine)[
-        "NVIDIA H800 PCIe", "small, context 128, batch 4, float32", "forward, mean"
+        H800, "small, context 128, batch 4, float32", "forward, mean"
     ]
     assert row[1] is None
     assert row[3] is None
@@ -197,10 +199,10 @@ def test_memory_is_compared_byte_for_byte() -> None:
     )
     rows = published("memory", mine, narrow)
     what = "peak, peak of a snapshot"
-    row = rows["NVIDIA H800 PCIe", "2.7b, context 128, batch 4, float32, forward", what]
+    row = rows[H800, "2.7b, context 128, batch 4, float32, forward", what]
     assert row[0] == "18.08 GiB"
     assert row[3] == pytest.approx(1.0)
-    doubted = rows["NVIDIA H800 PCIe", "2.7b, context 128, batch 4, bfloat16, forward", what]
+    doubted = rows[H800, "2.7b, context 128, batch 4, bfloat16, forward", what]
     assert doubted[3] is None
     assert "copies of the weights" in doubted[4]
 
@@ -213,16 +215,16 @@ def test_attention_is_carried_over_by_the_bandwidth() -> None:
     )  # fmt: skip
     rows = published("attention", mine)
     case = "length 4096, d 64, heads 1, batch 8, float32"
-    row = rows["NVIDIA H800 PCIe", case, "backward, mean"]
+    row = rows[H800, case, "backward, mean"]
     assert row[:3] == ("15.92 ms ± 470 µs", "7.959 ms", "8.000 ms")
     assert "mask" in row[4]
-    assert rows["NVIDIA H800 PCIe", case, "peak, measured once"][3] == pytest.approx(1.0)
+    assert rows[H800, case, "peak, measured once"][3] == pytest.approx(1.0)
 
 
 def test_a_wrong_figure_is_shown_with_its_note_and_without_a_ratio() -> None:
     rows = published("allreduce", collective_record())
     assert rows == {
-        ("NVIDIA GeForce RTX 4090", "all-reduce, 4.00 MiB, ranks 2", "time, one run"): (
+        ("CS336 write-up on an RTX 4090", "all-reduce, 4.00 MiB, ranks 2", "time, one run"): (
             "2.953 s", None, None, None,
             "the same for every size from 1 MiB to 1 GiB: the start of the processes was timed, not"
             " the messages; not stated: backend",
@@ -234,7 +236,7 @@ def test_a_step_on_ranks_has_no_ratio_where_conditions_are_open() -> None:
     mine = ddp_record()
     medium = msgspec.structs.replace(mine, config=mine.config | {"size": "medium"})
     rows = published("ddp", medium)
-    case = "NVIDIA GeForce RTX 4090", "naive, medium, ranks 2", "step, slower rank"
+    case = "CS336 write-up on an RTX 4090", "naive, medium, ranks 2", "step, slower rank"
     assert rows[case][:4] == ("506.0 ms", None, None, None)
     assert "not stated: context, batch, backend" in rows[case][4]
     shared = sharding_record()

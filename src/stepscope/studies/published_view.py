@@ -132,7 +132,6 @@ def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
         title="Published figures beside these",
         columns=(
             Column(title="source"),
-            Column(title="device"),
             Column(title="case"),
             Column(title="what"),
             Column(title="published"),
@@ -175,8 +174,7 @@ def _cells(pair: Beside) -> tuple[Cell, ...]:
         published += f" ± {show(figure.spread * figure.base / figure.value, 2)}"
     carried, here = pair.carried, pair.here
     return (
-        figure.writeup,
-        figure.device or "not named",
+        _source(figure),
         _case(figure),
         f"{figure.quantity}, {figure.statistic}",
         published,
@@ -185,6 +183,12 @@ def _cells(pair: Beside) -> tuple[Cell, ...]:
         pair.ratio,
         _note(figure),
     )
+
+
+def _source(figure: Figure) -> str:
+    """The write-up, and the device where that is not in its name."""
+    short = figure.device.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return figure.writeup if short in figure.writeup else f"{figure.writeup}, {short}"
 
 
 def _case(figure: Figure) -> str:
