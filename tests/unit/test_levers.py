@@ -11,6 +11,7 @@ import torch
 
 from command_line import CommandLine
 from lever_records import CEILINGS, card_record, lever_record
+from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
 from stepscope.measure.card import cpu_facts, cuda_facts
 from stepscope.measure.device import pick_device
@@ -196,6 +197,13 @@ def test_an_emulated_format_is_not_the_device_s_balance() -> None:
     slow = Ceiling(name="matmul.float16", value=1e9, unit="FLOP/s", source="measured")
     said, _ = viewed(card_record(ceilings=(*CEILINGS, slow)))
     assert "float16" not in said.replace("bfloat16", "")
+
+
+def test_each_lever_shortens_a_part_of_the_waterfall() -> None:
+    for lever in LEVERS.values():
+        assert lever.cause in CAUSES
+    _, tables = viewed(lever_record())
+    assert tables["levers-hardware"].rows[0][4] == "casts and copies"
 
 
 def test_a_cpu_has_words_of_its_own() -> None:

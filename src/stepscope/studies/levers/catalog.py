@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stepscope.analysis.waterfall import Cause
+
 
 class Words(NamedTuple):
     """A lever on one kind of device."""
@@ -17,8 +19,10 @@ class Lever(NamedTuple):
     title: str
     gpu: Words
     cpu: Words
-    step: str
-    """Where a training step meets it, in the words of its waterfall."""
+    cause: Cause
+    """The part of a step's waterfall that it shortens."""
+    example: str
+    """Where a training step meets it."""
 
 
 LEVERS: dict[str, Lever] = {
@@ -36,6 +40,7 @@ LEVERS: dict[str, Lever] = {
             "a vector register holds neighbours and has one instruction for all of them: where"
             " neighbours differ, both sides are computed for both",
         ),
+        "matmuls below peak",
         "masked tiles of causal attention, padding of ragged batches",
     ),
     "precision": Lever(
@@ -52,7 +57,8 @@ LEVERS: dict[str, Lever] = {
             "a vector register holds twice as many numbers of half the width, and as many more fit"
             " in a cache line",
         ),
-        "below-peak matmuls: a product in a wider format than it needs",
+        "matmuls below peak",
+        "a product in a wider format than it needs",
     ),
     "fusion": Lever(
         "Operator fusion",
@@ -68,7 +74,8 @@ LEVERS: dict[str, Lever] = {
             "between calls a number goes through the caches to memory and back; within one it stays"
             " in a register",
         ),
-        "memory-bound operations: norms, activations, residual sums, casts, the optimizer",
+        "memory-bound operations",
+        "norms, activations, residual sums, casts, the optimizer",
     ),
     "recomputation": Lever(
         "Recomputation",
@@ -84,7 +91,9 @@ LEVERS: dict[str, Lever] = {
             "a core has few lanes, so that making a number again takes about as long as fetching"
             " it; what is saved is memory",
         ),
-        "recomputation: activation checkpointing, and attention that never writes its scores",
+        "memory-bound operations",
+        "attention that never writes its scores; checkpointing is the same for the sake of memory,"
+        " and is the waterfall's recomputation",
     ),
     "coalescing": Lever(
         "Coalesced access",
@@ -100,7 +109,8 @@ LEVERS: dict[str, Lever] = {
             "memory moves whole cache lines: at 64 bytes apart a line is fetched for each number,"
             " and vector loads are out of reach",
         ),
-        "memory-bound operations: transposes, strided heads, copies to contiguous",
+        "casts and copies",
+        "transposes, strided heads, copies to contiguous",
     ),
     "tiling": Lever(
         "Tiling",
@@ -116,7 +126,8 @@ LEVERS: dict[str, Lever] = {
             "what is loaded into a register or the nearest cache serves 64 rows before it is thrown"
             " out",
         ),
-        "below-peak matmuls; attention in tiles, which is why its scores fit on the chip",
+        "matmuls below peak",
+        "products of unfit shapes; attention in tiles, whose scores stay on the chip",
     ),
 }
 """In the order of the list that they come from."""

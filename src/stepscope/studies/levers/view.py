@@ -154,12 +154,13 @@ def _hardware_table(rows: Sequence[LeverRow]) -> Table:
             Column(title="slow form"),
             Column(title="fast form"),
             Column(title="mechanism"),
+            Column(title="in the waterfall", hint="the part of a step's time that it shortens"),
             Column(title="in a training step"),
         ),
         rows=tuple(
             (
                 row.title, row.words.slow, row.words.fast, row.words.hardware,
-                LEVERS[row.lever].step,
+                LEVERS[row.lever].cause, LEVERS[row.lever].example,
             )
             for row in rows
         ),
