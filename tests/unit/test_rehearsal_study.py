@@ -127,9 +127,9 @@ def test_a_batch_of_one_is_not_shared_out() -> None:
 def test_a_check_that_is_right_says_so() -> None:
     check = check_of(check_record())
     assert check is not None
-    assert check.channel.alone(0) == pytest.approx(1.0, rel=1e-3)
-    assert check.upkeep.agree == 0.5
-    assert [row.error for row in check.rows] == pytest.approx([0.0] * 4, abs=2e-3)
+    assert check.verdict.channel.alone(2**20) == pytest.approx(2.0)
+    assert check.verdict.upkeep.agree == 0.5
+    assert [row.error for row in check.verdict.rows] == pytest.approx([0.0] * 4, abs=2e-3)
     (finding,) = findings(check_record())
     assert finding.tone == "good"
     assert "tiny at context 32 on 2 waiting ranks over gloo" in finding.text

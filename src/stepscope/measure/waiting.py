@@ -44,8 +44,14 @@ class WaitingStep(nn.Module):
     """
 
     def __init__(
-        self, forward_ms: float, gradients: Sequence[Due], backward_ms: float, optimizer_ms: float
+        self,
+        forward_ms: float,
+        gradients: Sequence[Due],
+        backward_ms: float,
+        optimizer_ms: float,
+        like: WaitingStep | None = None,
     ) -> None:
+        """`like` is another of the same gradients, whose values this one may use as well."""
         super().__init__()
         self._forward_ms, self._optimizer_ms = forward_ms, optimizer_ms
         self._pace = Pace()
@@ -54,7 +60,11 @@ class WaitingStep(nn.Module):
             for due in gradients
         )
         # Copied for each backward: a real one makes new tensors as well.
-        self._made = [torch.full_like(parameter, 1e-3) for parameter in self.held]
+        self._made: list[Tensor] = (
+            [torch.full_like(parameter, 1e-3) for parameter in self.held]
+            if like is None
+            else like._made
+        )
         self._order = sorted(range(len(gradients)), key=lambda place: gradients[place].ready_ms)
         moments = [0.0, *(gradients[place].ready_ms for place in self._order), backward_ms]
         self._gaps = [end - start for start, end in pairwise(moments)]

@@ -1,43 +1,71 @@
-"""A channel between ranks that exist, fitted to what was measured on it.
+"""A channel between ranks that exist, as it was measured.
 
-Two lines. `alone`: a reduction by itself. `queued`: how much later the last of several is done for
+Two curves. `alone`: a reduction by itself. `queued`: how much later the last of several is done for
 each one before it, when all are issued at once. They differ where a backend works on more than one
-at a time (gloo has two threads), or where the second fills the waits of the first.
+at a time (gloo has two threads), or where the second fills the waits of the first. Between two
+sizes that were measured a curve is a line: latency and bandwidth of that stretch. One line over all
+sizes is what is reported; it misses single sizes by a third where buffers of the network take small
+messages for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from stepscope.analysis.links import Link, fit_link
 
 
+class Curve(NamedTuple):
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+    """In ms, none below the one before."""
+
+    @classmethod
+    def through(cls, points: Mapping[int, float]) -> Curve:
+        ordered = sorted(points.items())
+        # A larger message that was faster is noise.
+        rising = accumulate((ms for _, ms in ordered), max)
+        return cls(tuple(float(size) for size, _ in ordered), tuple(rising))
+
+    def at(self, size: float) -> float:
+        """Beyond the largest size the last stretch goes on; below the smallest it is that one's."""
+        if size <= self.sizes[-1]:
+            return float(np.interp(size, self.sizes, self.times))
+        (x0, x1), (t0, t1) = self.sizes[-2:], self.times[-2:]
+        return t1 + (size - x1) * (t1 - t0) / (x1 - x0)
+
+
 class MeasuredChannel(NamedTuple):
-    alone_link: Link
-    queued_link: Link
+    alone_curve: Curve
+    queued_curve: Curve
+    line: Link
+    """One latency and one bandwidth for a reduction alone, by least squares."""
 
     def alone(self, size: float) -> float:
-        return self.alone_link.latency_ms + size / self.alone_link.bytes_per_ms
+        return self.alone_curve.at(size)
 
     def queued(self, size: float) -> float:
-        return self.queued_link.latency_ms + size / self.queued_link.bytes_per_ms
+        return self.queued_curve.at(size)
 
 
-def fit_channel(
+def measured_channel(
     alone: Mapping[int, float], bursts: Mapping[tuple[int, int], float]
 ) -> MeasuredChannel | None:
     """From times in ms by size, and of so many messages of a size at once; None if they say none.
 
     A burst of k ends k-1 gaps after its first message would have ended alone.
     """
-    single = fit_link(list(alone), list(alone.values()))
-    gaps = {
-        size: (total - alone[size]) / (count - 1)
-        for (size, count), total in bursts.items()
-        if count > 1 and size in alone and total > alone[size]
-    }
-    together = fit_link(list(gaps), list(gaps.values()))
-    if single is None:
+    line = fit_link(list(alone), list(alone.values()))
+    if line is None:
         return None
-    return MeasuredChannel(single, together or single)
+    gaps = {
+        size: max(0.0, total - alone[size]) / (count - 1)
+        for (size, count), total in bursts.items()
+        if count > 1 and size in alone
+    }
+    curve = Curve.through(alone)
+    return MeasuredChannel(curve, Curve.through(gaps) if len(gaps) > 1 else curve, line)

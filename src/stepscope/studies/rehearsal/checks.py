@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.links import fit_link
-from stepscope.analysis.rehearsal.channel import MeasuredChannel, fit_channel
+from stepscope.analysis.rehearsal.channel import MeasuredChannel, measured_channel
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
-from stepscope.records.schema import Record
+from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Cell, Column, Finding, Interval, Table
 from stepscope.report.format import duration, percent, rate
@@ -31,12 +31,21 @@ class Row(NamedTuple):
         return self.predicted_ms / self.measured.median - 1
 
 
-class Check(NamedTuple):
-    record: Record
-    recording: Recording
+class Verdict(NamedTuple):
+    """The link as it was measured, and every way as it was predicted on it and run."""
+
     channel: MeasuredChannel
     upkeep: Upkeep
     rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> Row:
+        return max(self.rows, key=lambda row: abs(row.error))
+
+
+class Check(NamedTuple):
+    record: Record
+    verdict: Verdict
 
     @property
     def title(self) -> str:
@@ -47,25 +56,25 @@ class Check(NamedTuple):
             f" over {self.record.notes.get('backend', 'gloo')}"
         )
 
-    @property
-    def worst(self) -> Row:
-        return max(self.rows, key=lambda row: abs(row.error))
-
 
 def check_of(record: Record) -> Check | None:
     recording = recording_of(record)
     if recording is None:
         return None
-    slowest = _slowest(record)
+    verdict = judge(recording, record.series, record.config["bucket_mb"])
+    return None if verdict is None else Check(record, verdict)
+
+
+def judge(
+    recording: Recording, series: Iterable[Series], bucket_mb: Sequence[float]
+) -> Verdict | None:
+    """What samples of real ranks say of the predictions; None where they do not tell the link."""
+    slowest = _slowest(series)
     medians = {name: held.median for name, held in slowest.items()}
-    alone = {int(name.split(".")[1]): ms for name, ms in medians.items() if name[:6] == "alone."}
-    packs = {int(name.split(".")[1]): ms for name, ms in medians.items() if name[:5] == "pack."}
-    bursts = {}
-    for name, ms in medians.items():
-        if name.startswith("burst."):
-            _, size, count = name.split(".")
-            bursts[int(size), int(count)] = ms
-    channel = fit_channel(alone, bursts)
+    alone = {size: ms for (size,), ms in _sized(medians, "alone").items()}
+    packs = {size: ms for (size,), ms in _sized(medians, "pack").items()}
+    bursts = {(size, count): ms for (size, count), ms in _sized(medians, "burst").items()}
+    channel = measured_channel(alone, bursts)
     pack = fit_link(list(packs), list(packs.values()))
     still = slowest.get(f"step.{ALONE}")
     if channel is None or still is None:
@@ -77,42 +86,48 @@ def check_of(record: Record) -> Check | None:
         agree=medians.get("agree", 0.0),
     )
     rows = []
-    for strategy, bucket_mb in strategies(record.config["bucket_mb"]):
-        way = name_of(strategy, bucket_mb)
+    for strategy, size in strategies(bucket_mb):
+        way = name_of(strategy, size)
         measured = slowest.get(f"step.{way}")
-        if measured is None:
-            continue
-        told = replay(recording, strategy, channel, bucket_mb, upkeep)
-        exposed = measured.median - still.median
-        rows.append(Row(way, told.step_ms, measured, told.exposed_ms, exposed))
-    return Check(record, recording, channel, upkeep, tuple(rows)) if rows else None
+        if measured is not None:
+            told = replay(recording, strategy, channel, size, upkeep)
+            exposed = measured.median - still.median
+            rows.append(Row(way, told.step_ms, measured, told.exposed_ms, exposed))
+    return Verdict(channel, upkeep, tuple(rows)) if rows else None
 
 
-def _slowest(record: Record) -> dict[str, Summary]:
-    """Of every series that the ranks measured: the slowest rank of each round."""
+def _slowest(series: Iterable[Series]) -> dict[str, Summary]:
+    """Of everything that the ranks measured: the slowest rank of each round."""
     held: dict[str, list[tuple[float, ...]]] = {}
-    for series in record.series:
-        if "." in series.name or series.name in ("issue", "agree"):
-            held.setdefault(series.name, []).append(series.values)
+    for one in series:
+        if "." in one.name or one.name in ("issue", "agree"):
+            held.setdefault(one.name, []).append(one.values)
     return {
         name: summarize([max(values) for values in zip(*ranks, strict=True)])
         for name, ranks in held.items()
     }
 
 
+def _sized(medians: Mapping[str, float], kind: str) -> dict[tuple[int, ...], float]:
+    """Of series that are named for their sizes: `KIND.SIZE`, `KIND.SIZE.COUNT`."""
+    return {
+        tuple(map(int, name.split(".")[1:])): ms
+        for name, ms in medians.items()
+        if name.startswith(f"{kind}.")
+    }
+
+
 def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
     for check in checks:
-        worst, channel = check.worst, check.channel
+        worst, line = check.verdict.worst, check.verdict.channel.line
         within = abs(worst.error) <= GOAL
         verdict = f"within {percent(GOAL)}" if within else f"above the goal of {percent(GOAL)}"
         yield Finding(
             text=f"{check.title}: predicted steps are off by {percent(abs(worst.error))} at most"
             f" ({worst.way}: {duration(worst.predicted_ms)} predicted,"
             f" {duration(worst.measured.median)} measured), {verdict}. The link as measured:"
-            f" {duration(channel.alone_link.latency_ms)} a reduction and"
-            f" {rate(channel.alone_link.bytes_per_ms * 1e3, 'B/s')}; in a queue"
-            f" {duration(channel.queued_link.latency_ms)} and"
-            f" {rate(channel.queued_link.bytes_per_ms * 1e3, 'B/s')}.",
+            f" {duration(line.latency_ms)} a reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')},"
+            f" which single sizes miss by up to {percent(line.residual)}.",
             tone="good" if within else "warn",
         )
 
@@ -129,7 +144,7 @@ def check_table(checks: Sequence[Check]) -> Table:
             row.exposed_measured_ms,
         )
         for check in checks
-        for row in check.rows
+        for row in check.verdict.rows
     ]
     return Table(
         name="rehearsal-checks",

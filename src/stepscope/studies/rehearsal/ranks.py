@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.analysis.rehearsal.replay import name_of
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 ALONE = "no communication"
 WARMUP = 2
 BURST = 8
-"""Messages at once, to see how they hold each other up."""
-LARGEST_BURST = 2**22
+"""Small messages at once, to see how they hold each other up; of large ones there are two."""
+LARGEST_BURST = 2**21
 REPEATS = 4
 """Messages one after the other, of the sizes of which there are several."""
 SMALLEST = 2**12
@@ -76,9 +76,9 @@ def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> 
         for g in recording.gradients
     ]
 
-    def make() -> WaitingStep:
+    def make(like: WaitingStep | None = None) -> WaitingStep:
         return WaitingStep(
-            recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms
+            recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms, like
         )
 
     def way(own: WaitingStep, model: Any) -> Step:
@@ -95,7 +95,7 @@ def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> 
     plain = make()
     ways = {ALONE: way(plain, plain)}
     for strategy, bucket_mb in strategies(config["bucket_mb"]):
-        own = make()
+        own = make(plain)
         wrapped = DDP(own, strategy, bucket_mb)  # type: ignore[arg-type]
         ways[name_of(strategy, bucket_mb)] = way(own, wrapped)
     return ways
@@ -114,7 +114,7 @@ def computing_ways(world: World, recording: Recording, config: dict[str, Any]) -
     }
 
 
-def strategies(bucket_mb: list[float]) -> list[tuple[str, float]]:
+def strategies(bucket_mb: Sequence[float]) -> list[tuple[str, float]]:
     return [("naive", 1.0), ("flat", 1.0), ("overlap", 1.0), *(("bucketed", s) for s in bucket_mb)]
 
 
@@ -149,7 +149,7 @@ class Probe:
         self._world = world
         self.sizes = probe_sizes(most_bytes)
         self._messages: dict[int, list[Tensor]] = {
-            size: [torch.zeros(size // 4) for _ in range(BURST if size <= LARGEST_BURST else 1)]
+            size: [torch.zeros(size // 4) for _ in range(_at_once(size, self.sizes[-1]))]
             for size in self.sizes
         }
         self._buckets = {size: torch.zeros(size // 4) for size in self.sizes}
@@ -200,11 +200,18 @@ class Probe:
 
 
 def probe_sizes(most_bytes: int) -> tuple[int, ...]:
-    """From 4 KiB on by factors of sixteen, up to the largest message there can be."""
+    """From 4 KiB on by factors of sixteen; half of the largest message there can be, and that."""
     sizes = [SMALLEST]
-    while sizes[-1] * 16 < most_bytes:
+    while sizes[-1] * 16 < most_bytes // 4:
         sizes.append(sizes[-1] * 16)
-    return (*sizes, max(most_bytes // 4 * 4, sizes[-1] + 4))
+    half = max(most_bytes // 8 * 4, 2 * sizes[-1])
+    return (*sizes, half, max(most_bytes // 4 * 4, 2 * half))
+
+
+def _at_once(size: int, largest: int) -> int:
+    if size <= LARGEST_BURST and size < largest:
+        return BURST
+    return 2 if size < largest else 1
 
 
 def _since(began: float) -> float:

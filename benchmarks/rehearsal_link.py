@@ -1,0 +1,230 @@
+"""A rehearsal against real ranks on a slow link: each rank in a network namespace of its own.
+
+    python benchmarks/rehearsal_link.py --ranks 2 4 --mbit 400
+
+Every rank gets a namespace with one interface, joined to a bridge by a pair of virtual ones whose
+both ends let that many Mbit/s through (a token bucket). The step is recorded in this process, the
+link is measured between the ranks, each way is predicted and run, in turns. Needs the rights of
+root over networks (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; ends with 77 where it has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from stepscope.analysis.rehearsal.recording import Recording
+from stepscope.records.schema import Series
+from stepscope.studies.rehearsal.checks import GOAL, Verdict, judge
+from stepscope.studies.rehearsal.ranks import RankResult, run_ways
+from stepscope.studies.rehearsal.recording import record_step
+from stepscope.studies.workload import Workload
+
+NOT_PERMITTED = 77
+BURST_BYTES = 32 * 1024
+"""What the bucket lets through at once: a few packets, or small messages would be free."""
+SUBNET = "10.213.77"
+SECONDS = 300.0
+
+
+class NotPermittedError(Exception):
+    """Namespaces cannot be made here."""
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise NotPermittedError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def shape(namespace: str, interface: str, mbit: float) -> None:
+    words = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{mbit}mbit",
+             "burst", str(BURST_BYTES), "latency", "200ms"]  # fmt: skip
+    done = subprocess.run(
+        ["ip", "netns", "exec", namespace, *words], capture_output=True, text=True, timeout=20
+    )
+    if done.returncode:
+        raise NotPermittedError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[str]:
+    ip("netns", "add", name)
+    try:
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+
+
+@contextmanager
+def slow_network(ranks: int, mbit: float) -> Iterator[list[str]]:
+    """The ranks' namespaces; they and their interfaces are gone afterwards."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NotPermittedError(f"{tool} is not installed")
+    prefix = f"stepscope-{os.getpid()}"
+    with ExitStack() as stack:
+        switch = stack.enter_context(namespace(f"{prefix}-switch"))
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        made = []
+        for rank in range(ranks):
+            own = stack.enter_context(namespace(f"{prefix}-{rank}"))
+            port = f"port{rank}"
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "wire",
+               "netns", own)  # fmt: skip
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", own, "address", "add", f"{SUBNET}.{rank + 1}/24", "dev", "wire")
+            ip("-n", own, "link", "set", "wire", "up")
+            ip("-n", own, "link", "set", "lo", "up")
+            shape(own, "wire", mbit)
+            shape(switch, port, mbit)
+            made.append(own)
+        yield made
+
+
+def as_rank(folder: Path) -> None:
+    """What a rank's process does."""
+    import torch
+
+    from stepscope.parallel import World
+
+    recording, config = pickle.loads((folder / "task").read_bytes())
+    torch.set_num_threads(1)
+    world = World.from_environment("gloo", "cpu")
+    with world.connected(SECONDS):
+        result = run_ways(world, recording, config)
+    (folder / f"result-{world.rank}").write_bytes(pickle.dumps(tuple(result)))
+
+
+def run_on_link(
+    ranks: int, mbit: float, recording: Recording, config: dict[str, object]
+) -> list[RankResult]:
+    with tempfile.TemporaryDirectory() as name, slow_network(ranks, mbit) as namespaces:
+        folder = Path(name)
+        (folder / "task").write_bytes(pickle.dumps((recording, config)))
+        started = []
+        for rank, own in enumerate(namespaces):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "wire",
+                "STEPSCOPE_RENDEZVOUS": f"file://{folder / 'rendezvous'}",
+            }  # fmt: skip
+            words = ["ip", "netns", "exec", own, sys.executable, __file__, "--as-rank", name]
+            started.append(subprocess.Popen(words, env=os.environ | variables))
+        try:
+            codes = [process.wait(timeout=SECONDS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
+        return [
+            RankResult(*pickle.loads((folder / f"result-{rank}").read_bytes()))
+            for rank in range(ranks)
+        ]
+
+
+def record(options: argparse.Namespace) -> Recording:
+    import torch
+
+    from stepscope.measure.device import CpuDevice
+
+    torch.set_num_threads(1)
+    workload = Workload(
+        size=options.size, table="2025", context=options.context, batch=options.batch,
+        dtype="float32", attention="reference", compile="no", optimizer="torch",
+        mode="train-step", overrides={"vocab": options.vocab},
+    )  # fmt: skip
+    series, times = record_step(workload, CpuDevice(), options.steps, lambda *_: None)
+    return Recording.of_samples(series, times)
+
+
+def verdict_of(results: list[RankResult], recording: Recording, buckets: list[float]) -> Verdict:
+    series = [
+        Series(name=name, unit="ms", rank=rank, values=tuple(values))
+        for rank, result in enumerate(results)
+        for name, values in result.samples.items()
+    ]
+    verdict = judge(recording, series, buckets)
+    assert verdict is not None
+    return verdict
+
+
+def facts(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> dict[str, object]:
+    return {
+        "ranks": ranks,
+        "mbit": mbit,
+        "gradient_bytes": recording.gradient_bytes,
+        "compute_ms": recording.compute_ms,
+        "bytes_per_ms": verdict.channel.line.bytes_per_ms,
+        "latency_ms": verdict.channel.line.latency_ms,
+        "ways": {
+            row.way: {"predicted_ms": row.predicted_ms, "measured_ms": row.measured.median,
+                      "error": row.error}
+            for row in verdict.rows
+        },
+    }  # fmt: skip
+
+
+def say(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None:
+    link = verdict.channel.line
+    print(
+        f"{ranks} ranks at {mbit:g} Mbit/s: {recording.compute_ms:.1f} ms of compute,"
+        f" {recording.gradient_bytes / 2**20:.1f} MiB of gradients; a reduction takes"
+        f" {link.latency_ms:.2f} ms and carries {link.bytes_per_ms / 1e3:.1f} MB/s"
+    )
+    for row in verdict.rows:
+        print(
+            f"  {row.way:18} predicted {row.predicted_ms:8.1f} ms, measured"
+            f" {row.measured.median:8.1f} [{row.measured.low:.1f}, {row.measured.high:.1f}],"
+            f" error {row.error:+.1%}"
+        )
+    print(f"  worst {abs(verdict.worst.error):.1%} (goal {GOAL:.0%})")
+
+
+def main() -> int:
+    reader = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    reader.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    reader.add_argument("--mbit", type=float, default=400.0)
+    reader.add_argument("--size", default="tiny")
+    reader.add_argument("--context", type=int, default=32)
+    reader.add_argument("--batch", type=int, default=4)
+    reader.add_argument("--vocab", type=int, default=10_000)
+    reader.add_argument("--steps", type=int, default=5)
+    reader.add_argument("--rounds", type=int, default=5)
+    reader.add_argument("--bucket-mb", type=float, nargs="+", default=[1.0, 4.0])
+    reader.add_argument("--json", action="store_true")
+    reader.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = reader.parse_args()
+    if options.as_rank is not None:
+        as_rank(options.as_rank)
+        return 0
+    config = {"bucket_mb": options.bucket_mb, "rounds": options.rounds, "compute": "waits"}
+    recording = record(options)
+    for ranks in options.ranks:
+        try:
+            results = run_on_link(ranks, options.mbit, recording, config)
+        except NotPermittedError as error:
+            print(f"no namespaces here: {error}", file=sys.stderr)
+            return NOT_PERMITTED
+        verdict = verdict_of(results, recording, options.bucket_mb)
+        if options.json:
+            print(json.dumps(facts(ranks, options.mbit, recording, verdict)))
+        else:
+            say(ranks, options.mbit, recording, verdict)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""A step recorded on a GPU: marks in its queue, in the order of the backward, that add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_memory_on_gpu import CudaBench
+
+from sample_records import record
+from stepscope.analysis.rehearsal.recording import recording_of
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding
+from stepscope.studies.registry import find_study
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def recorded(**how: object) -> Record:
+    study = find_study("rehearsal")
+    flags = study.flags(size=("small",), context=(256,), **how)
+    case = study.cases(flags)[-1]
+    done = study.measure(case.config, CudaBench())
+    return record(
+        study="rehearsal", case=case.key, config=case.config, series=done.series,
+        quantities=done.quantities, notes=done.notes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_ready_one_after_the_other(dtype: str) -> None:
+    held = recorded(dtype=(dtype,), attention=("sdpa",))
+    assert {series.clock for series in held.series} == {"device"}
+    recording = recording_of(held)
+    assert recording is not None
+    names = [recording.gradients[place].item.name for place in recording.order]
+    # The head's gradient is the first, the embedding's the last.
+    assert "embed" in names[-1]
+    assert recording.gradients[recording.order[0]].ready < 0.5 * recording.backward_ms
+    assert 0.2 < recording.half_ready() < 1.0
+    step = held.find("step")
+    assert step is not None
+    assert sorted(step.values)[len(step.values) // 2] == pytest.approx(
+        recording.compute_ms, rel=0.2
+    )
+    said = [b.text for b in find_study("rehearsal").view([held]) if isinstance(b, Finding)]
+    assert any("communication-bound" in text for text in said)
+
+
+def test_ranks_on_the_host_replay_what_the_gpu_recorded() -> None:
+    held = recorded(check_ranks=(2,), rounds=2, steps=3, compute="auto")
+    assert held.notes["compute"] == "waits"
+    said = find_study("rehearsal").view([held])
+    assert any(isinstance(b, Finding) and "2 waiting ranks over gloo" in b.text for b in said)
