@@ -73,6 +73,9 @@ class FakeDevice(Device):
         self.log.append("wait")
         self.clock.now = max(self.clock.now, self.busy_until)
 
+    def occupy(self, ms: float) -> None:
+        self.busy_until = max(self.busy_until, self.clock.now) + ms * 1e-3
+
     def lacks(self) -> dict[str, str]:
         return {}
 

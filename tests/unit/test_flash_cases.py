@@ -10,7 +10,7 @@ import pytest
 from stepscope.errors import UsageError
 from stepscope.studies.base import Case
 from stepscope.studies.flash import STUDY, FlashFlags
-from stepscope.studies.flash.cases import Shape
+from stepscope.studies.flash.cases import Shape, is_short, shape_of
 
 
 def grid(**flags: object) -> tuple[Case, ...]:
@@ -39,7 +39,8 @@ def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> No
     kinds = [case.config["kind"] for case in cases]
     assert [kind for kind, _ in itertools.groupby(kinds)] == ["race", "grid", "race", "tiles"]
     # Where the host's time counts, no profiler has run before.
-    assert [bool(case.config.get("back_to_back")) for case in cases[:9]] == [True] * 8 + [False]
+    assert [case.config["kind"] for case in cases[:9]] == ["race"] * 8 + ["grid"]
+    assert all(is_short(shape_of(case.config)) for case in cases[:8])
     shapes = [case.key.partition("_b")[2] for case in grid()[:first]]
     assert list(dict.fromkeys(shapes)) == [s for n, s in enumerate(shapes) if s != shapes[n - 1]]
 
@@ -49,12 +50,13 @@ def test_keys_are_those_of_one_cell_each() -> None:
     assert len({case.key for case in cases}) == len(cases)
 
 
-def test_a_race_of_one_short_head_times_calls_in_a_row_too() -> None:
+def test_a_race_of_one_short_head_times_more_calls_in_a_row() -> None:
     races = STUDY.cases(FlashFlags(part=("race",)))
-    in_a_row = {case.key for case in races if case.config["back_to_back"]}
+    many = {case.key for case in races if case.config["back_to_back"] == 20}
     assert len(races) == 16
-    assert len(in_a_row) == 8
-    assert all("_b1_h1_" in key for key in in_a_row)
+    assert len(many) == 8
+    assert all("_b1_h1_" in key for key in many)
+    assert all(case.config["back_to_back"] and case.config["host_ahead"] for case in races)
     assert {tuple(case.config["racers"]) for case in races} == {FlashFlags().racers}
 
 

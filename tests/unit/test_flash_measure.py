@@ -143,7 +143,7 @@ def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(AttentionStep, "results", results)
     made = measured(part=("race",), race=("1x2x64x16:float32",), racers=("sdpa", "tiled"))
     assert made.notes == {"out.tiled": "failed: RuntimeError: planted"}
-    assert [series.name for series in made.series] == ["sdpa"]
+    assert [series.name for series in made.series] == ["sdpa", "sdpa.wall"]
     with pytest.raises(RuntimeError, match="tiled: failed: RuntimeError: planted"):
         measured(part=("race",), race=("1x2x64x16:float32",), racers=("flex", "tiled"))
 

@@ -37,6 +37,19 @@ def test_each_has_its_own_time_on_both_clocks(clock: FakeClock) -> None:
     assert held["late.wall", "host"].values == pytest.approx([5.2] * 4)
 
 
+def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
+    device = FakeDevice(clock)
+    runs = {
+        "slow": device.work("slow", host=0.001, device=0.040).run,
+        "late": device.work("late", host=0.005, device=0.002).run,
+    }
+    timing = time_in_turns(runs, device, warmup=1, rounds=3, host_ahead=True)
+    held = by_name(timing.series)
+    assert held["slow", "device"].values == pytest.approx([40.0] * 3)
+    assert held["late", "device"].values == pytest.approx([2.0] * 3)
+    assert held["late", "host"].values == pytest.approx([5.0] * 3)
+
+
 def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {name: device.work(name, host=0.001).run for name in "abcd"}

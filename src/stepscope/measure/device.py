@@ -17,6 +17,9 @@ from stepscope.errors import UsageError
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
 
+_CYCLES_PER_MS = 2_000_000
+"""About the highest clock of a GPU of these years; a slower one is kept busy for longer."""
+
 
 class Mark:
     """A moment: on the host's clock and, where the device has a queue, in that queue."""
@@ -68,6 +71,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until everything that was issued is done."""
 
+    @abstractmethod
+    def occupy(self, ms: float) -> None:
+        """Keep the device busy for about that long, so that the host gets ahead of it."""
+
     def release(self) -> None:
         """Give back what a finished case left in caches."""
         gc.collect()
@@ -108,6 +115,9 @@ class CpuDevice(Device):
 
     def synchronize(self) -> None:
         """Eager work on a CPU is done when the call returns."""
+
+    def occupy(self, ms: float) -> None:
+        """There is no queue that a host could fill."""
 
     def release(self) -> None:
         super().release()
@@ -184,6 +194,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def occupy(self, ms: float) -> None:
+        torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         gc.collect()

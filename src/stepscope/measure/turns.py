@@ -7,6 +7,7 @@ every round takes one sample of each, in an order that changes from round to rou
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,6 +17,9 @@ from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collect
 WALL = ".wall"
 """Ends the name of a series of calls that follow each other without a wait."""
 MOST_ROUNDS = 200
+_LEAD = 2.0
+"""Times what the host took so far: that of a busy machine varies."""
+_MOST_LEAD_MS = 20.0
 
 
 def time_in_turns(
@@ -26,9 +30,13 @@ def time_in_turns(
     rounds: int = 20,
     min_seconds: float = 0.0,
     back_to_back: int = 0,
+    host_ahead: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
     """A series for each contestant: by the device's queue, and how long the host took to issue it.
+
+    With `host_ahead` the device is kept busy until the host has issued a sample, so that the first
+    is the device's own time, without the gaps that a slow host leaves.
 
     With `back_to_back`, each round also times that many calls in a row by the host's clock, from an
     idle device to an idle device, and keeps the time of one (`NAME.wall`): what a caller sees where
@@ -45,7 +53,8 @@ def time_in_turns(
                 started = time.monotonic()
             shuffle(order)
             for name in order:
-                _alone(name, contestants[name], device, samples, warm=taken >= 0)
+                lead_ms = _lead(samples, name) if host_ahead else 0.0
+                _alone(name, contestants[name], device, samples, lead_ms, warm=taken >= 0)
                 if back_to_back:
                     _in_a_row(
                         name, contestants[name], device, samples, back_to_back, warm=taken >= 0
@@ -66,10 +75,19 @@ def _walls(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name + WALL for name in names)
 
 
+def _lead(samples: Samples, name: str) -> float:
+    values, warmup = samples.held.get((name, "host"), ([], []))
+    issued = values or warmup
+    return min(_MOST_LEAD_MS, _LEAD * statistics.median(issued)) if issued else 0.0
+
+
 def _alone(
-    name: str, run: Callable[[], object], device: Device, samples: Samples, *, warm: bool
-) -> None:
+    name: str, run: Callable[[], object], device: Device, samples: Samples, lead_ms: float,
+    *, warm: bool,
+) -> None:  # fmt: skip
     device.synchronize()
+    if lead_ms:
+        device.occupy(lead_ms)
     start = device.mark()
     run()
     end = device.mark()

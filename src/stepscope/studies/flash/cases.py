@@ -27,7 +27,8 @@ _COMPILED_HEADS = (64, 128)
 _SIXTEEN_BIT_ONLY = ("sdpa_flash", "sdpa_cudnn")
 _SHORT = 1024
 """Up to this length, with one head, the host decides: calls in a row are timed as well."""
-_CALLS_IN_A_ROW = 20
+_CALLS_IN_A_ROW = {True: 20, False: 5}
+"""For a short shape and for others."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,13 +113,14 @@ def race_cases(
         if name not in IMPLEMENTATION_NAMES:
             raise unknown_name("attention", name, IMPLEMENTATION_NAMES)
     for shape in shapes if racers else ():
-        in_a_row = _CALLS_IN_A_ROW if is_short(shape) else 0
+        in_a_row = _CALLS_IN_A_ROW[is_short(shape)]
         yield Case(
             study=study,
             key=f"race_{shape.key}",
             config={"kind": "race"}
             | msgspec.to_builtins(shape)
-            | {"causal": True, "racers": list(racers), "back_to_back": in_a_row}
+            | {"causal": True, "racers": list(racers)}
+            | {"back_to_back": in_a_row, "host_ahead": True}
             | effort,
             needs=(precision(shape.dtype).compute,),
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from stepscope.records.stats import Ratio
 from stepscope.report.blocks import Interval
+from stepscope.studies.flash.cases import is_short
 from stepscope.studies.flash.rows import OURS, Race
 
 PUBLISHED = ("1,16,16384,64", "4,16,4096,64", "4,16,4096,128", "2,16,16384,128", "8,16,1024,64")
@@ -69,7 +70,9 @@ def short_races(ran: Sequence[Race], ours: str) -> list[Held]:
     return [
         Held(race, ratio)
         for race in ran
-        if race.times(OURS) and (ratio := race.ratio(SHORT_PEER, ours, in_a_row=True)) is not None
+        if is_short(race.shape)
+        and race.times(OURS)
+        and (ratio := race.ratio(SHORT_PEER, ours, in_a_row=True)) is not None
     ]
 
 

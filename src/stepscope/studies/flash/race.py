@@ -7,7 +7,7 @@ from typing import Any
 from stepscope.records.schema import Quantity
 from stepscope.studies.attention_workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.flash.cases import shape_of
+from stepscope.studies.flash.cases import is_short, shape_of
 from stepscope.studies.flash.grid import refuse_long_on_a_cpu
 
 _YARDSTICK = "sdpa"
@@ -19,7 +19,8 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     from stepscope.measure.turns import time_in_turns
 
     device = bench.device
-    work = shape_of(config).workload(_YARDSTICK)
+    shape = shape_of(config)
+    work = shape.workload(_YARDSTICK)
     refuse_long_on_a_cpu(work, device)
     shared = AttentionStep(work, device)
     racers: dict[str, AttentionStep] = {}
@@ -45,10 +46,11 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
         rounds=config["rounds"],
         min_seconds=config["min_seconds"],
         back_to_back=config["back_to_back"],
+        host_ahead=config["host_ahead"],
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
     # Afterwards, and not where the host's time counts: a profiler may leave launches slower.
-    for name, step in racers.items() if not config["back_to_back"] else ():
+    for name, step in racers.items() if not is_short(shape) else ():
         runs = profile_kernels(step.results, device)
         if runs is not None:
             notes[f"kernels.{name}"] = kernel_names(runs)
