@@ -63,6 +63,24 @@ def test_a_recording_without_gradients_is_refused() -> None:
     assert recording_of(recorded_record(status="oom")) is None
 
 
+NEVER_READY = encode_times([msgspec.structs.replace(ready_times()[0], ready_ms=())])
+
+
+@pytest.mark.parametrize("note", ["{", '[{"name": 1}]', NEVER_READY])
+def test_a_damaged_recording_is_named(note: str) -> None:
+    with pytest.raises(StepscopeError, match=r"record run-1-rehearsal.* holds no whole recording"):
+        recording_of(recorded_record(notes={NOTE: note}))
+    phases = recorded_record().series[:2]
+    with pytest.raises(StepscopeError, match="holds no whole recording"):
+        recording_of(recorded_record(series=phases))
+
+
+def test_a_record_from_before_a_field_was_there_is_read() -> None:
+    held = recorded_record()
+    old = {name: value for name, value in held.config.items() if name != "overrides"}
+    assert subject_of(msgspec.structs.replace(held, config=old)) == subject_of(held)
+
+
 def test_the_device_rate_and_the_packing_come_from_the_record() -> None:
     subject = subject_of(recorded_record())
     assert subject is not None

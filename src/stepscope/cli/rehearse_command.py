@@ -150,7 +150,7 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
         held, where = ((meant,) if isinstance(meant, Record) else meant), options.source
     # A check has a recording of its own, made with fewer threads: only where there is no other.
     ours = [record for record in held if record.study == "rehearsal"]
-    recorded = [record for record in ours if record.config["kind"] == RECORDING] or ours
+    recorded = [record for record in ours if record.config.get("kind") == RECORDING] or ours
     found = [subject for record in recorded if (subject := subject_of(record))]
     if not found:
         raise UsageError(f"{where} has no recorded step", _MEND)

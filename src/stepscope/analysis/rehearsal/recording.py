@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import StatisticsError, median
 
 import msgspec
 
@@ -117,5 +117,8 @@ def recording_of(record: Record) -> Recording | None:
     note = record.notes.get(NOTE)
     if record.status != "ok" or note is None:
         return None
-    times = msgspec.json.decode(note, type=tuple[ReadyTimes, ...])
-    return Recording.of_samples(record.series, times)
+    try:
+        times = msgspec.json.decode(note, type=tuple[ReadyTimes, ...])
+        return Recording.of_samples(record.series, times)
+    except (msgspec.DecodeError, KeyError, StatisticsError) as error:
+        raise StepscopeError(f"record {record.id} holds no whole recording: {error}") from error

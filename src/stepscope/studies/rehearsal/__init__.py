@@ -108,7 +108,7 @@ class Rehearsal(Study[RehearsalFlags]):
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.studies.rehearsal.recording import record_step
 
-        workload = msgspec.convert({f: config[f] for f in Workload.__struct_fields__}, Workload)
+        workload = msgspec.convert(config, Workload)
 
         def progress(done: int, total: int) -> None:
             bench.progress(done, total, "steps recorded")

@@ -56,8 +56,7 @@ def subject_of(record: Record) -> Subject | None:
     recording = recording_of(record)
     if recording is None:
         return None
-    fields = {name: record.config[name] for name in Workload.__struct_fields__}
-    workload = msgspec.convert(fields, Workload)
+    workload = msgspec.convert(record.config, Workload)
     passes_ms = (median_ms(record, "forward") or 0.0) + (median_ms(record, "backward") or 0.0)
     copied = record.ceiling("memory.copy")
     return Subject(

@@ -22,12 +22,12 @@ CHECK = "check"
 
 
 def rehearsal_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    recorded = [record for record in records if record.config["kind"] == RECORDING]
+    recorded = [record for record in records if record.config.get("kind") == RECORDING]
     subjects = [subject for record in recorded if (subject := subject_of(record))]
     checks = [
         check
         for record in records
-        if record.config["kind"] == CHECK and (check := check_of(record))
+        if record.config.get("kind") == CHECK and (check := check_of(record))
     ]
     told: list[Block] = [*check_findings(checks)]
     if subjects:
