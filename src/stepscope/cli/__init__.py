@@ -17,6 +17,7 @@ from stepscope.errors import StepscopeError, unknown_name
 COMMANDS = {
     "run": "measure: a preset, or one study with your own cases; then write the report",
     "inspect": "run your own training script and show where its step's time and memory go",
+    "advise": "changes worth making, with predicted gains; --verify proves them here",
     "report": "write the HTML and Markdown page of a run or of a record file",
     "show": "print the findings and tables of a run, or one record, in the terminal",
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",

@@ -23,6 +23,7 @@ from stepscope.studies.base import Study
 _ORDER = (
     "inspect",
     "own",
+    "advise",
     "benchmark",
     "warmup",
     "profile",

@@ -25,8 +25,8 @@ class OwnStep:
 
         form = precision(case.dtype)
         torch.manual_seed(seed)
-        torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")
         self.case = case
+        self.use_format()
         self.device = device
         self.built: Built = build(case.model)
         self.model = self.built.model.to(device.torch_device, getattr(torch, form.weights))
@@ -40,6 +40,13 @@ class OwnStep:
             if form.autocast
             else nullcontext()
         )
+
+    def use_format(self) -> None:
+        """The format of float32 products is a setting of the whole process."""
+        import torch
+
+        fast = precision(self.case.dtype).compute == "tf32"
+        torch.set_float32_matmul_precision("high" if fast else "highest")
 
     def compile(self) -> None:
         """As the case asks for it. Until then the step is eager, and its FLOPs can be counted."""

@@ -1,0 +1,1 @@
+"""Which change of a training step is worth making: predicted from its ledgers, pure and tested."""

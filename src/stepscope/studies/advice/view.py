@@ -1,0 +1,210 @@
+"""Predicted against realised, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from stepscope.analysis.advice.calibration import Verified, off_by
+from stepscope.analysis.advice.changes import Advice
+from stepscope.records.schema import Clock, Record
+from stepscope.records.stats import Ratio, ratio_interval, summarize
+from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
+from stepscope.report.format import duration, number, percent
+from stepscope.studies.advice import Trial
+from stepscope.studies.advice.measuring import BASE, CHANGED
+
+LOSS_WITHIN = 0.05
+"""How far the losses of the last steps may be apart, as a share of how far the loss has come or of
+itself, whichever is more."""
+
+
+class Tried:
+    """One trial that ran."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.trial = msgspec.convert(record.config, Trial)
+
+    @cached_property
+    def ratio(self) -> Ratio | None:
+        """Time of the changed step over the base's, for as many samples."""
+        base, changed = (self._times(name) for name in (BASE, CHANGED))
+        if not base or not changed:
+            return None
+        scale = self.trial.base.batch / self.trial.changed.batch
+        return ratio_interval(base, tuple(scale * value for value in changed))
+
+    def _times(self, name: str) -> tuple[float, ...]:
+        """By the wall: the host's clock includes what it takes to issue."""
+        found = {s.clock: s.values for s in self.record.series if s.name == name}
+        order: tuple[Clock, ...] = ("device", "host")
+        return next((found[clock] for clock in order if clock in found), ())
+
+    @property
+    def base_ms(self) -> float | None:
+        values = self._times(BASE)
+        return summarize(values).median if values else None
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """As the same share of the base step in these turns: the machine may be slower now."""
+        base = self.base_ms
+        return None if base is None else base * self.trial.predicted_ms / self.trial.step_ms
+
+    @property
+    def realised_ms(self) -> float | None:
+        if self.ratio is None or self.base_ms is None:
+            return None
+        return self.base_ms * (1 - self.ratio.value)
+
+    @property
+    def loss_off(self) -> float | None:
+        """Between the means of the last quarter of the steps."""
+        base, changed = (self.record.find(f"loss.{name}") for name in (BASE, CHANGED))
+        if base is None or changed is None or self.trial.base.batch != self.trial.changed.batch:
+            return None
+        last = max(1, len(base.values) // 4)
+        means = [sum(one.values[-last:]) / last for one in (base, changed)]
+        travelled = abs(base.values[0] - means[0])
+        return abs(means[1] - means[0]) / max(travelled, abs(means[0]), 1e-12)
+
+    @property
+    def same_loss(self) -> bool:
+        return self.loss_off is None or self.loss_off <= LOSS_WITHIN
+
+    @property
+    def verdict(self) -> str:
+        if self.record.status != "ok" or self.ratio is None:
+            return f"not tried: {self.record.reason or self.record.status}"
+        if not self.same_loss:
+            return "dropped: the loss differs"
+        if self.ratio.high < 1:
+            return "kept"
+        return "dropped: slower" if self.ratio.low > 1 else "dropped: no gain shown"
+
+    @property
+    def kept(self) -> bool:
+        return self.verdict == "kept"
+
+    def verified(self) -> Verified | None:
+        """For the calibration: single changes only."""
+        if len(self.trial.advice) != 1:
+            return None
+        if self.realised_ms is None or self.predicted_ms is None or self.base_ms is None:
+            return None
+        return Verified(
+            device=self.record.environment.device_name,
+            code=self.trial.code,
+            predicted_ms=self.predicted_ms,
+            realised_ms=self.realised_ms,
+            step_ms=self.base_ms,
+            when=self.record.started,
+        )
+
+
+def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    tried = [Tried(record) for record in records]
+    kept = [one for one in tried if one.kept]
+    together = [one for one in kept if len(one.trial.advice) > 1]
+    blocks: list[Block] = []
+    if together or kept:
+        best = min(together or kept, key=lambda one: one.ratio.value if one.ratio else 1.0)
+        assert best.ratio is not None
+        names = ", ".join(a.title for a in best.trial.advice)
+        blocks.append(
+            Finding(
+                text=f"{number(1 / best.ratio.value, 3)}× as fast with {names}: proven here, in"
+                f" turns with the step as it was, with a loss that differs by"
+                f" {percent(best.loss_off or 0)}.",
+                tone="good",
+            )
+        )
+    elif tried:
+        blocks.append(Finding(text="No change that was tried is worth it here."))
+    verified = [v for one in tried if (v := one.verified()) is not None]
+    error = off_by(verified)
+    if error is not None:
+        blocks.append(
+            Finding(
+                text=f"Predictions were off by {percent(error)} of the step, in the median of"
+                f" {len(verified)} changes."
+            )
+        )
+    if tried:
+        blocks += [_trial_table(tried), _lines_table([a for one in kept for a in one.trial.advice])]
+    return tuple(block for block in blocks if not isinstance(block, Table) or block.rows)
+
+
+def _trial_table(tried: Sequence[Tried]) -> Table:
+    def row(one: Tried) -> tuple[Cell, ...]:
+        ratio, base = one.ratio, one.base_ms
+        gain: Cell = None
+        if ratio is not None and base is not None:
+            gain = Interval(
+                value=base * (1 - ratio.value), low=base * (1 - ratio.high),
+                high=base * (1 - ratio.low),
+            )  # fmt: skip
+        peaks = [one.record.quantity(f"peak.{name}") for name in (BASE, CHANGED)]
+        return (
+            " + ".join(a.title for a in one.trial.advice),
+            base,
+            one.predicted_ms,
+            gain,
+            1 / ratio.value if ratio else None,
+            one.loss_off,
+            peaks[1] - peaks[0] if peaks[0] is not None and peaks[1] is not None else None,
+            one.verdict,
+        )
+
+    return Table(
+        name="advise-trials",
+        title="Predicted against realised",
+        columns=(
+            Column(title="change"),
+            Column(title="step", kind="number", unit="ms", hint="without it, in the same turns"),
+            Column(title="predicted", kind="number", unit="ms", hint="gain in a step"),
+            Column(title="realised", kind="number", unit="ms", hint="with its 99 % interval"),
+            Column(title="speed", kind="number", unit="×"),
+            Column(title="loss off by", kind="percent", hint="mean of the last quarter of steps"),
+            Column(title="peak memory", kind="bytes", hint="change of it, on a GPU"),
+            Column(title="verdict"),
+        ),
+        rows=tuple(row(one) for one in tried),
+        caption="Both steps begin with the same weights and see the same data. A larger batch is"
+        " compared for as many samples, and its loss is not compared.",
+    )
+
+
+def _lines_table(advice: Sequence[Advice]) -> Table:
+    distinct = {one.code: one for one in advice}.values()
+    return Table(
+        name="advise-lines",
+        title="What to write",
+        columns=(Column(title="change"), Column(title="lines"), Column(title="risk")),
+        rows=tuple((one.title, " ⏎ ".join(one.lines), one.risk) for one in distinct),
+    )
+
+
+def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
+    return Table(
+        name="advise-list",
+        title=f"Changes that apply to a step of {duration(step_ms)}",
+        columns=(
+            Column(title="change"),
+            Column(title="gain", kind="number", unit="ms", hint="predicted, in a step"),
+            Column(title="share", kind="percent", hint="of the step"),
+            Column(title="memory", kind="bytes", hint="predicted to be saved at the peak"),
+            Column(title="why"),
+            Column(title="risk"),
+            Column(title="lines"),
+        ),
+        rows=tuple(
+            (a.title, a.gain_ms, a.gain_ms / step_ms, a.gain_bytes or None, a.why, a.risk,
+             " ⏎ ".join(a.lines))
+            for a in advice
+        ),
+        caption="Each gain is for the change alone; together they overlap.",
+    )  # fmt: skip
