@@ -12,7 +12,14 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.model import cost
 from stepscope.model.sizes import find_size
-from stepscope.records.memory import WEIGHT_COPIES, SavedTensor, decode_peaks, decode_saved
+from stepscope.records.memory import (
+    WEIGHT_COPIES,
+    PostMortem,
+    Remedy,
+    SavedTensor,
+    decode_peaks,
+    decode_saved,
+)
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.memory import MemoryFlags
@@ -140,13 +147,29 @@ def test_it_tells_naive_from_flash_attention() -> None:
 
 
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
-    small = environment(device_memory_bytes=6 * GIB)
+    small = environment(device_memory_bytes=13 * GIB // 2)
     lost = memory_record(
-        size="small", context=1024, status="oom", reason="CUDA out of memory", environment=small
-    )
+        size="small", context=1024, status="oom", environment=small,
+        reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
+    )  # fmt: skip
     said = findings([lost])
-    assert "ran out: it needs 8.10 GiB of 6.00 GiB, 2.10 GiB too much" in said
+    assert "ran out in the forward phase when it asked for another 768 MiB" in said
+    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in said
     assert "smallest change first: flash attention (" in said
+
+
+def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
+    noted = PostMortem(
+        limit=10 * GIB, asked=2 * GIB, held=9 * GIB, phase="backward",
+        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB}, needed=15 * GIB,
+        remedies=(Remedy(words="batch 1", peak=8 * GIB, changes={"batch": 1}),),
+    )  # fmt: skip
+    note = {"post_mortem": msgspec.json.encode(noted).decode()}
+    said = findings([memory_record(status="oom", reason="CUDA out of memory", notes=note)])
+    assert "ran out in the backward phase when it asked for another 2.00 GiB" in said
+    assert "it needs 15.0 GiB of 10.0 GiB, 5.00 GiB too much" in said
+    assert "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB" in said
+    assert "smallest change first: batch 1 (8.00 GiB)" in said
 
 
 def test_a_budget_that_nothing_fits_is_said() -> None:

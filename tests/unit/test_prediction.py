@@ -22,7 +22,7 @@ from stepscope.model.config import precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
-from stepscope.studies.memory.plans import plan_of
+from stepscope.studies.plans import plan_of
 from stepscope.studies.workload import OPTIMIZERS, Mode, TrainingStep, Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"

@@ -53,6 +53,41 @@ class SavedTensor(Part, frozen=True):
     """File and line of the model that ran the operator."""
 
 
+class Remedy(Part, frozen=True):
+    """A change with which a step is predicted to fit."""
+
+    words: str
+    peak: int
+    changes: dict[str, str | int]
+    """Fields of the workload."""
+
+
+class PostMortem(Part, frozen=True):
+    """Of a step that ran out of memory; all sizes in bytes."""
+
+    limit: int
+    """What the allocator may hold: the device's memory without context and libraries, or less."""
+    asked: int
+    """The request that failed, 0 where the error does not say."""
+    held: int
+    """What was allocated then, by the allocator; 0 where it does not say."""
+    phase: str
+    """In which it is predicted to need more than there is."""
+    lines: dict[str, int]
+    """What holds the bytes at that moment, as predicted."""
+    needed: int
+    """The predicted peak."""
+    remedies: tuple[Remedy, ...]
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.needed - self.limit)
+
+
+def decode_post_mortem(note: str) -> PostMortem:
+    return msgspec.json.decode(note, type=PostMortem)
+
+
 def decode_peaks(note: str) -> tuple[PhasePeak, ...]:
     return msgspec.json.decode(note, type=tuple[PhasePeak, ...])
 

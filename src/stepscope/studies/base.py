@@ -78,6 +78,15 @@ class Study(ABC, Generic[Flags]):
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         """Measure one case. Runs in a worker; imports torch inside."""
 
+    def post_mortem(
+        self,
+        config: dict[str, Any],  # noqa: ARG002
+        bench: Bench,  # noqa: ARG002
+        said: str,  # noqa: ARG002
+    ) -> dict[str, str]:
+        """Notes on a case that ran out of memory; `said` is the error's text."""
+        return {}
+
     @abstractmethod
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         """Findings, figures and tables from records of this study. Pure."""

@@ -58,6 +58,7 @@ class Failed(Message, frozen=True):
     status: Status
     reason: str
     usage: bool = False
+    notes: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Dismissed(Message, frozen=True):

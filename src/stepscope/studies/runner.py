@@ -173,7 +173,7 @@ class Runner:
             elapsed_s=elapsed_s,
             series=measurement.series,
             quantities=measurement.quantities,
-            notes=measurement.notes,
+            notes=outcome.notes if isinstance(outcome, Failed) else measurement.notes,
             readings=measurement.readings,
             ceilings=ceilings,
         )

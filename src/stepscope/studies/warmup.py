@@ -21,6 +21,7 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 
@@ -80,6 +81,9 @@ class Warmup(Study[WarmupFlags]):
         return Measurement(
             series=timing.series, quantities=workload.quantities(), readings=timing.readings
         )
+
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+        return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         timed = [record for record in records if _steps(record)]

@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from stepscope.errors import UsageError
 from stepscope.studies import protocol
 from stepscope.studies.base import CaseSkipped, Measurement
@@ -77,7 +79,19 @@ class Worker:
             return Failed("skipped", str(skipped))
         except Exception as error:
             traceback.print_exc()
-            return failure(error)
+            failed = failure(error)
+            if failed.status == "oom" and isinstance(request, MeasureCase):
+                return self._with_post_mortem(failed, request, str(error))
+            return failed
+
+    def _with_post_mortem(self, failed: Failed, request: MeasureCase, said: str) -> Failed:
+        try:
+            notes = find_study(request.study).post_mortem(request.config, self, said)
+        except Exception:
+            # What is known of the failure is worth more than why it happened.
+            traceback.print_exc()
+            return failed
+        return msgspec.structs.replace(failed, notes=notes)
 
     def _measure(self, request: MeasureCase) -> Measurement:
         self.device.release()

@@ -56,11 +56,19 @@ class ExactAllocator:
         self.reserved -= block.size
 
 
-class CachingAllocator:
-    """Best fit among free blocks, split where the rest is worth it, merged again when freed."""
+class OutOfBlocks(Exception):  # noqa: N818
+    """No room for another segment, even after all free ones were given back."""
 
-    def __init__(self) -> None:
+
+class CachingAllocator:
+    """Best fit among free blocks, split where the rest is worth it, merged again when freed.
+
+    Under a limit it gives back free segments before it gives up, as torch's does.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self.reserved = 0
+        self._limit = limit
         self._made = 0
         self._segments = 0
         # Ordered by size; of two equal ones the older, as its address is likely the lower.
@@ -95,9 +103,21 @@ class CachingAllocator:
             size = _MEDIUM_SEGMENT
         else:
             size = -(-wanted // _LARGE_UNIT) * _LARGE_UNIT
+        if self._limit is not None and self.reserved + size > self._limit:
+            self._give_back()
+            if self.reserved + size > self._limit:
+                raise OutOfBlocks
         self.reserved += size
         self._segments += 1
         return self._new_block(size, small, self._segments)
+
+    def _give_back(self) -> None:
+        """Segments of which no part is in use."""
+        for pool in self._free.values():
+            whole = [e for e in pool if e[2].previous is None and e[2].next is None]
+            for entry in whole:
+                pool.remove(entry)
+                self.reserved -= entry[0]
 
     def _new_block(self, size: int, small: bool, segment: int) -> Block:
         self._made += 1

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from stepscope.analysis.predict.plan import StepPlan
-from stepscope.analysis.predict.step import predict
+from stepscope.analysis.predict.step import predict, runs_within
 from stepscope.model.checkpointing import NONE
 
 MARGIN = 1.02
-"""What a peak may be off, and blocks that lie so that no request fits between them."""
+"""What a peak may be off."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +24,18 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change, ...]:
     """Up to so many changes that fit, those that alter the step least first; none where nothing
     fits. The order: what leaves the result as it is and costs no time, then the number format, then
-    what costs time, then a smaller batch, then several at once."""
+    what costs time, then a smaller batch, then several at once. Of changes to the same fields the
+    first that fits is enough."""
     found: list[Change] = []
+    done: set[frozenset[str]] = set()
     for words, fields in _candidates(plan):
+        if frozenset(fields) in done:
+            continue
         changed = msgspec.structs.replace(plan, **fields)
         peak = predict(changed).peak.allocated
-        if peak * MARGIN <= budget:
+        if peak * MARGIN <= budget and runs_within(changed, budget):
             found.append(Change(words=words, plan=changed, peak=peak))
+            done.add(frozenset(fields))
         if len(found) == most:
             break
     return tuple(found)

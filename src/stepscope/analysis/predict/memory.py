@@ -40,8 +40,16 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 class Memory:
     """Counts as it is used; `watched` events leave a `Moment` behind."""
 
-    def __init__(self, allocator: Allocator, watched: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        watched: frozenset[int] = frozenset(),
+        limit: int | None = None,
+    ) -> None:
         self.allocator = allocator
+        self.overrun: Moment | None = None
+        """The first moment at which more than the limit was held."""
+        self._limit = limit
         self.allocated = 0
         self.events = 0
         self.phase = ""
@@ -81,6 +89,8 @@ class Memory:
             self.peaks[self.phase] = (self.allocated, self.events)
         if self.events in self._watched:
             self.moments[self.events] = self._moment()
+        if self._limit is not None and self.overrun is None and self.allocated > self._limit:
+            self.overrun = self._moment()
 
     def _moment(self) -> Moment:
         live = [held for held in (glance() for glance in self._live.values()) if held is not None]

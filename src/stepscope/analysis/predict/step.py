@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator
+from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator, OutOfBlocks
 from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape
 from stepscope.analysis.predict.memory import Buffer, Memory, Moment
@@ -51,17 +51,40 @@ def predict(plan: StepPlan) -> Prediction:
     )
 
 
+def overrun(plan: StepPlan, limit: int) -> Moment | None:
+    """What is held when the step first needs more than the limit; None if it never does."""
+    play = Play(plan, limit=limit)
+    play.run()
+    return play.memory.overrun
+
+
+def runs_within(plan: StepPlan, limit: int) -> bool:
+    """Whether the allocator finds room for every request without taking more than the limit."""
+    play = Play(plan, limit=limit, enforced=True)
+    try:
+        play.run()
+    except OutOfBlocks:
+        return False
+    return play.memory.overrun is None
+
+
 class Play:
     """The step of `studies.workload.TrainingStep`, operator by operator."""
 
-    def __init__(self, plan: StepPlan, watched: frozenset[int]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        watched: frozenset[int] = frozenset(),
+        *,
+        limit: int | None = None,
+        enforced: bool = False,
+    ) -> None:
         self.plan = plan
         form = precision(plan.dtype)
         self.width = _WIDTHS[form.weights]
         self.master = form.master
-        self.memory = Memory(
-            CachingAllocator() if plan.device == "cuda" else ExactAllocator(), watched
-        )
+        blocks = CachingAllocator(limit if enforced else None)
+        self.memory = Memory(blocks if plan.device == "cuda" else ExactAllocator(), watched, limit)
         self.tape = Tape(self.memory)
         self.ops = Operators(self.tape, _WIDTHS[form.compute] if form.autocast else None)
         model = plan.model

@@ -18,6 +18,7 @@ from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, workloads
 
 
@@ -74,6 +75,9 @@ class Benchmark(Study[BenchmarkFlags]):
         from stepscope.studies.timed_step import measure_step
 
         return measure_step(msgspec.convert(config, Workload), config, bench)
+
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+        return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.benchmark.view import benchmark_blocks

@@ -20,6 +20,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.checkpointing.strategies import refuse_what_fits_nowhere, worth_running
+from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import WorkloadFlags, workloads
 
 
@@ -79,6 +80,9 @@ class Checkpointing(Study[CheckpointingFlags]):
         from stepscope.studies.checkpointing.measuring import measure_checkpointing
 
         return measure_checkpointing(config, bench)
+
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+        return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.checkpointing.view import checkpointing_blocks

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.strategies import chosen_for
-from stepscope.studies.memory.plans import prediction_for
+from stepscope.studies.plans import prediction_for
 from stepscope.studies.step_peaks import counted_peaks, plain_steps
 from stepscope.studies.workload import TrainingStep, Workload
 

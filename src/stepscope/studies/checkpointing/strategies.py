@@ -10,7 +10,7 @@ from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NESTED, NONE, run_again, stretches
-from stepscope.studies.memory.plans import plan_of
+from stepscope.studies.plans import plan_of
 from stepscope.studies.workload import Workload
 
 _POWERS = (1, 2, 4, 8, 16, 32)

@@ -18,6 +18,7 @@ from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Mode, WorkloadFlags, workloads
 
 
@@ -64,6 +65,9 @@ class Memory(Study[MemoryFlags]):
         from stepscope.studies.memory.recording import measure_memory
 
         return measure_memory(config, bench)
+
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+        return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.memory.view import memory_blocks

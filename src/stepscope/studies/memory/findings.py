@@ -7,15 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.analysis.predict.fit import changes_that_fit
-from stepscope.analysis.predict.step import predict
 from stepscope.attention.registry import implementation
-from stepscope.records.memory import LIBRARIES, WEIGHT_COPIES
+from stepscope.records.memory import (
+    LIBRARIES,
+    WEIGHT_COPIES,
+    PostMortem,
+    decode_post_mortem,
+)
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import bytes_, number, percent
-from stepscope.studies.memory.plans import plan_of
 from stepscope.studies.memory.rows import Accounted
+from stepscope.studies.post_mortem import NOTE, examined, read_refusal
 from stepscope.studies.workload import Workload
 
 _CLOSED = 0.01
@@ -180,17 +183,25 @@ def _post_mortems(lost: Sequence[Record]) -> Iterator[Finding]:
     full = [r for r in lost if r.status == "oom" and r.config["compile"] == "no"]
     for record in full[:_MOST_POST_MORTEMS]:
         workload = msgspec.convert(record.config, Workload)
-        plan = plan_of(workload, record.environment.device_kind)
-        told = predict(plan).peak
-        there = record.environment.device_memory_bytes
-        held = sorted(told.lines.items(), key=lambda item: -item[1])[:3]
-        changes = changes_that_fit(plan, there, most=2)
-        fits = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
-        yield Finding(
-            text=f"{workload.name}, {workload.mode}, ran out: it needs {bytes_(told.allocated)} of"
-            f" {bytes_(there)}, {bytes_(max(0, told.allocated - there))} too much, most of it"
-            f" {', '.join(f'{line} {bytes_(size)}' for line, size in held)}."
-            + (f" Predicted to fit, smallest change first: {fits}." if fits else
-               " No change that is known here fits."),
-            tone="warn",
-        )  # fmt: skip
+        if NOTE in record.notes:
+            found = decode_post_mortem(record.notes[NOTE])
+        else:
+            room = record.environment.device_memory_bytes
+            kind = record.environment.device_kind
+            found = examined(workload, kind, room, read_refusal(record.reason))
+        yield Finding(text=post_mortem_words(workload, found), tone="warn")
+    if len(full) > _MOST_POST_MORTEMS:
+        yield Finding(text=f"{len(full) - _MOST_POST_MORTEMS} more cases ran out of memory.")
+
+
+def post_mortem_words(workload: Workload, found: PostMortem) -> str:
+    held = ", ".join(f"{line} {bytes_(size)}" for line, size in list(found.lines.items())[:3])
+    asked = f" when it asked for another {bytes_(found.asked)}" if found.asked else ""
+    fits = "; ".join(f"{each.words} ({bytes_(each.peak)})" for each in found.remedies)
+    return (
+        f"{workload.name}, {workload.mode}, ran out in the {found.phase} phase{asked}: it needs"
+        f" {bytes_(found.needed)} of {bytes_(found.limit)}, {bytes_(found.missing)} too much. Most"
+        f" of what it held is {held}."
+        + (f" Predicted to fit, smallest change first: {fits}." if fits else
+           " No change that is known here fits.")
+    )  # fmt: skip

@@ -13,7 +13,7 @@ import msgspec
 from stepscope.records.memory import INPUTS, SavedTensor
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.memory.plans import prediction_for
+from stepscope.studies.plans import prediction_for
 from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.step_peaks import plain_steps
 from stepscope.studies.workload import TrainingStep, Workload

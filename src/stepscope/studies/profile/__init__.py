@@ -19,6 +19,7 @@ from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
 
 
@@ -81,6 +82,9 @@ class Profile(Study[ProfileFlags]):
         from stepscope.studies.profile.tracing import measure_profile
 
         return measure_profile(config, bench)
+
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+        return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.profile.view import profile_blocks

@@ -1,0 +1,123 @@
+"""Ten planted out-of-memory cases: is the first change that the post-mortem names enough?
+
+    python benchmarks/planted_ooms.py            on a GPU, about a minute and a half
+    python benchmarks/planted_ooms.py --device cpu --small
+
+Each step is predicted and then allowed a share of its peak only: on CUDA by the allocator's own
+limit (`torch.cuda.set_per_process_memory_fraction`), on a CPU, which has none, by counting every
+tensor. It must run out; then the first remedy runs under the same limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+
+import msgspec
+import torch
+
+from stepscope.analysis.predict.step import predict
+from stepscope.measure.device import Device, pick_device
+from stepscope.records.memory import Remedy
+from stepscope.studies.plans import plan_of
+from stepscope.studies.post_mortem import Refusal, examined, read_refusal
+from stepscope.studies.step_peaks import counted_peaks
+from stepscope.studies.workload import Mode, TrainingStep, Workload
+
+PLANTED: tuple[tuple[str, int, int, str, str, Mode, float], ...] = (
+    ("small", 1024, 4, "float32", "reference", "train-step", 0.90),
+    ("small", 1024, 8, "float32", "reference", "train-step", 0.50),
+    ("small", 512, 16, "bfloat16", "reference", "train-step", 0.70),
+    ("small", 2048, 4, "bfloat16", "sdpa", "train-step", 0.60),
+    ("medium", 1024, 4, "float32", "reference", "forward-backward", 0.60),
+    ("medium", 512, 8, "float32", "sdpa", "train-step", 0.75),
+    ("medium", 1024, 4, "bfloat16", "reference", "train-step", 0.45),
+    ("large", 512, 4, "float32", "reference", "train-step", 0.85),
+    ("large", 512, 4, "bfloat16-pure", "reference", "train-step", 0.80),
+    ("large", 1024, 2, "float32", "sdpa", "forward-backward", 0.70),
+)
+STEPS = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ten planted out-of-memory cases.")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="narrow models, short contexts")
+    options = parser.parse_args()
+    device = pick_device(options.device)
+    fitted = ran_out = 0
+    for number, planted in enumerate(PLANTED, start=1):
+        work = workload(planted, small=options.small)
+        limit = int(planted[-1] * predict(plan_of(work, device.kind)).peak.allocated)
+        refusal = refused(work, device, limit)
+        if refusal is None:
+            print(f"{number:2} {work.key}: did not run out of {limit / 2**20:.0f} MiB")
+            continue
+        ran_out += 1
+        found = examined(work, device.kind, limit, refusal)
+        if not found.remedies:
+            print(f"{number:2} {work.key}: no remedy for {limit / 2**20:.0f} MiB")
+            continue
+        first = found.remedies[0]
+        fits = refused(changed(work, first), device, limit) is None
+        fitted += fits
+        print(
+            f"{number:2} {work.key}: needs {found.needed / 2**20:.0f} of {limit / 2**20:.0f} MiB;"
+            f" {first.words} ({first.peak / 2**20:.0f} MiB) {'fits' if fits else 'DOES NOT FIT'}",
+            flush=True,
+        )
+    print(f"{ran_out} of {len(PLANTED)} ran out; the first remedy fitted in {fitted}")
+    return 0 if fitted >= 0.9 * len(PLANTED) else 1
+
+
+def workload(
+    planted: tuple[str, int, int, str, str, Mode, float], *, small: bool = False
+) -> Workload:
+    size, context, batch, dtype, attention, mode, _ = planted
+    overrides = {"d_model": 32, "d_ff": 64, "n_heads": 2, "n_layers": 6, "vocab": 32}
+    return Workload(
+        size=size, table="2025", context=context // 16 if small else context, batch=batch,
+        dtype="float32" if small else dtype, attention=attention, compile="no",
+        optimizer="torch", mode=mode, overrides=overrides if small else {},
+    )  # fmt: skip
+
+
+def changed(work: Workload, remedy: Remedy) -> Workload:
+    return msgspec.convert(msgspec.to_builtins(work) | remedy.changes, Workload)
+
+
+def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
+    """Run it under the limit; what the allocator said, or None if it went through."""
+    device.release()
+    if device.kind != "cuda":
+        return counted(work, device, limit)
+    torch.cuda.set_per_process_memory_fraction(limit / device.memory_bytes)
+    said = ""
+    try:
+        step = TrainingStep(work, device)
+        for _ in range(STEPS):
+            step.reset()
+            for phase in step.phases():
+                phase.run()
+        device.synchronize()
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    finally:
+        step = None  # type: ignore[assignment]
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return read_refusal(said) if said else None
+
+
+def counted(work: Workload, device: Device, limit: int) -> Refusal | None:
+    step = TrainingStep(work, device)
+    for phase in step.phases():
+        phase.run()
+    held = max(counted_peaks(step, device).values())
+    return Refusal(asked=0, held=held, allowed=limit) if held > limit else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

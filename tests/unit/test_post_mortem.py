@@ -1,0 +1,119 @@
+"""Why a step ran out of memory: what the allocator said, what held the bytes, what would fit."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
+from stepscope.analysis.predict.step import overrun, predict, runs_within
+from stepscope.measure.device import CpuDevice
+from stepscope.records.memory import decode_post_mortem
+from stepscope.studies.plans import plan_of
+from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal
+from stepscope.studies.protocol import Failed, MeasureCase
+from stepscope.studies.registry import find_study
+from stepscope.studies.worker import Worker
+from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import planted_ooms
+
+GIB, MIB = 1 << 30, 1 << 20
+FULL = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB of"
+    " which 512.00 MiB is free. 12.00 GiB allowed; Including non-PyTorch memory, this process has"
+    " 11.90 GiB memory in use. Of the allocated memory 10.25 GiB is allocated by PyTorch, and"
+    " 300.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def small_step(**fields: Any) -> Workload:
+    flags = WorkloadFlags(size=("small",), context=(1024,), **fields)
+    (only,) = workloads(flags, ("train-step",))
+    return only
+
+
+def test_what_the_allocator_says_is_read() -> None:
+    assert read_refusal(FULL) == (1536 * MIB, int(10.25 * GIB), 12 * GIB)
+    on_cpu = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+    assert read_refusal(on_cpu) == (4096, 0, 0)
+    assert read_refusal("out of memory") == (0, 0, 0)
+
+
+def test_the_moment_it_ran_out_is_itemised() -> None:
+    plan = plan_of(small_step(), "cuda")
+    peak = predict(plan).peak.allocated
+    moment = overrun(plan, peak // 2)
+    assert moment is not None
+    assert peak // 2 < moment.allocated < peak
+    assert sum(moment.lines.values()) == moment.allocated
+    assert overrun(plan, peak) is None
+
+
+def test_remedies_name_what_to_change_and_fit() -> None:
+    work = small_step()
+    limit = 13 * GIB // 2
+    found = examined(work, "cuda", limit, Refusal(MIB, 5 * GIB, 0))
+    assert found.missing == found.needed - limit > 0
+    assert [remedy.words for remedy in found.remedies[:1]] == ["flash attention"]
+    assert len({frozenset(remedy.changes) for remedy in found.remedies}) == len(found.remedies)
+    for remedy in found.remedies:
+        changed = planted_ooms.changed(work, remedy)
+        assert predict(plan_of(changed, "cuda")).peak.allocated == remedy.peak < limit
+
+
+def test_under_a_limit_free_segments_are_given_back_first() -> None:
+    allocator = CachingAllocator(limit=64 * MIB)
+    first = allocator.allocate(30 * MIB)
+    allocator.release(first)
+    # It does not fit beside the one that is free, so that one goes.
+    allocator.allocate(50 * MIB)
+    assert allocator.reserved == 50 * MIB
+    with pytest.raises(OutOfBlocks):
+        allocator.allocate(20 * MIB)
+
+
+def test_a_step_runs_within_its_peak_and_a_little_and_not_within_less() -> None:
+    plan = plan_of(small_step(dtype=("bfloat16",)), "cuda")
+    told = predict(plan)
+    assert runs_within(plan, max(moment.reserved for moment in told.phases))
+    assert not runs_within(plan, told.peak.allocated - MIB)
+
+
+def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = find_study("benchmark")
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(type(study), "measure", fails)
+    monkeypatch.setattr(CpuDevice, "memory_bytes", 6 * GIB)
+    worker = Worker(io.BytesIO(), "cpu")
+    config = msgspec.to_builtins(small_step())
+    reply = worker.answer(MeasureCase("benchmark", config))
+    assert isinstance(reply, Failed)
+    assert reply.status == "oom"
+    noted = decode_post_mortem(reply.notes[NOTE])
+    assert (noted.limit, noted.asked) == (6 * GIB, 1536 * MIB)
+    # What goes wrong while it looks for the reason does not hide the failure.
+    monkeypatch.setattr(type(study), "post_mortem", fails)
+    assert worker.answer(MeasureCase("benchmark", config)) == Failed("oom", reply.reason, notes={})
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_the_first_remedy_of_a_planted_case_fits_when_run(number: int) -> None:
+    """All ten: benchmarks/planted_ooms.py."""
+    planted = planted_ooms.PLANTED[number]
+    work = planted_ooms.workload(planted, small=True)
+    limit = int(planted[-1] * predict(plan_of(work, "cpu")).peak.allocated)
+    refusal = planted_ooms.refused(work, CpuDevice(), limit)
+    assert refusal is not None
+    first = examined(work, "cpu", limit, refusal).remedies[0]
+    assert planted_ooms.refused(planted_ooms.changed(work, first), CpuDevice(), limit) is None
