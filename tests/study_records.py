@@ -11,7 +11,7 @@ from sample_records import environment, record, times
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
 from stepscope.model.config import precision
-from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, SavedTensor
+from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, Point, SavedTensor
 from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
 from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
 from stepscope.studies.registry import find_study
@@ -166,6 +166,12 @@ def memory_record(
                 "ledger": msgspec.json.encode(phases).decode(),
                 "saved": msgspec.json.encode(saved).decode(),
                 "largest": "aten.bmm.default at reference.py:31",
+                "course": msgspec.json.encode(
+                    [
+                        Point(phase=name, operator=10 * place, kinds={PARAMETERS: peak // place})
+                        for place, name in enumerate(names, start=1)
+                    ]
+                ).decode(),
             },
         }
         | changes,

@@ -13,15 +13,19 @@ from stepscope.measure.device import pick_device
 from stepscope.model import cost
 from stepscope.model.sizes import find_size
 from stepscope.records.memory import (
+    KEPT_INPUT,
+    RECOMPUTED,
     WEIGHT_COPIES,
     PostMortem,
     Remedy,
     SavedTensor,
+    decode_course,
     decode_peaks,
     decode_saved,
 )
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.format import bytes_
 from stepscope.studies.memory import MemoryFlags
 from stepscope.studies.memory.rows import accounted
 from stepscope.studies.registry import find_study
@@ -67,6 +71,52 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     modules = {tensor.module.split(".")[0] for tensor in decode_saved(measured.notes["saved"])}
     assert modules == {"blocks", "norm", "head", "loss"}
     assert {s.name for s in measured.series} == {"step", "recorded"}
+    course = decode_course(measured.notes["course"])
+    assert [*dict.fromkeys(point.phase for point in course)] == [peak.phase for peak in phases]
+    assert max(sum(point.kinds.values()) for point in course) == held["peak_bytes"]
+
+
+def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
+    study = find_study("memory")
+    flags = MemoryFlags(
+        size=("tiny",), context=(32,), batch=(2,), vocab=97, layers=4, d_model=32, d_ff=64, heads=2,
+        mode=("forward-backward",), checkpoint=("2",), steps=2,
+    )  # fmt: skip
+    (case,) = study.cases(flags)
+    measured = study.measure(case.config, QuietBench())
+    loss, backward = decode_peaks(measured.notes["ledger"])[1:]
+    stream = 2 * 32 * 32 * 4
+    assert loss.lines[f"saved: {KEPT_INPUT}"] == 2 * stream
+    assert not any("attention" in line or "feed_forward" in line for line in loss.lines)
+    assert backward.lines[RECOMPUTED] > 4 * stream
+    assert backward.residual == 0
+
+
+def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> None:
+    records = [memory_record("forward"), memory_record(), memory_record(context=64, peak=1 << 20)]
+    figures = [
+        block for block in find_study("memory").view(records)
+        if isinstance(block, Figure) and block.kind == "areas"
+    ]  # fmt: skip
+    assert [figure.name for figure in figures] == [
+        "memory-course-forward", "memory-course-train-step",
+    ]  # fmt: skip
+    whole = figures[1]
+    assert [(span.label, span.start) for span in whole.spans] == [
+        ("forward", 10.0), ("loss", 20.0), ("backward", 30.0), ("optimizer", 40.0),
+    ]  # fmt: skip
+    assert whole.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
+    assert whole.marks[0].value == 1000.0
+
+
+def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
+    said = findings([memory_record(peak=1000), memory_record(dtype="bfloat16-master")])
+    assert "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in said
+    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in said
+    rows = {row[0]: row[1:5] for row in table([memory_record()], "memory-regimes").rows}
+    assert rows["bfloat16-master"] == (2, 2, 12, 16)
+    assert rows["bfloat16-pure"] == (2, 2, 4, 8)
+    assert rows["bfloat16 autocast"] == (4, 4, 8, 16)
 
 
 def test_too_few_steps_are_refused() -> None:
@@ -144,6 +194,12 @@ def test_it_tells_naive_from_flash_attention() -> None:
     )
     assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in said
     assert "peaks at 20.0 GiB, 3.00× less" in said
+    # tiny at context 128, batch 4: 4 heads of 32, two layers.
+    scores, stream = 4 * 4 * 128 * 128, 4 * 4 * 128 * 32
+    naive = 2 * (19 * scores * 4 + 12 * stream * 4 + 2 * 128 * 128)
+    flash = 2 * (12 * stream * 4 + 2 * 4 * 4 * 128 * 4)
+    assert f"attention written out moves {bytes_(naive)} in a step" in said
+    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in said
 
 
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
@@ -192,10 +248,10 @@ def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
     rows: dict[Any, Any] = {
         row[0]: row for row in table([memory_record(peak=1 << 30)], "memory-regimes").rows
     }
-    assert [row[4] for row in rows.values()] == [16, 16, 16, 8]
+    assert [row[4] for row in rows.values()] == [16, 16, 8, 16]
     parameters = cost.parameters(find_size("tiny")).total
-    assert rows["float32"][7] == pytest.approx((1 << 29) / parameters)
-    assert rows["bfloat16-pure"][7] is None
+    assert rows["float32"][5] == pytest.approx((1 << 29) / parameters)
+    assert rows["bfloat16-pure"][5] is None
 
 
 def test_records_of_another_form_are_left_out() -> None:

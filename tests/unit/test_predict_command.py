@@ -34,9 +34,9 @@ def test_several_cases_make_one_table(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_budget_is_held_and_a_change_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--size", "small", "--context", "1024", "--budget", "6"]) == 0
+    assert main(["predict", "--size", "small", "--context", "1024", "--budget", "6.5"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "does not fit into 6.00 GiB" in said
+    assert "does not fit into 6.50 GiB" in said
     assert "with: flash attention (" in said
     assert main(["predict", "--size", "small", "--context", "1024", "--budget", "9"]) == 0
     assert "fits into 9.00 GiB" in " ".join(capsys.readouterr().out.split())

@@ -73,6 +73,30 @@ def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
     return (read + written) * element_bytes + shape.rows * FLOAT32_BYTES
 
 
+def reference_forward_bytes(
+    shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
+) -> int:
+    """What the operators of the reference form read and write in a causal forward: the scores are
+    written, scaled, masked, normalised and read again, so eight times their size; CUDA's autocast
+    adds two casts around a softmax in float32."""
+    scores = 8 * element_bytes + (4 * FLOAT32_BYTES if float32_softmax else 0)
+    tensors = 2 * shape.query_elements + 2 * shape.key_elements
+    return shape.scores * scores + tensors * element_bytes + mask_bytes(shape, causal=True)
+
+
+def reference_backward_bytes(
+    shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
+) -> int:
+    """The same for the backward: the gradient of the probabilities is written, goes through
+    softmax, mask and scale, and is read by two products; the probabilities are read twice."""
+    narrow = shape.scores * element_bytes
+    scores = 10 * narrow + 5 * shape.scores * FLOAT32_BYTES if float32_softmax else 11 * narrow
+    # The output's gradient and one operand for each of four products; three gradients.
+    read = 3 * shape.query_elements + 2 * shape.key_elements
+    written = shape.query_elements + 2 * shape.key_elements
+    return scores + (read + written) * element_bytes + mask_bytes(shape, causal=True)
+
+
 def input_bytes(shape: AttentionShape, element_bytes: int) -> int:
     """q, k and v."""
     return (shape.query_elements + 2 * shape.key_elements) * element_bytes

@@ -11,19 +11,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from stepscope.measure.allocator import CudaAllocator
+from stepscope.measure.course import Course
 from stepscope.measure.tensors import Held, TensorBytes
 from stepscope.records.memory import (
     GRADIENTS,
     INPUTS,
+    KEPT_INPUT,
     LIBRARIES,
     OPTIMIZER,
     PARAMETERS,
+    RECOMPUTED,
     ROUNDING,
     SAVED,
     TEMPORARIES,
@@ -31,6 +35,7 @@ from stepscope.records.memory import (
     WITHIN_OPERATORS,
     PhasePeak,
     SavedTensor,
+    kind_of,
 )
 
 
@@ -50,6 +55,9 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._current = ""
         self._best = PhasePeak(phase="", allocated=0, lines={}, operator="")
         self._peaks: dict[str, PhasePeak] = {}
+        self.course = Course()
+        """What each kind of line holds as the step goes on."""
+        self._kinds: dict[str, int] = {}
         self._modules: list[str] = []
         self._functions: list[str] = []
 
@@ -113,18 +121,26 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._current = ""
 
     def made(self, size: int, operator: str) -> Held:
-        self._lines[TEMPORARIES] = self._lines.get(TEMPORARIES, 0) + size
+        # A module that runs within the backward runs again.
+        again = self._current == "backward" and self._modules
+        line = RECOMPUTED if again else TEMPORARIES
+        self._add(line, size)
         if operator and size > self.largest[0]:
             self.largest = (size, operator, _line_of_code())
-        return Held(size, operator, TEMPORARIES)
+        return Held(size, operator, line)
 
     def freed(self, held: Held) -> None:
-        self._lines[held.line] -= held.bytes
+        self._add(held.line, -held.bytes)
 
     def move(self, held: Held, line: str) -> None:
-        self._lines[held.line] -= held.bytes
-        self._lines[line] = self._lines.get(line, 0) + held.bytes
+        self._add(held.line, -held.bytes)
+        self._add(line, held.bytes)
         held.line = line
+
+    def _add(self, line: str, size: int) -> None:
+        self._lines[line] = self._lines.get(line, 0) + size
+        kind = kind_of(line)
+        self._kinds[kind] = self._kinds.get(kind, 0) + size
 
     def __torch_dispatch__(
         self,
@@ -139,6 +155,8 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         if function is torch.ops.aten._to_copy.default:
             self._mark_weight_copy(arguments[0], result)
         reached = self.now if self._allocator is None else self._allocator.peak()
+        if self._current:
+            self.course.add(self._current, self._kinds)
         if reached > self._best.allocated:
             self._reach(reached, str(function))
         return result
@@ -168,6 +186,8 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         if held is not None and held.line == TEMPORARIES:
             module = self._modules[-1] if self._modules else "loss"
             operator = self._functions[-1] if self._functions else held.operator
+            if not self._functions and _called_by("/torch/utils/checkpoint.py"):
+                module, operator = KEPT_INPUT.split(", ")
             self.move(held, f"{SAVED}{_part(module)}, {operator}")
             self.saved.append(
                 SavedTensor(
@@ -219,6 +239,18 @@ def _part(module: str) -> str:
     if len(words) > 2 and words[1].isdigit():
         return words[2]
     return words[0] or "model"
+
+
+def _called_by(file: str, depth: int = 6) -> bool:
+    """Whether one of the nearest callers is in that file."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(depth):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(file):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _line_of_code() -> str:

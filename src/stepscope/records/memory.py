@@ -24,6 +24,8 @@ KEPT_INPUT = "checkpoint, input"
 """Names the line of what a checkpointed stretch keeps, after `SAVED`."""
 SAVED = "saved: "
 """Begins the lines of activations kept for backward; module and operator follow."""
+SAVED_KIND = "saved for backward"
+"""All of those lines together."""
 
 
 class PhasePeak(Part, frozen=True):
@@ -39,6 +41,14 @@ class PhasePeak(Part, frozen=True):
     def residual(self) -> int:
         """What is on no line."""
         return self.allocated - sum(self.lines.values())
+
+
+class Point(Part, frozen=True):
+    """What the tensors of each kind hold after an operator, by its number in the step."""
+
+    phase: str
+    operator: int
+    kinds: dict[str, int]
 
 
 class SavedTensor(Part, frozen=True):
@@ -94,6 +104,15 @@ def decode_peaks(note: str) -> tuple[PhasePeak, ...]:
 
 def decode_saved(note: str) -> tuple[SavedTensor, ...]:
     return msgspec.json.decode(note, type=tuple[SavedTensor, ...])
+
+
+def decode_course(note: str) -> tuple[Point, ...]:
+    return msgspec.json.decode(note, type=tuple[Point, ...])
+
+
+def kind_of(line: str) -> str:
+    """Lines by kind: all that is saved for backward is one."""
+    return SAVED_KIND if line.startswith(SAVED) else line
 
 
 def saved_bytes(lines: dict[str, int]) -> int:

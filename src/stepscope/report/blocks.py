@@ -70,17 +70,26 @@ class Mark(Data, frozen=True):
     value: float
 
 
+class Span(Data, frozen=True):
+    """A named part of a numeric x axis, up to where the next one begins."""
+
+    label: str
+    start: float
+
+
 class Figure(Data, tag="figure", frozen=True):
     name: str
     title: str
-    kind: Literal["lines", "bars", "stacks"]
-    """`stacks` are bars that stand on one another: parts of a whole, none negative."""
+    kind: Literal["lines", "bars", "stacks", "areas"]
+    """`stacks` are bars that stand on one another: parts of a whole, none negative. `areas` are the
+    same over a numeric x that all curves share."""
     curves: tuple[Curve, ...]
     x_label: str
     y_label: str
     x_log: bool = False
     y_log: bool = False
     marks: tuple[Mark, ...] = ()
+    spans: tuple[Span, ...] = ()
     caption: str = ""
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stepscope.report import names
+from stepscope.report.areas import Floors, Point, draw_areas, draw_spans
 from stepscope.report.axes import linear_limits, linear_ticks, log_limits, log_ticks
 from stepscope.report.blocks import Curve, Figure
 from stepscope.report.figure_data import categories
@@ -36,13 +37,6 @@ _RC: dict[Any, Any] = {
 }
 
 
-class Point(NamedTuple):
-    x: float
-    y: float
-    below: float
-    above: float
-
-
 def svg(figure: Figure, prefix: str = "figure") -> str:
     """`prefix` must be a name that no other figure of the page has."""
     import matplotlib as mpl
@@ -64,11 +58,11 @@ def svg(figure: Figure, prefix: str = "figure") -> str:
 
 def _draw(axes: Axes, figure: Figure) -> None:
     keys = categories(figure)
-    named = figure.kind != "lines" or any(isinstance(key, str) for key in keys)
+    named = figure.kind in ("bars", "stacks") or any(isinstance(key, str) for key in keys)
     places = {key: float(index if named else key) for index, key in enumerate(keys)}
     log_x = figure.x_log and not named
     held = [_points(curve, places, log_x=log_x, log_y=figure.y_log) for curve in figure.curves]
-    floors = _floors(held) if figure.kind == "stacks" else {}
+    floors = _floors(held) if figure.kind in ("stacks", "areas") else {}
     if not any(held):
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no data", color=SOFT, ha="center")
@@ -87,8 +81,10 @@ def _draw(axes: Axes, figure: Figure) -> None:
         ends = None if alone else names.end_names(labels, _paths(axes, held))
     elif figure.kind == "bars":
         _bars(axes, held)
-    else:
+    elif figure.kind == "stacks":
         _stacks(axes, held, floors)
+    else:
+        draw_areas(axes, held, floors)
     title = (
         f"{clean(figure.y_label)} · {labels[0]}" if alone and labels[0] else clean(figure.y_label)
     )
@@ -102,6 +98,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
             columns = names.legend_columns(labels, WIDTH - left)
             top += math.ceil(len(labels) / columns) * names.LEGEND_ROW
         names.draw_legend(axes, figure, columns, top - 6)
+    draw_spans(axes, figure.spans)
     _marks(axes, figure)
     _dress(axes, figure, title, left)
     axes.set_position(
@@ -219,10 +216,6 @@ def _bars(axes: Axes, held: list[list[Point]]) -> None:
                 color=INK,
                 fontsize=FONT_SIZE - 1,
             )
-
-
-Floors = dict[tuple[int, float], float]
-"""Where the part of a curve begins in the stack at a place."""
 
 
 def _floors(held: list[list[Point]]) -> Floors:

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from stepscope.attention import cost as attention_cost
+from stepscope.attention.cost import AttentionShape
 from stepscope.attention.registry import implementation
+from stepscope.model.config import precision
 from stepscope.records.memory import (
     LIBRARIES,
     WEIGHT_COPIES,
@@ -17,6 +20,7 @@ from stepscope.records.memory import (
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import bytes_, number, percent
+from stepscope.studies.memory.regimes import regime_findings
 from stepscope.studies.memory.rows import Accounted
 from stepscope.studies.post_mortem import NOTE, examined, read_refusal
 from stepscope.studies.workload import Workload
@@ -34,6 +38,7 @@ def memory_findings(cases: Sequence[Accounted], lost: Sequence[Record]) -> tuple
         *_driver(cases),
         *_autocast(cases),
         *_attention(cases),
+        *regime_findings(cases),
         *_largest(cases),
         *_post_mortems(lost),
     )
@@ -158,7 +163,31 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" {naive.name} keeps {bytes_(naive.kept)} of activations and peaks at"
         f" {bytes_(naive.peak)}; with {flash.workload.attention} it keeps {bytes_(flash.kept)} and"
         f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less. What it leaves out grows with"
-        " the square of the context."
+        f" the square of the context. {_traffic(naive)}"
+    )
+
+
+def _traffic(naive: Accounted) -> str:
+    """Bytes that attention reads and writes in one step, from the shapes of its tensors."""
+    work, form = naive.workload, precision(naive.workload.dtype)
+    model = work.model()
+    shape = AttentionShape(
+        batch=work.batch, heads=model.n_heads, seq_q=work.context, seq_k=work.context,
+        d_head=model.d_head,
+    )  # fmt: skip
+    width = 4 if form.compute in ("float32", "tf32") else 2
+    wide = form.autocast and naive.on_cuda
+    once = work.mode == "forward"
+    written_out = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
+    flash = attention_cost.forward_bytes(shape, width)
+    if not once:
+        written_out += attention_cost.reference_backward_bytes(shape, width, float32_softmax=wide)
+        flash += attention_cost.backward_bytes(shape, width)
+    return (
+        f"In traffic the difference is larger: by the shapes of what each operator reads and"
+        f" writes, attention written out moves {bytes_(written_out * model.n_layers)} in"
+        f" {'a forward' if once else 'a step'}, a flash form at least"
+        f" {bytes_(flash * model.n_layers)}, {number(written_out / flash, 3)}× less."
     )
 
 

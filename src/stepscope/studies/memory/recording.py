@@ -59,6 +59,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         "ledger": msgspec.json.encode(ledger.peaks).decode(),
         "saved": msgspec.json.encode(_of_one_block(ledger.saved)).decode(),
         "largest": f"{operator} at {code}",
+        "course": msgspec.json.encode(ledger.course.points()).decode(),
     } | _snapshot(step, device, workload)
     return Measurement(
         series=(

@@ -12,11 +12,13 @@ from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
-    SAVED,
     PhasePeak,
+    Point,
     SavedTensor,
+    decode_course,
     decode_peaks,
     decode_saved,
+    kind_of,
     saved_bytes,
 )
 from stepscope.records.schema import Record
@@ -74,7 +76,7 @@ class Account:
         """Lines by kind: all that is saved for backward is one."""
         found: dict[str, int] = {}
         for line, size in peak.lines.items():
-            kind = "saved for backward" if line.startswith(SAVED) else line
+            kind = kind_of(line)
             found[kind] = found.get(kind, 0) + size
         if peak.residual:
             found["residual"] = peak.residual
@@ -87,6 +89,12 @@ class Accounted(Account):
     def __init__(self, record: Record) -> None:
         super().__init__(record)
         self.workload = msgspec.convert(record.config, Workload)
+
+    @cached_property
+    def course(self) -> tuple[Point, ...]:
+        """The memory over the recorded step; empty in records from before it was kept."""
+        note = self.record.notes.get("course")
+        return decode_course(note) if note else ()
 
     @property
     def name(self) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.records.memory import WEIGHT_COPIES
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
+from stepscope.studies.memory.course_view import course_figures
 from stepscope.studies.memory.findings import memory_findings
+from stepscope.studies.memory.regimes import regimes_table
 from stepscope.studies.memory.rows import Account, Accounted, accounted
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
@@ -20,13 +21,8 @@ _KEY = (
     Column(title="batch", kind="count"),
     Column(title="dtype"),
     Column(title="attention"),
+    Column(title="checkpoint"),
     Column(title="mode"),
-)
-_REGIMES = (
-    ("float32", 4, 4, 8, 0, "all in float32"),
-    ("bfloat16 autocast", 4, 4, 8, 2, "float32 weights, copies while the graph lives"),
-    ("bfloat16 with master weights", 2, 2, 12, 0, "float32 master copy beside the two moments"),
-    ("bfloat16-pure", 2, 2, 4, 0, "everything in bfloat16"),
 )
 
 
@@ -38,9 +34,10 @@ def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         lead = max(cases, key=lambda case: (len(case.phases), case.peak))
         blocks += [
             _peaks_table(cases),
+            *course_figures(cases),
             stack_figure(lead),
             account_table(lead),
-            _regimes_table(cases),
+            regimes_table(cases),
             saved_table(lead),
             *published_tables("memory", [*_mine(cases)]),
         ]
@@ -57,7 +54,8 @@ def _mine(cases: Sequence[Accounted]) -> Iterator[Mine]:
 
 
 def _key(config: dict[str, Cell]) -> tuple[Cell, ...]:
-    return tuple(config[c.title] for c in _KEY)
+    # Records from before there was checkpointing do not name it.
+    return tuple(config.get(c.title, "no") for c in _KEY)
 
 
 def _peaks_table(cases: Sequence[Accounted]) -> Table:
@@ -132,45 +130,6 @@ def stack_figure(case: Account) -> Figure:
         ),
         x_label="phase",
         y_label=f"memory, {name}",
-    )
-
-
-def _regimes_table(cases: Sequence[Accounted]) -> Table:
-    """Bytes per parameter by regime; measured where a train step ran in it."""
-    names = {"float32": "float32", "bfloat16": "bfloat16 autocast", "bfloat16-pure": ""}
-    measured: dict[str, Accounted] = {}
-    for case in cases:
-        if case.workload.mode == "train-step":
-            name = names.get(case.workload.dtype) or case.workload.dtype
-            if name not in measured or case.peak > measured[name].peak:
-                measured[name] = case
-    rows: list[tuple[Cell, ...]] = []
-    for name, weights, gradients, state, copies, meaning in _REGIMES:
-        total = weights + gradients + state
-        case_of = measured.get(name)
-        rows.append(
-            (
-                name, weights, gradients, state, total, copies, total / 4,
-                case_of.per_parameter if case_of else None, meaning,
-            )
-        )  # fmt: skip
-    return Table(
-        name="memory-regimes",
-        title="Bytes for each parameter, by regime",
-        columns=(
-            Column(title="regime"),
-            Column(title="weights", kind="count", unit="B"),
-            Column(title="gradients", kind="count", unit="B"),
-            Column(title="optimizer state", kind="count", unit="B", hint="AdamW, two moments"),
-            Column(title="sum", kind="count", unit="B"),
-            Column(title=WEIGHT_COPIES, kind="count", unit="B", hint="matrices only"),
-            Column(title="× float32 weights", kind="number"),
-            Column(title="measured", kind="number", unit="B", hint="without the copies"),
-            Column(title="what it is"),
-        ),
-        rows=tuple(rows),
-        caption="The sum over float32 weights is the “4× the model” of a float32 step; “8×” counts"
-        " from weights in bfloat16 with float32 master weights. Activations come on top.",
     )
 
 

@@ -1,0 +1,68 @@
+"""What memory holds as a step goes on, in a bounded number of points that keep the peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepscope.records.memory import Point
+
+MOST_POINTS = 160
+
+
+class Course:
+    """One point for each operator; when there are too many, of two neighbours the higher stays."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._every = 1
+        self._seen = 0
+        self._held: list[tuple[str, int, int, dict[str, int]]] = []
+        """Phase, number of the operator, bytes in all, bytes by kind."""
+
+    def add(self, phase: str, kinds: Mapping[str, int]) -> None:
+        self._seen += 1
+        total = sum(kinds.values())
+        last = self._held[-1] if self._held else None
+        alike = (
+            last is not None
+            and last[0] == phase
+            and (last[1] - 1) // self._every == (self._seen - 1) // self._every
+        )
+        if alike:
+            assert last is not None
+            if total > last[2]:
+                self._held[-1] = (phase, self._seen, total, dict(kinds))
+            return
+        self._held.append((phase, self._seen, total, dict(kinds)))
+        if len(self._held) > 2 * self._most:
+            self._halve()
+
+    def points(self) -> tuple[Point, ...]:
+        while len(self._held) > self._most:
+            before = len(self._held)
+            self._halve()
+            if len(self._held) == before:
+                break
+        return tuple(
+            Point(
+                phase=phase,
+                operator=number,
+                kinds={kind: size for kind, size in kinds.items() if size},
+            )
+            for phase, number, _, kinds in self._held
+        )
+
+    def _halve(self) -> None:
+        self._every *= 2
+        merged: list[tuple[str, int, int, dict[str, int]]] = []
+        for each in self._held:
+            if (
+                merged
+                and merged[-1][0] == each[0]
+                and (merged[-1][1] - 1) // self._every == (each[1] - 1) // self._every
+            ):
+                if each[2] > merged[-1][2]:
+                    merged[-1] = each
+            else:
+                merged.append(each)
+        self._held = merged

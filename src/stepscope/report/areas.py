@@ -1,0 +1,60 @@
+"""Parts of a whole over a numeric axis, one upon the other, and the named stretches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from stepscope.report.blocks import Span
+from stepscope.report.names import FONT_SIZE, LETTER, PLAIN, short
+from stepscope.report.svg import CURVES, PAPER, SOFT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+    below: float
+    above: float
+
+
+Floors = dict[tuple[int, float], float]
+"""Where the part of a curve begins in the stack at a place."""
+
+
+def draw_areas(axes: Axes, held: list[list[Point]], floors: Floors) -> None:
+    for index, points in enumerate(held):
+        bottoms = [floors[index, p.x] for p in points]
+        axes.fill_between(
+            [p.x for p in points],
+            bottoms,
+            [bottom + max(0.0, p.y) for bottom, p in zip(bottoms, points, strict=True)],
+            facecolor=CURVES[index % len(CURVES)],
+            edgecolor=PAPER,
+            linewidth=0.2,
+            hatch="" if index < len(CURVES) else "///",
+            zorder=2,
+        )
+
+
+def draw_spans(axes: Axes, spans: Sequence[Span]) -> None:
+    """A line where each begins, and its name above where there is room for it."""
+    if not spans:
+        return
+    low, high = axes.get_xlim()
+    for span, following in pairwise((*spans, Span(label="", start=high))):
+        axes.axvline(span.start, color=SOFT, linewidth=0.6, linestyle=(0, (2, 2)), zorder=3)
+        room = (following.start - span.start) / (high - low) * _WIDTH
+        if room >= LETTER * len(short(span.label)):
+            axes.annotate(
+                short(span.label), (span.start, 1), xycoords=("data", "axes fraction"),
+                xytext=(2, -1), textcoords="offset points", va="top", color=SOFT,
+                fontsize=FONT_SIZE - 0.5, zorder=4, **PLAIN,
+            )  # fmt: skip
+
+
+_WIDTH = 380.0
+"""Of the axes in points, about."""
