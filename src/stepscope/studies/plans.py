@@ -27,8 +27,12 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
     )
 
 
+def can_be_predicted(workload: Workload) -> bool:
+    """Not a compiled step, whose operators are the compiler's choice, nor one of our kernels."""
+    return workload.compile == "no" and not workload.fused and not workload.graph
+
+
 def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:
-    """None for a compiled step, whose operators are the compiler's choice, and for our kernels."""
-    if workload.compile != "no" or workload.fused or workload.graph:
+    if not can_be_predicted(workload):
         return None
     return predict(plan_of(workload, device_kind))

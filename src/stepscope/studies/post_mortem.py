@@ -10,7 +10,7 @@ import msgspec
 from stepscope.analysis.predict.fit import changes_that_fit
 from stepscope.analysis.predict.step import overrun, predict
 from stepscope.records.memory import PostMortem, Remedy
-from stepscope.studies.plans import plan_of
+from stepscope.studies.plans import can_be_predicted, plan_of
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def read_refusal(said: str) -> Refusal:
 
 def step_post_mortem(config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
     workload = msgspec.convert(config, Workload)
-    if workload.compile != "no":
+    if not can_be_predicted(workload):
         return {}
     refusal = read_refusal(said)
     limit = _room(bench.device)

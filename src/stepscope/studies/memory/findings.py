@@ -22,6 +22,7 @@ from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.memory.regimes import regime_findings
 from stepscope.studies.memory.rows import Accounted
+from stepscope.studies.plans import can_be_predicted
 from stepscope.studies.post_mortem import NOTE, examined, read_refusal
 from stepscope.studies.workload import Workload
 
@@ -209,9 +210,13 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 def _post_mortems(lost: Sequence[Record]) -> Iterator[Finding]:
     """What a case that ran out would have needed, and the smallest change that fits."""
-    full = [r for r in lost if r.status == "oom" and r.config["compile"] == "no"]
-    for record in full[:_MOST_POST_MORTEMS]:
-        workload = msgspec.convert(record.config, Workload)
+    full = [
+        (record, workload)
+        for record in lost
+        if record.status == "oom"
+        and can_be_predicted(workload := msgspec.convert(record.config, Workload))
+    ]
+    for record, workload in full[:_MOST_POST_MORTEMS]:
         if NOTE in record.notes:
             found = decode_post_mortem(record.notes[NOTE])
         else:
