@@ -12,6 +12,7 @@ from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.base import Case
+from stepscope.studies.compile import CompileFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags
 from trace_files import training_step
@@ -86,4 +87,38 @@ def step_race_record(
     return _made(
         case, changes, series=tuple(times(racer, ms) for racer, ms in took.items()), notes=notes,
         quantities={"flops": Quantity(value=28e12, unit="FLOP")},
+    )  # fmt: skip
+
+
+def compile_record(
+    kind: str = "model", *, eager: float = 30.0, compiled: float = 20.0, cold_s: float = 10.0,
+    warm_s: float | None = None, notes: Mapping[str, str] | None = None,
+    quantities: Mapping[str, float] | None = None, **changes: Any,
+) -> Record:  # fmt: skip
+    """A case of the compile study whose steps took so many ms, a third of it forward."""
+    flags = CompileFlags(part=(kind,), compile=("block",), seq=(1024,), head=(64,))  # type: ignore[arg-type]
+    (case,) = find_study("compile").cases(flags)
+    values = {"cold_s": cold_s, "graphs": 2, "operators": 100, "breaks": 0, "recompilations": 0}
+    values |= {"recompiled_while_timed": 0, "eager.before_backward": 4e9}
+    values |= {"compiled.before_backward": 3e9, "eager.peak_bytes": 8e9, "compiled.peak_bytes": 6e9}
+    values |= dict(quantities or {}) | ({} if warm_s is None else {"warm_s": warm_s})
+    shares = {"step": 1.0, "forward": 0.3, "backward": 0.6}
+    failed = changes.get("status", "ok") != "ok"
+    return record(
+        study="compile", config=case.config,
+        **{
+            "series": ()
+            if failed
+            else tuple(
+                times(f"{form}.{phase}", ms * share)
+                for form, ms in {"eager": eager, "compiled": compiled}.items()
+                for phase, share in shares.items()
+            ),
+            "quantities": {}
+            if failed
+            else {name: Quantity(value=value, unit="1") for name, value in values.items()},
+            "notes": dict(notes or {}),
+            "case": case.key,
+        }
+        | changes,
     )  # fmt: skip

@@ -302,3 +302,31 @@ def test_ranks_that_take_other_ways_or_formats_are_refused() -> None:
     # One rank waits for rows that the other never sends; the supervisor's patience ends it.
     with pytest.raises(RankFailed, match="is stuck: no progress for 3 s"):
         launch(other_ways, ("left",), ranks=2, limits=Limits(step=3.0))
+
+
+def learns_without_logits(world: World, ranks: int) -> tuple[State, State]:
+    """Two steps with the fused loss, sharded and in one process on the joined batch."""
+    tokens = torch.randint(CONFIG.vocab, (ranks, 17), generator=torch.Generator().manual_seed(1))
+
+    def trained(model: nn.Module, rows: Tensor) -> None:
+        optimizer = adamw(model)
+        for number in range(2):
+            world.step(number)
+            model(rows[:, :-1], rows[:, 1:]).backward()
+            if isinstance(model, FSDP):
+                model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    whole = TransformerLM(CONFIG, dtype=torch.float64)
+    torch.manual_seed(0)
+    sharded = FSDP(TransformerLM(CONFIG, dtype=torch.float64))
+    trained(whole, tokens)
+    trained(sharded, tokens[world.rank : world.rank + 1])
+    return sharded.gather_full_params(), dict(whole.named_parameters())
+
+
+def test_the_head_s_weight_is_whole_for_the_fused_loss_too() -> None:
+    for sharded, whole in launch(learns_without_logits, (2,), ranks=2, limits=LIMITS):
+        assert far(sharded, {name: p.detach() for name, p in whole.items()}) <= 1e-12

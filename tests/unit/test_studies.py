@@ -9,7 +9,13 @@ from parallel_records import collective_record, ddp_record, fsdp_record, shardin
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from rehearsal_records import check_record, recorded_record
 from sample_records import environment
-from step_records import loss_record, rung_record, step_race_record, waterfall_record
+from step_records import (
+    compile_record,
+    loss_record,
+    rung_record,
+    step_race_record,
+    waterfall_record,
+)
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Table
@@ -181,6 +187,14 @@ def mixed_records() -> dict[str, list[Record]]:
                 for place, status in enumerate(FAILURES, start=1)
             ),
         ],
+        "compile": [
+            compile_record(warm_s=2.0),
+            compile_record("attention"),
+            *(
+                compile_record(status=status, reason=FAILURES[status], case=f"model_{status}")
+                for status in FAILURES
+            ),
+        ],
         "step": [
             rung_record("start", "start"),
             rung_record("bf16", "first", step=40.0),
@@ -321,6 +335,7 @@ class TestViews:
             "accumulation": sum_record,
             "autocast": autocast_record,
             "flash": flash_record,
+            "compile": compile_record,
             "step": rung_record,
             "allreduce": collective_record,
             "ddp": ddp_record,
@@ -351,6 +366,7 @@ def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
         "autocast",
         "attention",
         "flash",
+        "compile",
         "step",
         "allreduce",
         "ddp",

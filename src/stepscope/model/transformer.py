@@ -71,6 +71,17 @@ class Block(nn.Module):
         return out
 
 
+class Head(Linear):
+    """Logits, or with targets the mean loss. Both are made in here, so that whoever gathers a
+    module's weights for its forward gathers these too."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # (..., d_model)
+        if targets is not None:
+            return linear_cross_entropy(x, self.weight, targets)
+        with named("head"):
+            return super().forward(x)
+
+
 class TransformerLM(nn.Module):
     """Tokens in, logits of the next token out; with targets the mean loss, and never all logits.
 
@@ -101,7 +112,7 @@ class TransformerLM(nn.Module):
             for _ in range(config.n_layers)
         )
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype, fused=fused)
-        self.head = Linear(config.d_model, config.vocab, device=device, dtype=dtype)
+        self.head = Head(config.d_model, config.vocab, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -118,11 +129,8 @@ class TransformerLM(nn.Module):
         x = self._through_blocks(x, 0, len(self.blocks), self.checkpoint)
         with named("norm"):
             x = self.norm(x)
-        if targets is not None:
-            return linear_cross_entropy(x, self.head.weight, targets)
-        with named("head"):
-            logits: Tensor = self.head(x)
-        return logits
+        out: Tensor = self.head(x, targets)
+        return out
 
     def _through_blocks(self, x: Tensor, first: int, end: int, levels: tuple[int, ...]) -> Tensor:
         if not levels:

@@ -33,6 +33,7 @@ _ORDER = (
     "autocast",
     "attention",
     "flash",
+    "compile",
     "step",
     "allreduce",
     "ddp",

@@ -1,0 +1,25 @@
+"""One first step in a fresh process, with whatever cache the environment names.
+
+echo '{"kind": …}' | python -m stepscope.studies.compile.again cuda
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    from stepscope.measure.device import pick_device
+    from stepscope.studies.compile.measuring import compiled_form, eager_form, first_run_s
+
+    config = json.load(sys.stdin)
+    device = pick_device(sys.argv[1])
+    eager, source = eager_form(config, device)
+    eager.run()
+    first_s = first_run_s(compiled_form(config, device, source), device)
+    sys.stdout.write(json.dumps({"first_s": first_s}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Measures one case: compiled with an empty cache, again from a full one, then timed in turns."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from stepscope.records.schema import Clock, Quantity, Series
+from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.workload import TrainingStep, Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_AGAIN_WITHIN_S = 900.0
+_MOST_NAMED = 8
+
+
+class Form(NamedTuple):
+    """One way to run the subject."""
+
+    name: str
+    phases: tuple[Phase, ...]
+    reset: Callable[[], None]
+
+    def run(self) -> None:
+        self.reset()
+        for phase in self.phases:
+            phase.run()
+
+
+def eager_form(config: dict[str, Any], device: Device) -> tuple[Form, Any]:
+    """The subject as it is, and what the compiled form is made from."""
+    if config["kind"] == "attention":
+        step = AttentionStep(msgspec.convert(config, AttentionWorkload), device)
+        return Form("eager", step.phases(), step.reset), step
+    workload = msgspec.convert(config, Workload)
+    plain = TrainingStep(msgspec.structs.replace(workload, compile="no"), device)
+    return Form("eager", plain.phases(), plain.reset), plain
+
+
+def compiled_form(config: dict[str, Any], device: Device, eager: Any) -> Form:
+    if config["kind"] == "attention":
+        step = eager.variant(attention="compiled")
+        return Form("compiled", step.phases(), step.reset)
+    shared = TrainingStep(msgspec.convert(config, Workload), device, shares=eager)
+    return Form("compiled", shared.phases(), shared.reset)
+
+
+def first_run_s(form: Form, device: Device) -> float:
+    """A first step, from the call until the device is done with it."""
+    device.synchronize()
+    start = time.perf_counter()
+    form.run()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_compile(config: dict[str, Any], bench: Bench) -> Measurement:
+    with tempfile.TemporaryDirectory(prefix="stepscope-compile-") as cache:
+        os.environ[CACHE] = cache
+        return _measure(config, bench)
+
+
+def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
+    device = bench.device
+    eager, source = eager_form(config, device)
+    # Twice: the first step also makes the optimizer's state and loads libraries.
+    eager.run()
+    eager.run()
+    compiled = compiled_form(config, device, source)
+    bench.progress(0, 3, "compiling")
+    cold_s = first_run_s(compiled, device)
+    for form in (eager, compiled):
+        for _ in range(config["warmup"]):
+            form.run()
+    seen = compilations()
+    bench.progress(1, 3, "timing")
+    series = _in_turns((eager, compiled), device, config["rounds"], bench)
+    late = len(compilations()) - len(seen)
+    quantities = {
+        "cold_s": Quantity(value=cold_s, unit="s"),
+        "recompiled_while_timed": Quantity(value=late, unit="graphs"),
+        **_counted(),
+        **_memory((eager, compiled), device),
+    }
+    notes = _named()
+    if config["warm"]:
+        bench.progress(2, 3, "compiling again from the cache")
+        del eager, compiled, source
+        gc.collect()
+        device.release()
+        try:
+            quantities["warm_s"] = Quantity(value=_again(config, device), unit="s")
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            notes["warm"] = f"{type(error).__name__}: {error}"[:500]
+    return Measurement(series=series, quantities=quantities, notes=notes)
+
+
+def _again(config: dict[str, Any], device: Device) -> float:
+    """The same first step in a process that has compiled nothing yet."""
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope.studies.compile.again", device.kind],
+        input=json.dumps(config), capture_output=True, text=True, timeout=_AGAIN_WITHIN_S,
+        check=True,
+    )  # fmt: skip
+    return float(json.loads(done.stdout.splitlines()[-1])["first_s"])
+
+
+def _in_turns(
+    forms: tuple[Form, ...], device: Device, rounds: int, bench: Bench
+) -> tuple[Series, ...]:
+    """A step of each in every round; phases are marked in all of them."""
+    from stepscope.measure.timer import time_step
+
+    held: dict[tuple[str, Clock], list[float]] = {}
+    for number in range(rounds):
+        for form in forms if number % 2 == 0 else forms[::-1]:
+            timing = time_step(
+                form.phases, device, warmup=0, steps=1, inner_marks="always", before=form.reset
+            )
+            for one in timing.series:
+                held.setdefault((f"{form.name}.{one.name}", one.clock), []).extend(one.values)
+        bench.progress(number + 1, rounds, "rounds")
+    order = {form.name: place for place, form in enumerate(forms)}
+    return tuple(
+        Series(name=name, unit="ms", clock=clock, values=tuple(values))
+        for (name, clock), values in sorted(
+            held.items(), key=lambda item: order[item[0][0].partition(".")[0]]
+        )
+    )
+
+
+def _memory(forms: tuple[Form, ...], device: Device) -> dict[str, Quantity]:
+    """Of each form: what the forward leaves in use, and the peak of a step."""
+    found: dict[str, Quantity] = {}
+    for form in forms:
+        form.reset()
+        device.release()
+        before = device.held_bytes()
+        if before is None:
+            return {}
+        device.reset_peak()
+        left = 0
+        for phase in form.phases:
+            if phase.name == "backward":
+                left = (device.held_bytes() or 0) - before
+            phase.run()
+        device.synchronize()
+        found[f"{form.name}.before_backward"] = Quantity(value=left, unit="B")
+        found[f"{form.name}.peak_bytes"] = Quantity(value=device.peak_bytes() or 0, unit="B")
+        form.reset()
+    return found
+
+
+def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
+    """Torch's tracer alone: it finds graphs and breaks, and what it found runs as it is."""
+    import torch
+
+    step = TrainingStep(
+        msgspec.structs.replace(msgspec.convert(config, Workload), compile="no"), bench.device
+    )
+    blocks = config["compile"] == "block"
+    for module in step.model.blocks if blocks else [step.model]:  # type: ignore[union-attr]
+        module.compile(backend="eager")
+    form = Form("traced", step.phases(), step.reset)
+    first_s = first_run_s(form, bench.device)
+    again_s = first_run_s(form, bench.device)
+    if not torch._dynamo.utils.counters["stats"]:
+        raise CaseSkipped("torch's tracer was not asked: is TORCHDYNAMO_DISABLE set?")
+    return Measurement(
+        series=(Series(name="first", unit="ms", values=(first_s * 1e3, again_s * 1e3)),),
+        quantities={"trace_s": Quantity(value=first_s - again_s, unit="s"), **_counted()},
+        notes=_named(),
+    )
+
+
+def compilations() -> list[Any]:
+    """What torch says of every frame that it has compiled in this process."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return list(get_compilation_metrics())
+
+
+def _counted() -> dict[str, Quantity]:
+    from torch._dynamo.utils import counters
+
+    stats, again = counters["stats"], _recompiled()
+    return {
+        "graphs": Quantity(value=stats.get("unique_graphs", 0), unit="graphs"),
+        "operators": Quantity(value=stats.get("calls_captured", 0), unit="operators"),
+        "breaks": Quantity(value=sum(counters["graph_break"].values()), unit="breaks"),
+        "recompilations": Quantity(value=len(again), unit="graphs"),
+    }
+
+
+def _recompiled() -> list[str]:
+    return [
+        str(reason).strip().splitlines()[-1].strip()
+        for one in compilations()
+        if (reason := getattr(one, "recompile_reason", None))
+    ]
+
+
+def _named() -> dict[str, str]:
+    from torch._dynamo.utils import counters
+
+    found = {}
+    for place, (reason, times) in enumerate(counters["graph_break"].most_common(_MOST_NAMED)):
+        line = str(reason).strip().splitlines()[0]
+        found[f"break.{place + 1}"] = f"{times}× {line}"
+    for place, reason in enumerate(_recompiled()[:_MOST_NAMED]):
+        found[f"recompiled.{place + 1}"] = reason
+    return found

@@ -1,0 +1,265 @@
+"""Tables and figures of the compile study."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stepscope.analysis.limits import median_ms
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
+from stepscope.report.format import duration, number
+from stepscope.studies.attention_workload import AttentionWorkload
+from stepscope.studies.workload import Workload
+
+PHASES = ("forward", "backward", "step")
+_SLOWER = 0.97
+"""Below this a compiled form is slower, above it may be noise."""
+
+
+class Row(NamedTuple):
+    record: Record
+    kind: str
+    name: str
+    scope: str
+    mode: str
+
+    def ms(self, form: str, phase: str) -> float | None:
+        return median_ms(self.record, f"{form}.{phase}")
+
+    def gain(self, phase: str) -> float | None:
+        """How many times as fast compiled as eager."""
+        eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
+        return eager / compiled if eager is not None and compiled else None
+
+    def pays_after(self) -> float | None:
+        """Steps after which the first one's compiling is paid back."""
+        cold = self.record.quantity("cold_s")
+        eager, compiled = self.ms("eager", "step"), self.ms("compiled", "step")
+        if cold is None or eager is None or compiled is None or compiled >= eager:
+            return None
+        return cold * 1e3 / (eager - compiled)
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    return [_row(record) for record in records]
+
+
+def _row(record: Record) -> Row:
+    config: dict[str, Any] = record.config
+    if config["kind"] == "attention":
+        w = msgspec.convert(config, AttentionWorkload)
+        mask = ", causal" if w.causal else ""
+        name = f"attention, length {w.seq}, d {w.head}, {w.dtype}{mask}"
+        return Row(record, "attention", name, "function", "default")
+    work = msgspec.convert(config, Workload)
+    plain = msgspec.structs.replace(work, compile="no", compile_mode="default")
+    return Row(record, config["kind"], plain.name, work.compile, work.compile_mode)
+
+
+def compile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    rows = rows_of(records)
+    timed = [row for row in rows if row.gain("step") is not None]
+    return (
+        *_findings(rows, timed),
+        *_figure(timed),
+        *([_times_table(timed)] if timed else []),
+        *([_memory_table(timed)] if any(_has_memory(row) for row in timed) else []),
+        *_graph_table([row for row in rows if row.record.status == "ok"]),
+        *_lost_table([row for row in rows if row.record.status != "ok"]),
+    )
+
+
+def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
+    if timed:
+        ranked = sorted(timed, key=_step_gain)
+        worst, best = ranked[0], ranked[-1]
+        text = (
+            f"Compiled, a step is {number(_step_gain(best), 3)} times as fast in the best case"
+            f" ({_told(best)})"
+        )
+        if best is not worst:
+            text += f" and {number(_step_gain(worst), 3)} in the worst ({_told(worst)})"
+        slower = [row for row in timed if _step_gain(row) < _SLOWER]
+        if slower:
+            text += f"; {len(slower)} of {len(timed)} cases are slower than eager"
+        yield Finding(text=f"{text}.", tone="warn" if slower else "good")
+        yield from _waiting(timed)
+    late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
+    for row in late:
+        yield Finding(
+            text=f"{_told(row)} was compiled again while its steps were timed: its times are not"
+            " those of a steady state.",
+            tone="warn",
+        )
+    ok = [row for row in rows if row.record.status == "ok"]
+    broken = [row for row in ok if row.record.quantity("breaks")]
+    if broken:
+        first = broken[0]
+        reason = first.record.notes.get("break.1", "no reason given")
+        yield Finding(
+            text=f"The graph breaks in {len(broken)} of {len(ok)} cases; in {_told(first)} first"
+            f" by: {reason}",
+            tone="warn",
+        )
+    elif ok:
+        yield Finding(text=f"The graph breaks in none of {len(ok)} cases.", tone="good")
+
+
+def _step_gain(row: Row) -> float:
+    return row.gain("step") or 0.0
+
+
+def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
+    longest = max(timed, key=lambda row: row.record.quantity("cold_s") or 0.0)
+    cold, warm = (longest.record.quantity(name) for name in ("cold_s", "warm_s"))
+    if cold is None:
+        return
+    text = f"The first step of {_told(longest)} takes {duration(cold * 1e3)} with an empty cache"
+    if warm is not None:
+        text += f" and {duration(warm * 1e3)} in a new process with a full one"
+    after = longest.pays_after()
+    if after is not None:
+        text += f"; eager steps are that much slower after {number(after, 2)} of them"
+    yield Finding(text=f"{text}.")
+
+
+def _told(row: Row) -> str:
+    mode = "" if row.mode == "default" else f", {row.mode}"
+    scope = "" if row.kind == "attention" else f" by {row.scope}"
+    return f"{row.name}{scope}{mode}"
+
+
+def _figure(timed: Sequence[Row]) -> Iterator[Figure]:
+    if len(timed) < 2:
+        return
+    yield Figure(
+        name="compile-gain",
+        title="How many times as fast compiled as eager",
+        kind="bars",
+        curves=tuple(
+            Curve(
+                label=phase,
+                x=tuple(_told(row) for row in timed),
+                y=tuple(row.gain(phase) or 0.0 for row in timed),
+            )
+            for phase in PHASES
+        ),
+        x_label="case",
+        y_label="eager over compiled",
+    )
+
+
+def _times_table(timed: Sequence[Row]) -> Table:
+    def row_cells(row: Row) -> tuple[Cell, ...]:
+        cold, warm = (row.record.quantity(name) for name in ("cold_s", "warm_s"))
+        pairs = (
+            (row.ms("eager", phase), row.ms("compiled", phase), row.gain(phase)) for phase in PHASES
+        )
+        return (
+            row.name, row.scope, row.mode, cold, warm, *(cell for pair in pairs for cell in pair),
+            row.pays_after(),
+        )  # fmt: skip
+
+    times = [
+        column
+        for phase in PHASES
+        for column in (
+            Column(title=f"{phase}, eager", kind="number", unit="ms"),
+            Column(title="compiled", kind="number", unit="ms"),
+            Column(title="gain", kind="number", unit="×"),
+        )
+    ]
+    return Table(
+        name="compile-times",
+        title="Eager and compiled, in turns",
+        columns=(
+            Column(title="case"),
+            Column(title="compiled"),
+            Column(title="mode"),
+            Column(title="cold", kind="number", unit="s", hint="first step, empty cache"),
+            Column(title="warm", kind="number", unit="s", hint="first step of a new process"),
+            *times,
+            Column(
+                title="pays after", kind="number", unit="steps",
+                hint="steps whose gain is as long as the first step took",
+            ),
+        ),
+        rows=tuple(row_cells(row) for row in timed),
+        caption="Medians of steps that alternate, after all compiling was done.",
+    )  # fmt: skip
+
+
+def _has_memory(row: Row) -> bool:
+    return row.record.quantity("eager.peak_bytes") is not None
+
+
+def _memory_table(timed: Sequence[Row]) -> Table:
+    what = ("before_backward", "peak_bytes")
+    names = [f"{form}.{each}" for each in what for form in ("eager", "compiled")]
+    return Table(
+        name="compile-memory",
+        title="Memory, eager and compiled",
+        columns=(
+            Column(title="case"),
+            Column(title="compiled"),
+            Column(title="mode"),
+            Column(title="before backward, eager", kind="bytes", hint="what the forward leaves"),
+            Column(title="before backward, compiled", kind="bytes"),
+            Column(title="peak, eager", kind="bytes"),
+            Column(title="peak, compiled", kind="bytes"),
+        ),
+        rows=tuple(
+            (row.name, row.scope, row.mode, *(row.record.quantity(name) for name in names))
+            for row in timed
+            if _has_memory(row)
+        ),
+    )
+
+
+def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
+    if not ok:
+        return
+
+    def named(row: Row, what: str) -> str | None:
+        found = [text for key, text in row.record.notes.items() if key.startswith(f"{what}.")]
+        return "; ".join(found) or None
+
+    yield Table(
+        name="compile-graphs",
+        title="Graphs, breaks and recompilations",
+        columns=(
+            Column(title="case"),
+            Column(title="compiled"),
+            Column(title="mode"),
+            Column(title="graphs", kind="count"),
+            Column(title="operators", kind="count", hint="calls that the tracer captured"),
+            Column(title="tracing", kind="number", unit="s", hint="where nothing was compiled"),
+            Column(title="breaks", kind="count"),
+            Column(title="by"),
+            Column(title="recompilations", kind="count"),
+            Column(title="because"),
+        ),
+        rows=tuple(
+            (
+                row.name, row.scope, row.mode,
+                *(row.record.quantity(name) for name in ("graphs", "operators", "trace_s",
+                                                         "breaks")),
+                named(row, "break"), row.record.quantity("recompilations"),
+                named(row, "recompiled"),
+            )
+            for row in ok
+        ),
+    )  # fmt: skip
+
+
+def _lost_table(lost: Sequence[Row]) -> Iterator[Table]:
+    if lost:
+        yield Table(
+            name="compile-lost",
+            title="Not compiled",
+            columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
+            rows=tuple((row.record.case, row.record.status, row.record.reason) for row in lost),
+        )

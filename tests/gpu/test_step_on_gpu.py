@@ -1,0 +1,227 @@
+"""What only a GPU can show of the fast step: graphs, our kernels inside of one, shared weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.optim import FusedAdamW
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.step import StepFlags
+from stepscope.studies.step.goals import Heat, racers
+from stepscope.studies.step.race import Field
+from stepscope.studies.step.training import measure_loss
+from stepscope.studies.workload import TrainingStep, Workload, WorkloadFlags, workloads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 6
+
+
+class Silent:
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    held = pick_device("cuda")
+    assert isinstance(held, CudaDevice)
+    held.release()
+    return held
+
+
+def workload(**fields: Any) -> Workload:
+    flags = WorkloadFlags(
+        **{"size": ("tiny",), "context": (128,), "batch": (2,), "dtype": ("bfloat16",)} | fields
+    )
+    (only,) = workloads(flags, ("train-step",))
+    return only
+
+
+def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights after a few steps on batches that differ."""
+    step = TrainingStep(work, device)
+    if work.graph:
+        before = [p.detach().clone() for p in step.model.parameters()]
+        phases = step.phases()
+        with torch.no_grad():
+            for parameter, held in zip(step.model.parameters(), before, strict=True):
+                parameter.copy_(held)
+            for state in step.optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+    else:
+        phases = step.phases()
+    losses = []
+    vocab = work.model().vocab
+    for number in range(STEPS):
+        generator = torch.Generator("cuda").manual_seed(number)
+        for held in (step.tokens, step.targets):
+            held.copy_(torch.randint(vocab, held.shape, device="cuda", generator=generator))
+        step.reset()
+        for phase in phases:
+            phase.run()
+        assert step.loss is not None
+        losses.append(step.loss.item())
+    return losses, [p.detach().clone() for p in step.model.parameters()]
+
+
+@pytest.mark.parametrize("attention", ["sdpa_math", "auto"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer": ("torch-fused",)},
+        {"optimizer": ("stepscope-fused",)},
+        {"optimizer": ("stepscope-fused",), "loss": ("fused",), "fused": True},
+        {"optimizer": ("stepscope-fused",), "loss": ("fused",), "checkpoint": ("1",)},
+    ],
+    ids=["torch", "ours", "our kernels", "checkpointed"],
+)
+def test_a_replayed_step_trains_as_the_same_step_kernel_by_kernel(
+    device: CudaDevice, attention: str, more: dict[str, Any]
+) -> None:
+    fields = {"attention": (attention,), "size": ("mini",)} | more
+    eager = trained(workload(**fields), device)
+    replayed = trained(workload(**fields, graph=True), device)
+    # The same kernels on the same numbers; the count of steps is worked out on the device.
+    assert replayed[0] == pytest.approx(eager[0], rel=2e-3)
+    for one, other in zip(eager[1], replayed[1], strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=2e-3)
+
+
+def test_a_compiled_step_is_replayed(device: CudaDevice) -> None:
+    fields = {
+        "attention": ("auto",), "compile": ("block",), "loss": ("fused",),
+        "optimizer": ("stepscope-fused",),
+    }  # fmt: skip
+    eager, replayed = (
+        trained(workload(**fields, **more), device)[0] for more in ({}, {"graph": True})
+    )
+    assert replayed == pytest.approx(eager, rel=2e-3)
+
+
+def test_what_cannot_be_captured_is_skipped_and_leaves_the_device_usable(
+    device: CudaDevice,
+) -> None:
+    for fields, said in (
+        ({"dtype": ("float16",)}, "overflowed"),
+        ({"compile": ("block",), "compile_mode": ("reduce-overhead",)}, "graphs of its own"),
+    ):
+        step = TrainingStep(workload(**fields, graph=True), device)
+        with pytest.raises(CaseSkipped, match=said):
+            step.phases()
+    torch.randn(4, device="cuda")
+
+
+def test_gradients_are_counted_before_a_graph_lets_go_of_them(device: CudaDevice) -> None:
+    step = TrainingStep(workload(graph=True, optimizer=("stepscope-fused",)), device)
+    step.phases()
+    assert step.gradients_missing() == 0
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> None:
+    def parameters() -> list[torch.nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.nn.Parameter(torch.randn(size, generator=generator).cuda())
+            for size in ((300, 70), (5000,), (7,))
+        ]
+
+    ours, plain = parameters(), parameters()
+    grads = [torch.randn_like(p) for p in ours]
+    for held in (ours, plain):
+        for parameter, grad in zip(held, grads, strict=True):
+            parameter.grad = grad.clone()
+    optimizer = FusedAdamW(ours, lr=1e-2, capturable=True)
+    reference = torch.optim.AdamW(plain, lr=1e-2)
+    optimizer.step()
+    reference.step()
+    optimizer.prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for rate in (1e-2, 1e-2, 3e-3):
+        optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = rate
+        optimizer.refresh()
+        graph.replay()
+        reference.step()
+    assert {state["step"].item() for state in optimizer.state.values()} == {4.0}
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
+    parameter = torch.nn.Parameter(torch.randn(64, device="cuda"))
+    optimizer = FusedAdamW([parameter], capturable=True)
+    parameter.grad = torch.randn_like(parameter)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="prepare"), torch.cuda.graph(graph):
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
+def test_the_fused_pieces_learn_as_the_plain_ones(device: CudaDevice, dtype: str) -> None:
+    plain = trained(workload(dtype=(dtype,), attention=("sdpa",)), device)[0]
+    fused = trained(
+        workload(
+            dtype=(dtype,), attention=("sdpa",), fused=True, loss=("fused",),
+            optimizer=("stepscope-fused",),
+        ),
+        device,
+    )[0]  # fmt: skip
+    assert fused == pytest.approx(plain, rel=1e-4 if dtype == "float32" else 1e-2)
+
+
+def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDevice) -> None:
+    field = Field(Silent(device))
+    forms = [
+        racer._replace(
+            workload=msgspec.structs.replace(
+                racer.workload, size="mini", context=128, batch=2, compile="no",
+                compile_mode="default",
+            )
+        )
+        for racer in racers("small-512")
+        if racer.workload.compile_mode == "default"
+    ]  # fmt: skip
+    for racer in {racer.name: racer for racer in forms}.values():
+        field.heat(racer, steps=3)
+    assert set(field.fastest) == {"peer", "ours"}, field.notes
+    peer, ours = (field.fastest[side].step.model for side in ("peer", "ours"))
+    pairs = zip(peer.parameters(), ours.parameters(), strict=True)
+    assert all(one is other for one, other in pairs)
+    heats = [
+        msgspec.json.decode(note, type=Heat)
+        for key, note in field.notes.items()
+        if key.startswith("heat.")
+    ]
+    state = 16 * sum(p.numel() for p in peer.parameters())
+    # Weights, gradients and moments in float32 are a floor for every form.
+    assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
+
+
+def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
+    flags = StepFlags(
+        part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
+        loss_rungs=("bf16", "flash", "fused-loss", "fused-pieces", "fused-optimizer", "graph"),
+    )  # fmt: skip
+    from stepscope.studies.registry import find_study
+
+    ends = {}
+    for case in find_study("step").cases(flags):
+        values = measure_loss(case.config, Silent(device)).series[0].values
+        ends[case.config["rung"]] = sum(values[-6:]) / 6
+        assert ends[case.config["rung"]] < 0.8 * values[0]
+    for rung, end in ends.items():
+        assert end == pytest.approx(ends["start"], rel=0.01), rung

@@ -1,0 +1,99 @@
+"""The compile study: its cases, what its page says of planted records, and the tracer itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_line import CommandLine
+from step_records import compile_record
+from stepscope.errors import UsageError
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.compile import CompileFlags
+from stepscope.studies.compile.view import rows_of
+from stepscope.studies.registry import find_study
+
+STUDY = find_study("compile")
+
+
+def blocks(*records: object) -> dict[str, object]:
+    made = STUDY.view(list(records))  # type: ignore[arg-type]
+    return {getattr(block, "name", f"finding {n}"): block for n, block in enumerate(made)}
+
+
+def texts(held: dict[str, object]) -> list[str]:
+    return [block.text for block in held.values() if isinstance(block, Finding)]
+
+
+def test_cases_have_keys_of_their_own_and_tracing_needs_no_compiler() -> None:
+    flags = CompileFlags(compile_mode=("default", "reduce-overhead"), seq=(256,))
+    cases = STUDY.cases(flags)
+    assert len({case.key for case in cases}) == len(cases)
+    by_kind = {case.config["kind"]: case for case in cases}
+    assert by_kind["trace"].needs == ("float32",)
+    assert by_kind["attention"].needs == ("float32", "compiler")
+    assert by_kind["model"].needs == ("float32", "compiler", "graph")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"compile": ("no",)}, "eager is measured beside"),
+        ({"rounds": 0}, "both must be at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        CompileFlags(**flags)  # type: ignore[arg-type]
+
+
+def test_gains_costs_and_when_they_are_paid_back() -> None:
+    record = compile_record(eager=30.0, compiled=20.0, cold_s=12.0, warm_s=3.0)
+    (row,) = rows_of([record])
+    assert row.gain("step") == pytest.approx(1.5)
+    assert row.pays_after() == pytest.approx(1200.0)
+    held = blocks(record)
+    table = held["compile-times"]
+    assert isinstance(table, Table)
+    assert table.rows[0][3:5] == (12.0, 3.0)
+    said = texts(held)
+    assert any("1.50 times as fast in the best case" in text for text in said)
+    assert any("takes 12.0 s with an empty cache and 3.00 s in a new process" in t for t in said)
+    memory = held["compile-memory"]
+    assert isinstance(memory, Table)
+    assert memory.rows[0][3:] == (4e9, 3e9, 8e9, 6e9)
+
+
+def test_slower_cases_breaks_and_late_compiling_are_told() -> None:
+    slow = compile_record("attention", eager=10.0, compiled=20.0)
+    late = compile_record(
+        notes={"break.1": "2× call to print"}, quantities={"breaks": 2, "recompiled_while_timed": 1}
+    )
+    held = blocks(slow, late)
+    said = texts(held)
+    assert any("1 of 2 cases are slower than eager" in text for text in said)
+    assert any("compiled again while its steps were timed" in text for text in said)
+    assert any("breaks in 1 of 2 cases" in t and "2× call to print" in t for t in said)
+    table = held["compile-graphs"]
+    assert isinstance(table, Table)
+    assert [row[7] for row in table.rows] == [None, "2× call to print"]
+
+
+def test_a_compiled_case_that_never_pays_says_so_by_a_dash() -> None:
+    (row,) = rows_of([compile_record(eager=10.0, compiled=11.0)])
+    assert row.pays_after() is None
+
+
+def test_the_tracer_finds_one_graph_in_the_model_and_no_break(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    done = cli(
+        "run", "compile", "--part", "trace", "--size", "tiny", "--context", "8", "--batch", "1",
+        "--vocab", "32", "--compile", "model", "--attention", "sdpa", "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = cli.records()
+    assert (record.quantity("graphs"), record.quantity("breaks")) == (1, 0)
+    assert (record.quantity("operators") or 0) > 20
+    assert (record.quantity("trace_s") or 0) > 0
