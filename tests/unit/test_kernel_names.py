@@ -183,7 +183,8 @@ OTHERS = {
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "NCCL", "communication"),
     "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)":
         ("ncclKernel_AllReduce_RING_LL_Sum_float", "NCCL", "communication"),
-    "Memcpy HtoD (Pageable -> Device)": ("Memcpy HtoD", "CUDA", "copy/cast"),
+    "Memcpy HtoD (Pageable -> Device)": ("Memcpy HtoD, pageable", "CUDA", "copy/cast"),
+    "Memcpy HtoD (Pinned -> Device)": ("Memcpy HtoD", "CUDA", "copy/cast"),
     "Memset (Device)": ("Memset", "CUDA", "copy/cast"),
     "_attn_fwd": ("_attn_fwd", "", "attention"),
     "paged_attention_v2_kernel": ("paged_attention_v2_kernel", "", "attention"),

@@ -116,7 +116,9 @@ def linear_role(described: Description, phase: str, operator: str) -> Role:
 
 def _memory(name: str) -> Description | None:
     if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
-        return Description(name.partition(" (")[0], "CUDA", "copy/cast")
+        # Pageable memory is copied by way of a buffer, and the host waits: worth its own name.
+        pageable = ", pageable" if "Pageable" in name else ""
+        return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
     return None
 
 

@@ -16,7 +16,8 @@ from stepscope.cli.progress import make_observer
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
-from stepscope.report.blocks import Page, Section
+from stepscope.report.blocks import Page, Section, Table
+from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, read_history
@@ -156,15 +157,19 @@ def _conclude(
     table = advice_table(advice, facts_of(base).step_ms)
     section = Section(name="advice", title="Advice", question=_QUESTION, blocks=(table,))
     made = make_page(records)
+    trials = [one for one in made.sections if one.name == TRIALS]
+    rest = [one for one in made.sections if one.name != TRIALS]
+    tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
     page = Page(
         title=f"Advice for {base.config.get('script') or base.config['model']}",
         subtitle=made.subtitle,
-        headline=made.headline,
-        sections=(section, *made.sections),
+        headline=tables[0] if tables else made.headline,
+        sections=(*trials, section, *rest),
     )
     path = options.out / "advice.html"
     write_text(path, html_page(page))
-    tried = [Tried(record) for record in records if record.study == "advise"]
+    own = [record for record in records if record.study == TRIALS]
+    tried = [Tried(record) for record in own]
     if options.json:
         facts = {
             "advice": advice,
@@ -174,7 +179,6 @@ def _conclude(
         }  # fmt: skip
         print(json_line(facts))
         return 0
-    own = [record for record in records if record.study == "advise"]
     print_sections([section, *study_sections(own)])
     if not advice:
         print("No change that is known here is predicted to gain 3 % or more.")

@@ -47,6 +47,14 @@ def ceilings(
     return (*measured, *datasheet_ceilings(environment.device_name))
 
 
+def known_ceilings(environment: Environment) -> tuple[Ceiling, ...]:
+    """What is known of this machine without measuring now."""
+    return (
+        *(_cached(_cache_file(environment)) or ()),
+        *datasheet_ceilings(environment.device_name),
+    )
+
+
 def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[Ceiling, ...]:
     formats = [name for name in _FORMATS if name not in device.lacks()]
     jobs: list[tuple[str, Callable[[], Ceiling]]] = [

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import torch
 
+from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
@@ -50,6 +51,7 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     if recorder.snapshot.exists():
         notes["snapshot"] = recorder.snapshot.name
     notes["setting"] = _json(_setting(recorder))
+    environment = describe(recorder.device)
     return Record(
         id=secrets.token_hex(6),
         run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -61,7 +63,8 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
             "traced": recorder.effort.traced,
         },
         status="ok",
-        environment=describe(recorder.device),
+        environment=environment,
+        ceilings=known_ceilings(environment),
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         elapsed_s=elapsed_s,
         series=_series(recorder),

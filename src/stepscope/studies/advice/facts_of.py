@@ -13,7 +13,8 @@ from stepscope.studies.memory.rows import Account
 from stepscope.studies.trace_findings import host_idle
 
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
-_PAGEABLE = "Pageable"
+_PAGEABLE = "pageable"
+_CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
 def facts_of(
@@ -104,5 +105,5 @@ def _cleared(summary: Summary) -> float:
     return sum(
         row.ms
         for row in summary.kernels
-        if row.phase == "optimizer" and ("zero_" in row.kernel or "Memset" in row.kernel)
+        if row.phase == "optimizer" and any(word in row.kernel for word in _CLEARING)
     )

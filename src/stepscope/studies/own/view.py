@@ -25,7 +25,8 @@ def own_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         lead = Watched(sound[0])
         if lead.summary is not None:
             blocks += trace_findings(lead.summary, lead.step_ms)
-        blocks += [*memory_finding(lead), *rate_finding(lead), settings_table(sound)]
+        blocks += [*memory_finding(lead), *rate_finding(lead)]
+        blocks += [settings_table(sound)] if len(sound) > 1 else []
         blocks += [*trace_parts(lead, "own"), *account_blocks(lead)]
     if lost:
         blocks.append(_lost_table(lost))

@@ -1,0 +1,110 @@
+"""Your own step on a GPU: watched, advised, tried."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import stepscope
+from stepscope.analysis.advice.changes import advise
+from stepscope.records.jsonl import read_records
+from stepscope.records.memory import PARAMETERS
+from stepscope.studies.advice.facts_of import facts_of
+from stepscope.studies.inspected.rows import Watched
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(600),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def inspected(tmp_path: Path, script: str, *words: str) -> Watched:
+    command = [
+        sys.executable, "-m", "stepscope", "inspect", "--stop", "--out", str(tmp_path),
+        str(EXAMPLES / script), "--device", "cuda", "--steps", "60", *words,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / f"{Path(script).stem}.jsonl")
+    return Watched(record)
+
+
+SMALL = ("--layers", "4", "--width", "512", "--heads", "8")
+
+
+def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
+    found = inspected(tmp_path, "slow.py", *SMALL, "--context", "256", "--batch", "8")
+    summary, account = found.summary, found.account
+    assert summary is not None
+    assert summary.on_device
+    assert summary.doubt == ""
+    assert found.record.find("step", "device") is not None
+    assert {"forward", "backward", "optimizer"} <= {line.phase for line in summary.lines}
+    assert any(use.module == "blocks.*/attention" for use in summary.uses)
+    assert summary.idle_of("synchronisation") > 0
+    assert account is not None
+    assert account.residual_share < 0.02
+    assert account.line(PARAMETERS) == 4 * found.record.quantity("parameters")  # type: ignore[operator]
+    assert "snapshot" in found.record.notes
+    facts = facts_of(found.record)
+    assert facts.attention_ms > facts.attention_matmul_ms > 0
+    assert facts.pageable_ms > 0
+    assert facts.cleared_ms > 0
+
+
+def test_a_scope_costs_a_loop_on_a_gpu_nothing_it_would_notice(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scope = stepscope.Scope(model, optimizer)
+    x = torch.randn(4096, 1024, device="cuda")
+    for _ in range(30):
+        with scope.step():
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    scope.report(tmp_path / "page.html")
+    found = Watched(scope.record())
+    assert not [note for note in found.record.notes if note.endswith(("missing", "failed"))]
+    assert found.summary is not None
+    assert found.step_ms == pytest.approx(found.summary.wall_ms, rel=0.5)
+
+
+def test_accumulation_and_autocast_of_the_gpt_example(tmp_path: Path) -> None:
+    found = inspected(tmp_path, "nano_gpt.py", *SMALL, "--accumulate", "3")
+    assert found.micro_batches == 3
+    assert found.record.config["dtype"] == "bfloat16"
+    assert found.setting is not None
+    assert found.setting.optimizers[0].fused
+
+
+def test_a_compiled_example_is_not_compiled_again(tmp_path: Path) -> None:
+    found = inspected(tmp_path, "nano_gpt.py", *SMALL, "--compile")
+    assert found.setting is not None
+    assert found.setting.compiled
+    assert "compiled" in found.record.notes["memory_missing"]
+    assert found.summary is not None
+
+
+def test_advice_for_a_slow_step_is_tried(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "stepscope", "advise", "--model", "examples.slow:build",
+        "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    told = msgspec.json.decode(done.stdout)
+    assert {one["code"] for one in told["advice"]} >= {"fused-optimizer", "compile"}
+    assert any(one["verdict"] == "kept" for one in told["tried"])
+
+
+def test_rates_are_needed_for_a_change_of_format(tmp_path: Path) -> None:
+    found = inspected(tmp_path, "slow.py", *SMALL)
+    bare = msgspec.structs.replace(facts_of(found.record), rates={})
+    assert not {"tf32", "bfloat16"} & {one.code for one in advise(bare)}
