@@ -48,6 +48,7 @@ class TestLadder:
         assert places["master", "so far"].dtype == "bfloat16-master"
         on_top = places["checkpoint", "so far"]
         assert (on_top.checkpoint, on_top.dtype, on_top.graph) == ("1", "bfloat16", True)
+        assert places["master", "so far"].graph is False
         # A compiled model fuses the pieces itself.
         assert places["compile", "so far"].fused is False
         assert places["fused-optimizer", "so far"].fused is True
@@ -124,7 +125,7 @@ class TestRacers:
     def test_racers_travel_in_a_case(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         sent = json.loads(msgspec.json.encode(case.config))
-        assert [racer[0] for racer in sent["racers"]].count("ours") == 3
+        assert [racer[0] for racer in sent["racers"]].count("ours") == 4
 
 
 def test_steps_that_share_weights_train_the_same_ones() -> None:
@@ -216,9 +217,10 @@ class TestPage:
         assert isinstance(table, Table)
         fast, memory, spare = table.rows
         assert (fast[1], fast[3]) == ("block default sdpa_flash", "block default auto")
-        assert fast[6:8] == ("≥ 1.1×", "reached")
+        assert fast[6:8] == ("≥\N{NO-BREAK SPACE}1.1×", "reached")
+        assert memory[1:5] == ("73.2 GiB", None, "60.0 GiB", None)
         assert memory[5] == pytest.approx(60 / 73.2)
-        assert memory[6:8] == ("≤ 0.9×", "reached")
+        assert memory[6:8] == ("≤\N{NO-BREAK SPACE}0.9×", "reached")
         assert spare[7] == "reached (1.10× the time)"
         heats = self.blocks(record)["step-heats"]
         assert isinstance(heats, Table)
@@ -228,7 +230,7 @@ class TestPage:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
-        assert table.rows[0][6:8] == ("≤ 9 ms", "below")
+        assert table.rows[0][6:8] == ("≤\N{NO-BREAK SPACE}9\N{NO-BREAK SPACE}ms", "below")
 
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         held = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))

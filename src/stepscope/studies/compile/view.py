@@ -10,7 +10,7 @@ import msgspec
 from stepscope.analysis.limits import median_ms
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
-from stepscope.report.format import duration, number
+from stepscope.report.format import count, duration, number
 from stepscope.studies.attention_workload import AttentionWorkload
 from stepscope.studies.workload import Workload
 
@@ -64,7 +64,7 @@ def compile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     timed = [row for row in rows if row.gain("step") is not None]
     return (
         *_findings(rows, timed),
-        *_figure(timed),
+        *_figures(timed),
         *([_times_table(timed)] if timed else []),
         *([_memory_table(timed)] if any(_has_memory(row) for row in timed) else []),
         *_graph_table([row for row in rows if row.record.status == "ok"]),
@@ -122,7 +122,7 @@ def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
         text += f" and {duration(warm * 1e3)} in a new process with a full one"
     after = longest.pays_after()
     if after is not None:
-        text += f"; eager steps are that much slower after {number(after, 2)} of them"
+        text += f"; {count(round(after))} steps pay that back"
     yield Finding(text=f"{text}.")
 
 
@@ -132,24 +132,36 @@ def _told(row: Row) -> str:
     return f"{row.name}{scope}{mode}"
 
 
-def _figure(timed: Sequence[Row]) -> Iterator[Figure]:
-    if len(timed) < 2:
-        return
-    yield Figure(
-        name="compile-gain",
-        title="How many times as fast compiled as eager",
-        kind="bars",
-        curves=tuple(
-            Curve(
-                label=phase,
-                x=tuple(_told(row) for row in timed),
-                y=tuple(row.gain(phase) or 0.0 for row in timed),
-            )
-            for phase in PHASES
-        ),
-        x_label="case",
-        y_label="eager over compiled",
-    )
+def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
+    for kind, what in (("model", "a training step"), ("attention", "attention alone")):
+        shown = [row for row in timed if row.kind == kind]
+        if len(shown) < 2:
+            continue
+        yield Figure(
+            name=f"compile-gain-{kind}",
+            title=f"How many times as fast compiled as eager: {what}",
+            kind="bars",
+            curves=tuple(
+                Curve(
+                    label=phase,
+                    x=tuple(_short(row) for row in shown),
+                    y=tuple(row.gain(phase) or 0.0 for row in shown),
+                )
+                for phase in PHASES
+            ),
+            x_label="length, head dimension" if kind == "attention" else "size, context, compiled",
+            y_label="eager over compiled",
+        )
+
+
+def _short(row: Row) -> str:
+    config = row.record.config
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    form = short.get(config["dtype"], config["dtype"])
+    if row.kind == "attention":
+        return f"{config['seq']}, {config['head']}, {form}"
+    mode = "" if row.mode == "default" else f" {row.mode}"
+    return f"{config['size']} {config['context']} {form} {row.scope}{mode}"
 
 
 def _times_table(timed: Sequence[Row]) -> Table:

@@ -114,9 +114,12 @@ def racers(
     # A graph of a checkpointed step would hold what checkpointing is there to let go of.
     graph = wanted.checkpoint == "no"
     found += [
-        *(_racer("ours", ours, compile=scope, graph=graph) for scope in SCOPES),
+        *(_racer("ours", ours, compile=scope, graph=graph) for scope in scopes),
         _racer("ours", ours, fused=True, graph=graph),
     ]
+    if "max-autotune" in modes:
+        tuned = "max-autotune-no-cudagraphs"
+        found.append(_racer("ours", ours, compile="block", compile_mode=tuned, graph=graph))
     if not graph:
         found.append(_racer("ours", ours, compile="block", attention="sdpa_cudnn"))
     if wanted.spare:

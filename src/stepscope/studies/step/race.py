@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from stepscope.measure.device import Device
 
-_WARM_UP = 3
+_WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
+"""Steps of a heat, or fewer where they take longer than these seconds together."""
 _FORMS = 64
 """How often the same code is compiled here: more often than torch.compile thinks sensible."""
 
@@ -119,15 +120,8 @@ class Field:
         first_s = time.monotonic() - began
         if self._first is None:
             self._first = step
-        for _ in range(_WARM_UP):
-            entry.run()
-        samples = []
-        for _ in range(steps):
-            device.synchronize()
-            start = time.perf_counter()
-            entry.run()
-            device.synchronize()
-            samples.append((time.perf_counter() - start) * 1e3)
+        _timed(entry, device, _WARM_UP, _WARM_UP_S)
+        samples = _timed(entry, device, steps, _HEAT_S)
         peak = device.peak_bytes()
         own = None if peak is None or held is None else float(peak - held)
         return entry, Heat(ms=statistics.median(samples), first_s=first_s, peak_bytes=own)
@@ -146,6 +140,18 @@ class Field:
             if tensor.numel() > 1
         ]
         return size([*step.model.parameters(), *step.model.buffers(), *state])
+
+
+def _timed(entry: Entry, device: Device, steps: int, seconds: float) -> list[float]:
+    """Milliseconds of so many steps, or of as many as begin within that time."""
+    samples: list[float] = []
+    while len(samples) < steps and sum(samples) < seconds * 1e3:
+        device.synchronize()
+        start = time.perf_counter()
+        entry.run()
+        device.synchronize()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
 
 
 def _allow_many_forms() -> None:

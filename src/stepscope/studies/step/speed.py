@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import number, percent
+from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.step.goals import (
     MEMORY_AIM,
     SPARE_AIM,
@@ -40,8 +40,6 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
             Column(title="outcome"),
             Column(title="MFU", kind="percent", hint="ours, of the data sheet's rate"),
             Column(title="aim"),
-            Column(title="peak of the peer", kind="bytes"),
-            Column(title="ours", kind="bytes"),
         ),
         rows=tuple(rows),
         caption="Both in turns, sample by sample, on the same weights in one process; the peer has"
@@ -58,22 +56,21 @@ def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
     reached: Cell = None
     must: Cell = None
     if goal.faster is not None:
-        must, reached = f"≥ {goal.faster:g}×", _outcome(ratio.value >= goal.faster)
+        must, reached = f"≥\N{NO-BREAK SPACE}{goal.faster:g}×", _outcome(ratio.value >= goal.faster)
     elif goal.most_ms is not None:
-        must = f"≤ {goal.most_ms:g} ms"
+        must = f"≤\N{NO-BREAK SPACE}{goal.most_ms:g}\N{NO-BREAK SPACE}ms"
         reached = _outcome(ours.median <= goal.most_ms)
     aim = None if goal.aim_mfu is None else f"{percent(goal.aim_mfu)} MFU"
     ends = (race.peak("peer"), race.peak("ours"))
     yield (
         race.name, _form(race, "peer"), peer.median, _form(race, "ours"), ours.median,
         Interval(value=ratio.value, low=ratio.low, high=ratio.high), must, reached, mfu, aim,
-        *ends,
     )  # fmt: skip
     if goal.memory is not None and all(ends):
         share = ends[1] / ends[0]  # type: ignore[operator]
         yield (
-            f"{race.name}, memory", None, None, None, None, share, f"≤ {goal.memory:g}×",
-            _outcome(share <= goal.memory), None, f"{MEMORY_AIM:g}×", *ends,
+            f"{race.name}, peak memory", *_peaks(ends), share, f"≤\N{NO-BREAK SPACE}{goal.memory:g}×",
+            _outcome(share <= goal.memory), None, f"{MEMORY_AIM:g}×",
         )  # fmt: skip
     yield from _spare_row(race, peer.median)
 
@@ -87,10 +84,15 @@ def _spare_row(race: Race, peer_ms: float) -> Iterator[tuple[Cell, ...]]:
     must = f"≤ {SPARE_MEMORY:g}× in ≤ {SPARE_TIME:g}× the time"
     fits = share <= SPARE_MEMORY and slower <= SPARE_TIME
     yield (
-        f"{race.name}, checkpointed", _form(race, "peer"), peer_ms, _form(race, "spare"),
-        spare.median, share, must, f"{_outcome(fits)} ({number(slower, 3)}× the time)",
-        race.mfu("spare"), f"{SPARE_AIM:g}×", *peaks,
+        f"{race.name}, peak memory, {_form(race, 'spare')}", *_peaks(peaks), share, must,
+        f"{_outcome(fits)} ({number(slower, 3)}× the time)", race.mfu("spare"), f"{SPARE_AIM:g}×",
     )  # fmt: skip
+
+
+def _peaks(ends: tuple[float | None, float | None]) -> tuple[Cell, Cell, Cell, Cell]:
+    """In the columns of the forms: a peak has no time."""
+    peer, ours = (bytes_(end) if end is not None else None for end in ends)
+    return peer, None, ours, None
 
 
 def _outcome(reached: bool) -> str:
