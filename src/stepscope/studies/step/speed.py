@@ -69,8 +69,9 @@ def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
     if goal.memory is not None and all(ends):
         share = ends[1] / ends[0]  # type: ignore[operator]
         yield (
-            f"{race.name}, peak memory", *_peaks(ends), share, f"≤\N{NO-BREAK SPACE}{goal.memory:g}×",
-            _outcome(share <= goal.memory), None, f"{MEMORY_AIM:g}×",
+            f"{race.name}, peak memory", *_peaks(ends), share,
+            f"≤\N{NO-BREAK SPACE}{goal.memory:g}×", _outcome(share <= goal.memory), None,
+            f"{MEMORY_AIM:g}×",
         )  # fmt: skip
     yield from _spare_row(race, peer.median)
 
