@@ -8,6 +8,7 @@ Python costs more host time than a short attention takes on the GPU.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ TINY_SCALE = 1e-30
 """Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
 
 
+@functools.cache
 def _kernels() -> Any:
     from stepscope.attention import triton_launch
 
@@ -226,8 +228,10 @@ class FlashAttentionTriton(torch.autograd.Function):
     ) -> Tensor:
         direct = _launches_directly(q, k, v)
         run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
-        out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
-        if q.dim() != 4:
+        if q.dim() == 4:
+            out, lse = run(q, k, v, is_causal, scale, shift)
+        else:
+            out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
             out, lse = out.view(q.shape), lse.view(q.shape[:-1])
         ctx.how = (is_causal, scale, shift)
         ctx.direct = direct
@@ -235,12 +239,20 @@ class FlashAttentionTriton(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
-        run: Callable[..., tuple[Tensor, ...]] = _launch_backward if ctx.direct else flash_backward
-        made = run(*heads, lse.view(heads[1].shape[:-1]), *ctx.how)
-        if q.dim() != 4:
-            made = tuple(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
-        return (*made, None, None, None)
+        # Gradients that nobody differentiates again need no guard.
+        return _gradients_once(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    run: Callable[..., tuple[Tensor, ...]] = _launch_backward if ctx.direct else flash_backward
+    if q.dim() == 4:
+        return (*run(grad, q, k, v, out, lse, *ctx.how), None, None, None)
+    heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
+    made = run(*heads, lse.view(heads[1].shape[:-1]), *ctx.how)
+    shaped = (g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
+    return (*shaped, None, None, None)
+
+
+_gradients_once = once_differentiable(_gradients)
