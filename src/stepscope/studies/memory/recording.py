@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.records.memory import INPUTS, SavedTensor
 from stepscope.records.schema import Quantity, Series
-from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.plans import prediction_for
 from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.step_peaks import plain_steps
@@ -28,6 +28,8 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
 
     workload = msgspec.convert(config, Workload)
+    if workload.graph:
+        raise CaseSkipped("a graph is replayed without its operators: there is nothing to watch")
     device = bench.device
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     found: dict[str, int] = {}

@@ -19,6 +19,8 @@ def record_step(
 ) -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
     from stepscope.measure.gradients import record_gradients
 
+    if workload.graph or workload.fuses_loss:
+        raise CaseSkipped("a rehearsal needs forward, loss and backward one by one")
     step = TrainingStep(workload, device)
     forward, loss, backward, optimizer = step.phases()
 
