@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from stepscope.analysis.snapshot import read_snapshot
-from stepscope.records.memory import LIBRARIES, WITHIN_OPERATORS, decode_peaks
+from stepscope.records.memory import (
+    LIBRARIES,
+    RECOMPUTED,
+    WITHIN_OPERATORS,
+    decode_course,
+    decode_peaks,
+    decode_post_mortem,
+)
 from stepscope.studies.base import Measurement
 from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.registry import find_study
@@ -30,12 +37,17 @@ class CudaBench:
 
 
 def measured(
-    mode: str, dtype: str, attention: str = "reference", context: int = 256
+    mode: str,
+    dtype: str,
+    attention: str = "reference",
+    context: int = 256,
+    checkpoint: str = "no",
 ) -> Measurement:
     study = find_study("memory")
     flags = study.flags(
-        size=("small",), context=(context,), dtype=(dtype,), attention=(attention,), mode=(mode,)
-    )
+        size=("small",), context=(context,), dtype=(dtype,), attention=(attention,), mode=(mode,),
+        checkpoint=(checkpoint,),
+    )  # fmt: skip
     (case,) = study.cases(flags)
     bench = CudaBench()
     bench.device.release()
@@ -70,3 +82,63 @@ def test_a_snapshot_is_written_and_agrees(tmp_path: Path, monkeypatch: pytest.Mo
     held = read_snapshot(tmp_path / done.notes["snapshot"])
     assert held.peak == pytest.approx(done.quantities["peak_bytes"].value, rel=0.02)
     assert any("layers.py" in place.code for place in held.places)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", ["1", "4", "4-1", "nested"])
+def test_checkpointed_steps_are_predicted_and_accounted_for(checkpoint: str, dtype: str) -> None:
+    done = measured("train-step", dtype, "sdpa", context=1024, checkpoint=checkpoint)
+    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
+    backward = next(p for p in decode_peaks(done.notes["ledger"]) if p.phase == "backward")
+    assert abs(backward.residual) <= 0.01 * backward.allocated
+    assert backward.lines[RECOMPUTED] > 0
+
+
+def test_master_weights_are_predicted() -> None:
+    done = measured("train-step", "bfloat16-master")
+    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
+
+
+def test_the_course_of_a_step_reaches_the_tensors_at_the_peak() -> None:
+    done = measured("train-step", "bfloat16")
+    points = decode_course(done.notes["course"])
+    assert {point.phase for point in points} == {"forward", "loss", "backward", "optimizer"}
+    most = max(sum(point.kinds.values()) for point in points)
+    assert 0.8 * done.quantities["peak_bytes"].value <= most <= done.quantities["peak_bytes"].value
+
+
+def test_a_budget_is_kept_by_the_strategy_that_was_chosen_for_it() -> None:
+    study = find_study("checkpointing")
+    flags = study.flags(size=("small",), context=(1024,), checkpoint=("no",), budget_gib=4.0)
+    plain, limited = study.cases(flags)
+    bench = CudaBench()
+    bench.device.release()
+    assert study.measure(plain.config, bench).quantities["peak_bytes"].value > 4 << 30
+    bench.device.release()
+    done = study.measure(limited.config, bench)
+    assert done.notes["strategy"] != "no"
+    assert done.quantities["peak_bytes"].value <= 4 << 30
+
+
+def test_a_case_that_runs_out_is_examined() -> None:
+    """Under a limit that a step with all activations does not fit into."""
+    bench = CudaBench()
+    bench.device.release()
+    limit = 4 << 30
+    torch.cuda.set_per_process_memory_fraction(limit / bench.device.memory_bytes)
+    study = find_study("benchmark")
+    flags = study.flags(size=("small",), context=(1024,), mode=("train-step",))
+    (case,) = study.cases(flags)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as refused:
+            study.measure(case.config, bench)
+        noted = study.post_mortem(case.config, bench, str(refused.value))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    found = decode_post_mortem(noted["post_mortem"])
+    assert found.limit == pytest.approx(limit, rel=0.02)
+    assert found.asked > 0
+    assert found.held > 0
+    assert found.remedies

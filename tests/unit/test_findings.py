@@ -169,3 +169,33 @@ def test_the_slowest_process_decides_how_many_steps_are_needed() -> None:
     assert "needs 2 warm-up steps" in findings("warmup", quick, slow)[-1]
     assert "needs 1 warm-up step " in findings("warmup", quick)[-1]
     assert "needs no warm-up step " in findings("warmup", warmup_record([100.0] * 8))[-1]
+
+
+def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> None:
+    phases = {"forward": 30.0, "backward": 70.0}
+    waiting = {"step": 100.0, "phases": phases, "issue_share": 1.0}
+    records = [
+        benchmark_record(context=128, **waiting),
+        benchmark_record(context=128, dtype="bfloat16", **waiting),
+        benchmark_record(context=512, step=100.0, phases=phases),
+        benchmark_record(context=512, dtype="bfloat16", step=95.0, phases=phases),
+        benchmark_record(context=1024, step=100.0, phases=phases),
+        benchmark_record(
+            context=1024, dtype="bfloat16", step=25.0, phases={"forward": 10.0, "backward": 14.0}
+        ),
+    ]
+    text = said("benchmark", "bfloat16 against float32", *records)
+    assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in text
+    assert "It does not help small at context 128: the host limits these steps" in text
+    assert "It does not help small at context 512, which the host does not limit" in text
+    (table,) = (
+        block
+        for block in find_study("benchmark").view(records)
+        if isinstance(block, Table) and block.name == "benchmark-formats"
+    )
+    assert [row[:3] for row in table.rows] == [
+        ("small", 128, "bfloat16"), ("small", 512, "bfloat16"), ("small", 1024, "bfloat16"),
+    ]  # fmt: skip
+    forward, backward, optimizer, step = table.rows[-1][3:7]
+    assert (forward, backward, step) == pytest.approx((3.0, 5.0, 4.0))
+    assert optimizer is None

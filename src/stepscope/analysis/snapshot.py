@@ -21,6 +21,8 @@ from stepscope.errors import StepscopeError
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+_ROUND = 1000
+"""Buffers are sized by people; that a whole history ends at such a number by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
 
 
@@ -42,6 +44,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """In use when it was written."""
     events: int
     """Allocations and frees that the history covers."""
+    full: bool
+    """Its buffer has a round number of entries, all used: earlier ones were overwritten."""
     peak: int
     """The most in use within the history; without one, what is in use at the end."""
     largest: Place | None
@@ -110,6 +114,7 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
         reserved=reserved.get(device, 0),
         active=active,
         events=len(events),
+        full=len(trace) >= _ROUND and len(trace) % _ROUND == 0,
         peak=peak,
         largest=None if largest is None else Place(code=largest[1], bytes=largest[0], blocks=1),
         places=places,

@@ -67,7 +67,17 @@ def _findings(held: Snapshot) -> list[Finding]:
     text = f"The peak within its {count(held.events)} events is {bytes_(held.peak)}"
     if held.largest is not None:
         text += f"; the largest block there has {bytes_(held.largest.bytes)} ({held.largest.code})"
-    found.append(Finding(text=text + ". What came before the first event is not covered."))
+    if held.full:
+        text += (
+            ". The buffer of the history is full, so earlier events were overwritten and the peak"
+            " of the run may have been higher: record with a larger max_entries"
+        )
+    found.append(
+        Finding(
+            text=text + ". What came before the first event is not covered.",
+            tone="warn" if held.full else "info",
+        )
+    )
     return found
 
 

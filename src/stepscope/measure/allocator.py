@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,13 +51,23 @@ class CudaAllocator:
         return before - self.allocated()
 
 
+class History:
+    """Whether a recording kept everything."""
+
+    overflowed = False
+
+
 @contextlib.contextmanager
-def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[None]:
+def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[History]:
     """Record what happens inside with Python stacks, and write a snapshot that memory_viz opens."""
     torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    history = History()
     try:
-        yield
+        yield history
+        held = torch.cuda.memory._snapshot()
+        history.overflowed = any(len(trace) >= entries for trace in held["device_traces"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        with path.open("wb") as file:
+            pickle.dump(held, file)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

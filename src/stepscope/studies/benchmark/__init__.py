@@ -119,6 +119,11 @@ class Benchmark(Study[BenchmarkFlags]):
         formats = BenchmarkFlags(
             size=course, dtype=("tf32", "float16", "bfloat16-pure"), attention=("reference", "sdpa")
         )
+        # Beside float32 and bfloat16 autocast of the published row.
+        other_formats = BenchmarkFlags(
+            size=sizes_2025, dtype=("tf32", "bfloat16-pure"), mode=("train-step",), warmup=3,
+            steps=8,
+        )  # fmt: skip
         return {
             "quick": (quick,),
             "seeds": (seeds,),
@@ -127,6 +132,7 @@ class Benchmark(Study[BenchmarkFlags]):
             "h200": (
                 BenchmarkFlags(size=sizes_2025, context=(512,), dtype=both),
                 compiled,
+                other_formats,
                 BenchmarkFlags(
                     size=sizes_2025, context=(128, 256, 1024), dtype=both, warmup=3, steps=8
                 ),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from stepscope.analysis.group_lints import lint_group
 from stepscope.analysis.limits import (
     achieved_flops,
@@ -21,6 +19,7 @@ from stepscope.analysis.lints import lint_record
 from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
+from stepscope.studies.benchmark.formats import formats_findings
 from stepscope.studies.benchmark.rows import Row
 
 _AS_EXPECTED = 0.15
@@ -35,7 +34,7 @@ def benchmark_findings(rows: Sequence[Row]) -> tuple[Finding, ...]:
             _distance_from_the_limit,
             _backward_over_forward,
             _who_limits,
-            _formats,
+            formats_findings,
             _phases_against_whole,
             _failures,
             _doubts,
@@ -156,27 +155,6 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
         " there; more work per launch can (a larger batch or context, torch.compile, CUDA graphs).",
         tone="warn",
     )
-
-
-def _formats(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What a lower precision gains against float32, step by step."""
-    base = {row.workload.key: row for row in rows if row.workload.dtype == "float32" and row.step}
-    gains: dict[str, list[tuple[float, Row]]] = {}
-    for row in rows:
-        work = row.workload
-        other = base.get(msgspec.structs.replace(work, dtype="float32").key)
-        if other and row.step and other.step and work.dtype != "float32":
-            gains.setdefault(work.dtype, []).append((other.step.median / row.step.median, row))
-    for dtype, found in gains.items():
-        low, high = min(found, key=lambda g: g[0]), max(found, key=lambda g: g[0])
-        text = f"{dtype} against float32 makes the step {number(high[0], 3)}× as fast on"
-        text += f" {high[1].workload.size} at context {high[1].workload.context}"
-        if low[1] is not high[1]:
-            text += (
-                f" and {number(low[0], 3)}× on {low[1].workload.size}"
-                f" at context {low[1].workload.context}"
-            )
-        yield Finding(text=text + ".")
 
 
 def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:

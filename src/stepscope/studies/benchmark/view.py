@@ -18,6 +18,7 @@ from stepscope.report.blocks import Block, Cell, Column, Interval, Table
 from stepscope.report.format import percent
 from stepscope.studies.benchmark.figures import benchmark_figures
 from stepscope.studies.benchmark.findings import benchmark_findings
+from stepscope.studies.benchmark.formats import formats_table
 from stepscope.studies.benchmark.rows import (
     Row,
     common_context,
@@ -36,6 +37,7 @@ def benchmark_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     return (
         *benchmark_findings(rows),
         *benchmark_figures(rows),
+        *formats_table(rows),
         _times_table(rows),
         _throughput_table(rows),
         *published_tables("benchmark", [mine for row in rows for mine in _mine(row)]),

@@ -2,15 +2,15 @@
 
     stepscope run memory --size small xl --context 128 512 --dtype float32 bfloat16
 
-Each mode is a case of its own, in a process of its own, so that CUDA's context and libraries can be
-measured before the model exists. The step runs as it is first, for its peaks and its time; then
-once more with every storage counted and put on a line. On a CPU the count itself gives the peaks.
+Each mode is a case of its own; CUDA's context and libraries are measured before the model exists.
+The step runs as it is first, for its peaks and its time; then once more with every storage counted
+and put on a line. On a CPU the count itself gives the peaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,8 @@ class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
     """forward (its graph kept, as in training), forward-backward, train-step."""
     steps: int = 3
     """Steps without recording, at least 2: the first makes the optimizer state."""
+    snapshot: Literal["yes", "no"] = "yes"
+    """Write a snapshot for memory_viz of one more step, with stacks (CUDA only)."""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -48,14 +50,14 @@ class Memory(Study[MemoryFlags]):
         "stepscope run memory --size tiny --context 64 --device cpu",
     )
     flags = MemoryFlags
-    fresh_process = True
 
     def cases(self, flags: MemoryFlags) -> tuple[Case, ...]:
         return tuple(
             Case(
                 study=self.name,
                 key=workload.key,
-                config=msgspec.to_builtins(workload) | {"steps": flags.steps},
+                config=msgspec.to_builtins(workload)
+                | {"steps": flags.steps, "snapshot": flags.snapshot},
                 needs=workload.needs(),
             )
             for workload in workloads(flags, flags.mode)
@@ -92,21 +94,39 @@ class Memory(Study[MemoryFlags]):
             )  # fmt: skip
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
-        course = MemoryFlags(size=sizes_2025, context=(128, 256, 512), dtype=both)
-        attentions = MemoryFlags(
-            size=("2.7b",), context=(512, 2048), dtype=("bfloat16",),
-            attention=("reference", "sdpa"), optimizer=("torch-fused",),
+        # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
+        course = MemoryFlags(
+            size=sizes_2025, context=(128, 256, 512), dtype=both, mode=("train-step",),
+            snapshot="no",
         )  # fmt: skip
-        long = MemoryFlags(
-            size=("2.7b",), context=(1024, 2048, 4096), dtype=(*both, "bfloat16-pure")
+        forwards = MemoryFlags(
+            size=("2.7b",), context=(128, 256, 512), dtype=both, mode=("forward",), snapshot="no"
         )
-        course_2026 = MemoryFlags(size=("xl",), table="2026", context=(128, 512, 2048), dtype=both)
+        regimes = MemoryFlags(
+            size=("small",), mode=("train-step",), dtype=("bfloat16-pure", "bfloat16-master")
+        )
+        attentions = MemoryFlags(
+            size=("2.7b",), context=(2048,), dtype=("bfloat16",), attention=("reference", "sdpa"),
+            mode=("train-step",), optimizer=("torch-fused",), snapshot="no",
+        )  # fmt: skip
+        # Beyond what one device holds: the first context that runs out.
+        too_long = MemoryFlags(
+            size=("2.7b",), context=(4096,), dtype=both, mode=("train-step",), snapshot="no"
+        )
+        longer = MemoryFlags(
+            size=("2.7b",), context=(1024, 2048, 4096), dtype=(*both, "bfloat16-pure"),
+            snapshot="no",
+        )  # fmt: skip
+        course_2026 = MemoryFlags(
+            size=("xl",), table="2026", context=(128, 512, 2048), dtype=both, snapshot="no"
+        )
+        published = (course, forwards, regimes, attentions, too_long)
         return {
             "quick": quick,
-            "seeds": (course,),
+            "seeds": (course, forwards),
             "cs336-2026": (course_2026,),
-            "h200": (course, attentions, long),
-            "full": (course, attentions, long, course_2026),
+            "h200": published,
+            "full": (*published, longer, course_2026),
         }
 
 

@@ -79,7 +79,19 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
             " a plain one; times and peaks are those of plain ones where there is an allocator to"
             " ask."
         )
-    good: Tone = "good" if worst.on_cuda else "info"
+    history = [case.history_cost for case in cases if case.history_cost is not None]
+    if history:
+        text += (
+            f" The allocator's own history with Python stacks costs"
+            f" {percent(max(0.0, statistics.median(history)))} of a step."
+        )
+    cut = [case.name for case in cases if "snapshot_incomplete" in case.record.notes]
+    if cut:
+        text += (
+            f" {len(cut)} snapshots are incomplete, the first of {cut[0]}: the history's buffer was"
+            " full."
+        )
+    good: Tone = "good" if worst.on_cuda and not cut else "info"
     yield Finding(text=text, tone=good if share <= _CLOSED else "warn")
 
 

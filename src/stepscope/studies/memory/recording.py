@@ -34,6 +34,9 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     found: dict[str, int] = {}
     if allocator is not None:
+        # What cases before this one left of cuBLAS's work space is not this one's.
+        allocator.library_bytes()
+        device.release()
         found["context_bytes"] = _context_and_libraries(workload, device, allocator)
     device.reset_peak()
     step = TrainingStep(workload, device)
@@ -62,12 +65,17 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         "saved": msgspec.json.encode(_of_one_block(ledger.saved)).decode(),
         "largest": f"{operator} at {code}",
         "course": msgspec.json.encode(ledger.course.points()).decode(),
-    } | _snapshot(step, device, workload)
+    }
+    series = [
+        Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),
+        Series(name="recorded", unit="ms", values=(recorded,)),
+    ]
+    if config.get("snapshot", "yes") == "yes":
+        noted, history = _snapshot(step, device, workload)
+        notes |= noted
+        series += [Series(name="history", unit="ms", values=history)] if history else []
     return Measurement(
-        series=(
-            Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),
-            Series(name="recorded", unit="ms", values=(recorded,)),
-        ),
+        series=tuple(series),
         quantities=workload.quantities()
         | {name: Quantity(value=value, unit="B") for name, value in found.items()},
         notes=notes,
@@ -120,20 +128,35 @@ def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
     ]
 
 
-def _snapshot(step: TrainingStep, device: Device, workload: Workload) -> dict[str, str]:
-    """One step under the allocator's own recorder, kept where traces are kept."""
+def _snapshot(
+    step: TrainingStep, device: Device, workload: Workload
+) -> tuple[dict[str, str], tuple[float, ...]]:
+    """Steps under the allocator's own recorder, kept where traces are kept, and how long each one
+    took: the recorder's cost."""
     folder = os.environ.get(TRACES)
     if device.kind != "cuda" or not folder:
-        return {}
+        return {}, ()
     from stepscope.measure.allocator import recorded_history
 
     path = Path(folder) / f"{workload.key}.memory.pickle"
+    took: list[float] = []
     try:
-        with recorded_history(path):
-            for phase in step.phases():
-                phase.run()
-            device.synchronize()
+        with recorded_history(path) as history:
+            for _ in range(_RECORDED_STEPS):
+                step.reset()
+                device.synchronize()
+                start = time.perf_counter()
+                for phase in step.phases():
+                    phase.run()
+                device.synchronize()
+                took.append((time.perf_counter() - start) * 1e3)
     except Exception as error:
         # Without a snapshot the account stands all the same.
-        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {"snapshot": path.name}
+        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}, ()
+    notes = {"snapshot": path.name}
+    if history.overflowed:
+        notes["snapshot_incomplete"] = "its buffer was full: earlier events were overwritten"
+    return notes, tuple(took)
+
+
+_RECORDED_STEPS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -114,6 +115,14 @@ class Accounted(Account):
         if plain is None or recorded is None or not plain.values or not recorded.values:
             return None
         return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
+
+    @property
+    def history_cost(self) -> float | None:
+        """Time of a step with the allocator's history on over that of a plain one, less one."""
+        plain, history = self.record.find("step"), self.record.find("history")
+        if plain is None or history is None or not plain.values or not history.values:
+            return None
+        return statistics.median(history.values) / statistics.median(plain.values) - 1
 
     @property
     def per_parameter(self) -> float:
