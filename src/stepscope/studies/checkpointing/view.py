@@ -28,16 +28,16 @@ def _pareto(place: int, sweep: Sweep) -> Figure:
     unit, name = (_GIB, "GiB") if max(e.peak for e in sweep.ran) >= _GIB else (2**20, "MiB")
     front = sweep.front
     curves = [
-        Curve(
-            label="nothing is better in both",
-            x=tuple(each.peak / unit for each in front),
-            y=tuple(each.ms or 0.0 for each in front),
-        )
-    ]
-    curves += [
         Curve(label=_label(each), x=(each.peak / unit,), y=(each.ms or 0.0,))
         for each in sorted(sweep.ran, key=lambda each: each.peak)
     ]
+    curves.append(
+        Curve(
+            label="Pareto front",
+            x=tuple(each.peak / unit for each in front),
+            y=tuple(each.ms or 0.0 for each in front),
+        )
+    )
     return Figure(
         name=f"checkpointing-pareto{_suffix(place)}",
         title=f"Memory against time: {sweep.name}",
@@ -50,7 +50,11 @@ def _pareto(place: int, sweep: Sweep) -> Figure:
 
 
 def _label(each: Tried) -> str:
-    return "no checkpointing" if each.strategy == NONE else each.strategy
+    if each.strategy == NONE:
+        return "no checkpointing"
+    if len(each.sizes) > 1:
+        return each.strategy
+    return "each block" if each.strategy == "1" else f"stretches of {each.strategy}"
 
 
 def _suffix(place: int) -> str:
