@@ -106,13 +106,12 @@ class Memory(Study[MemoryFlags]):
             size=("small",), mode=("train-step",), dtype=("bfloat16-pure", "bfloat16-master")
         )
         attentions = MemoryFlags(
-            size=("2.7b",), context=(2048,), dtype=("bfloat16",), attention=("reference", "sdpa"),
-            mode=("train-step",), optimizer=("torch-fused",), snapshot="no",
+            size=("2.7b",), context=(1024, 2048), dtype=("bfloat16",),
+            attention=("reference", "sdpa"), mode=("train-step",), optimizer=("torch-fused",),
+            snapshot="no",
         )  # fmt: skip
-        # Beyond what one device holds: the first context that runs out.
-        too_long = MemoryFlags(
-            size=("2.7b",), context=(4096,), dtype=both, mode=("train-step",), snapshot="no"
-        )
+        # The first context that one device does not hold.
+        too_long = MemoryFlags(size=("2.7b",), context=(2048,), mode=("train-step",), snapshot="no")
         longer = MemoryFlags(
             size=("2.7b",), context=(1024, 2048, 4096), dtype=(*both, "bfloat16-pure"),
             snapshot="no",
