@@ -155,7 +155,6 @@ class Probe:
         self._buckets = {size: torch.zeros(size // 4) for size in self.sizes}
 
     def sample(self) -> dict[str, float]:
-        import torch
         import torch.distributed as dist
 
         found = {}
@@ -164,10 +163,7 @@ class Probe:
             for message in messages[:REPEATS]:
                 dist.all_reduce(message)
             found[f"alone.{size}"] = _since(began) / len(messages[:REPEATS])
-            began = time.monotonic()
-            for message in messages[:REPEATS]:
-                torch.mul(message, 0.5, out=self._buckets[size])
-            found[f"pack.{size}"] = _since(began) / len(messages[:REPEATS])
+            found[f"pack.{size}"] = self._pack(size, messages[:REPEATS])
             if len(messages) > 1:
                 issued, done = self._burst(messages)
                 found[f"burst.{size}.{len(messages)}"] = done
@@ -175,6 +171,16 @@ class Probe:
                     found["issue"] = issued / len(messages)
         found["agree"] = self._agree()
         return found
+
+    def _pack(self, size: int, messages: list[Tensor]) -> float:
+        """Scaling new gradients into a bucket, as all ranks do at the same time, for each."""
+        import torch
+
+        made = [message.clone() for message in messages]
+        began = start_together()
+        for gradient in made:
+            torch.mul(gradient, 0.5, out=self._buckets[size])
+        return _since(began) / len(made)
 
     def _burst(self, messages: list[Tensor]) -> tuple[float, float]:
         """All at once: until they are issued, and until they are done."""
