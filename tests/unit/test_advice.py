@@ -105,6 +105,8 @@ def test_habits_of_a_loop() -> None:
     step = facts(wait_idle_ms=10.0, pageable_ms=5.0, cleared_ms=4.0)
     assert gains(step) == {"no-read-back": 10.0, "pinned-data": 5.0, "set-to-none": 4.0}
     assert list(applicable(advise(step))) == []
+    starved = facts(data_ms=30.0, host_idle_ms=20.0)
+    assert gains(starved) == {"data-ahead": 20.0, "cuda-graph": 18.0}
 
 
 def test_a_larger_batch_needs_room() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stepscope.analysis.trace.collectives import collective_starts, lateness_ms
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize
@@ -70,6 +72,16 @@ def test_an_outside_range_names_what_nothing_else_does() -> None:
     assert summary.residual_ms == 0
     assert summary.phase_ms("outside") == 0.02
     assert summary.phase_ms("forward") == 0.03
+
+
+def test_time_in_a_data_loader_is_counted_within_steps() -> None:
+    trace = watched(2)
+    trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 20, 50)
+    trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 220, 260)
+    # Steps last from 35 to 130 and to 230 µs: 15 and 10 µs of loading lie within.
+    summary = summarize(trace.read())
+    assert summary.data_ms == pytest.approx(0.0125)
+    assert summarize(watched(2).read()).data_ms == 0
 
 
 def test_starts_of_collectives_by_step() -> None:

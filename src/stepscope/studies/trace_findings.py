@@ -20,6 +20,7 @@ def trace_findings(summary: Summary, step_ms: float | None = None) -> tuple[Find
     return (
         _account(summary),
         *_idle(summary, step_ms),
+        *_data(summary),
         *_matmul(summary),
         *_top_kernel(summary),
         *_units(summary),
@@ -83,6 +84,16 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
     if between >= _WORTH:
         yield Finding(
             text=f"No operator runs for {percent(between)} of the step: Python and the dispatcher."
+        )
+
+
+def _data(summary: Summary) -> Iterator[Finding]:
+    share = summary.data_ms / summary.wall_ms
+    if share >= _WORTH:
+        yield Finding(
+            text=f"The loop spends {duration(summary.data_ms)} of each step, {percent(share)}, in"
+            " its DataLoader: more workers, or batches made ahead, would hide that.",
+            tone="warn",
         )
 
 

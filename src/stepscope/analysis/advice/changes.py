@@ -214,6 +214,22 @@ def _no_wait(facts: Facts) -> Advice | None:
 
 
 @_judge
+def _workers(facts: Facts) -> Advice | None:
+    if not facts.on_gpu:
+        return None
+    return Advice(
+        code="data-ahead",
+        title="batches made ahead by workers",
+        # While the device still works on the step before, loading costs nothing.
+        gain_ms=min(facts.data_ms, facts.host_idle_ms),
+        why=f"the host is in its DataLoader for {facts.data_ms:.3g} ms of a step, and the device"
+        f" waits for the host for {facts.host_idle_ms:.3g} ms",
+        risk="memory and cores of the host",
+        lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
+    )
+
+
+@_judge
 def _pinned(facts: Facts) -> Advice | None:
     if not facts.on_gpu:
         return None

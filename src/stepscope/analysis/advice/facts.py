@@ -29,6 +29,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Its products alone."""
     score_bytes: int = 0
     """What it keeps for backward."""
+    data_ms: float = 0.0
+    """The host is in a DataLoader."""
     pageable_ms: float = 0.0
     """Copies from memory of the host that is not pinned."""
     cleared_ms: float = 0.0

@@ -10,6 +10,8 @@ from stepscope.analysis.trace.host import OUTSIDE, PHASES
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.work import NO_CALL, Work
 
+_LOADING = "enumerate(DataLoader)"
+
 
 class Step(NamedTuple):
     name: str
@@ -75,6 +77,18 @@ def step_of(work: Work, steps: tuple[Step, ...]) -> Ints:
     place = np.searchsorted(starts, work.start, side="right") - 1
     inside = (place >= 0) & (work.start < ends[np.maximum(place, 0)]) if len(steps) else place >= 0
     return np.where(inside, place, -1)
+
+
+def data_ms(work: Work, steps: tuple[Step, ...]) -> float:
+    """Milliseconds of a step in which the host is in a DataLoader of torch."""
+    spans, names = work.trace.spans, work.trace.names
+    loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
+    own = spans.is_range & np.isin(spans.name, loading)
+    start, end = spans.start[own], spans.end[own]
+    inside = sum(
+        int(np.maximum(0, np.minimum(end, s.end) - np.maximum(start, s.start)).sum()) for s in steps
+    )
+    return inside / 1e6 / max(1, len(steps))
 
 
 def phase_walls(work: Work, steps: tuple[Step, ...]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from stepscope.analysis.trace.ledger import ledgers, total
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import find_steps, phase_walls
+from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls
 from stepscope.analysis.trace.summary import Line, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
 from stepscope.analysis.trace.work import find_work
@@ -47,4 +47,5 @@ def summarize(trace: Trace, where: str = "the trace") -> Summary:
         kernels=kernel_rows(held),
         outliers=outliers(held),
         timeline=timeline(work, typical(steps)),
+        data_ms=data_ms(work, steps),
     )

@@ -115,6 +115,8 @@ class Summary(Piece, frozen=True):
     kernels: tuple[KernelRow, ...]
     outliers: tuple[Outlier, ...]
     timeline: tuple[Row, ...] = ()
+    data_ms: float = 0.0
+    """How long the host is in a DataLoader, waiting for a batch or making it."""
 
     @property
     def wall_ms(self) -> float:

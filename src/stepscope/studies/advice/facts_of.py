@@ -49,6 +49,7 @@ def facts_of(
         attention_ms=sum(use.ms for use in core),
         attention_matmul_ms=sum(use.ms for use in core if use.kind == "matmul"),
         score_bytes=_scores(account),
+        data_ms=summary.data_ms,
         pageable_ms=sum(row.ms for row in summary.kernels if _PAGEABLE in row.kernel),
         cleared_ms=_cleared(summary),
         parameters=int(record.quantity("parameters") or 0),
