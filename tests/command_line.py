@@ -33,7 +33,7 @@ class CommandLine:
             "PYTHONUNBUFFERED": "",
         }
 
-    def know_ceilings(self) -> None:
+    def know_ceilings(self, *more: Ceiling) -> None:
         """Fill the cache of ceilings as a first run would, without the minute it takes."""
         from stepscope.measure import ceilings
         from stepscope.measure.device import CpuDevice
@@ -42,7 +42,7 @@ class CommandLine:
         known = Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured")
         with (
             mock.patch.dict(os.environ, self.environment),
-            mock.patch.object(ceilings, "measure_ceilings", return_value=(known,)),
+            mock.patch.object(ceilings, "measure_ceilings", return_value=(known, *more)),
         ):
             ceilings.ceilings(CpuDevice(), describe(CpuDevice()))
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_own_study import QuietBench
 
+from command_line import CommandLine
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import WORTH, Advice, advise, applicable
 from stepscope.analysis.advice.facts import Facts
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
-from stepscope.records.schema import Record, Series
+from stepscope.records.schema import Ceiling, Record, Series
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.facts_of import facts_of
@@ -302,6 +303,28 @@ def test_bad_words_are_refused(
 
     assert main(["advise", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
+    command = CommandLine(tmp_path)
+    # No program is found, and so no compiler.
+    command.environment["PATH"] = str(tmp_path)
+    command.know_ceilings(
+        Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured", detail="planted")
+    )
+    model = ("--model", "own_models:conv_net", "--optimizer", "adamw-loop", "--batch", "1")
+    effort = ("--verify", "--rounds", "5", "--loss-steps", "4", "--device", "cpu", "--json")
+    done = command("advise", *model, *effort, timeout=160)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [one["code"] for one in told["advice"]] == ["fused-optimizer"]
+    (tried_once,) = told["tried"]
+    assert tried_once["change"] == "fused-optimizer"
+    assert tried_once["predicted_ms"] > 0
+    assert not tried_once["verdict"].startswith("not tried")
+    assert "Predicted against realised" in (command.out / "advice.html").read_text()
+    history = (tmp_path / "cache" / "stepscope" / "advice.jsonl").read_text()
+    assert len(history.splitlines()) == 1
 
 
 def test_a_trial_runs_both_steps_on_the_same_data() -> None:

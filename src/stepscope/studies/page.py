@@ -46,11 +46,18 @@ def make_page(records: Sequence[Record]) -> Page:
     sections = tuple(study_sections(records))
     devices = list(dict.fromkeys(record.environment.device_name for record in records))
     return Page(
-        title=f"Training steps on {', '.join(devices)}",
+        title=f"{_what(records)} on {', '.join(devices)}",
         subtitle=_subtitle(records),
         headline=_headline(records),
         sections=(*sections, _machine_section(records), _records_section(records)),
     )
+
+
+def _what(records: Sequence[Record]) -> str:
+    """The program, where all records are of one."""
+    programs = {record.config.get("script") for record in records}
+    only = programs.pop() if len(programs) == 1 else None
+    return str(only) if only else "Training steps"
 
 
 def study_sections(records: Sequence[Record]) -> Iterator[Section]:
