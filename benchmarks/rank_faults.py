@@ -1,12 +1,15 @@
 """How long until a failed rank is named: four faults, repeated, on two ranks of this machine.
 
-    python benchmarks/rank_faults.py [REPEATS]
+    python benchmarks/rank_faults.py [REPEATS] [--out results/rank-faults_cpu.jsonl]
 
 A death or an exception must be named within 1 s, a stopped or stuck rank within its limit + 1 s.
+With --out, every trial becomes a line of that file, which `scripts/make_docs.py` reads.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import sys
@@ -55,20 +58,30 @@ def noticed_after(fault: str, mark: Path) -> tuple[float, bool]:
     return float("inf"), False
 
 
-def main(repeats: int) -> int:
-    missed = 0
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("repeats", nargs="?", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    trials = []
     with tempfile.TemporaryDirectory() as folder:
         for fault, bound_s in BOUNDS_S.items():
-            found = [noticed_after(fault, Path(folder) / "mark") for _ in range(repeats)]
+            found = [noticed_after(fault, Path(folder) / "mark") for _ in range(asked.repeats)]
             times = sorted(seconds for seconds, _ in found)
-            named = sum(right for _, right in found)
-            missed += sum(seconds > bound_s or not right for seconds, right in found)
             print(
                 f"{fault:12} median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s"
-                f" (at most {bound_s:g} s), named {named} of {repeats}"
+                f" (at most {bound_s:g} s), named {sum(right for _, right in found)}"
+                f" of {asked.repeats}"
             )
-    return 1 if missed else 0
+            trials += [
+                {"fault": fault, "seconds": seconds, "bound_s": bound_s, "named": right,
+                 "torch": torch.__version__, "cores": os.cpu_count()}
+                for seconds, right in found
+            ]  # fmt: skip
+    if asked.out is not None:
+        asked.out.write_text("".join(json.dumps(trial) + "\n" for trial in trials))
+    return 1 if any(t["seconds"] > t["bound_s"] or not t["named"] for t in trials) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10))
+    sys.exit(main())

@@ -8,6 +8,7 @@ import pytest
 from stepscope.analysis.links import COLLECTIVES
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
+from stepscope.studies.sharding.view import moved
 
 
 class CpuBench:
@@ -34,7 +35,9 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
 
 def test_every_way_to_average_gradients_is_timed() -> None:
     study = find_study("ddp")
-    flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3)
+    flags = study.flags(
+        size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3, dtype=("bfloat16-pure",)
+    )
     (case,) = study.cases(flags)
     measured = study.measure(case.config, CpuBench())
     steps = {(s.name.rpartition(".")[0], s.rank) for s in measured.series if ".step" in s.name}
@@ -43,6 +46,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
     )  # fmt: skip
     assert steps == {(way, rank) for way in ways for rank in (0, 1)}
     assert all(len(series.values) == 3 for series in measured.series)
+    assert measured.quantities["gradient_bytes"].value == 2 * 3_084_928
     sent = {name: measured.quantities[f"reductions.{name}"].value for name in ways[1:5]}
     assert sent["naive"] == sent["overlap"] > sent["bucketed 0.1 MiB"] > sent["flat"] == 1
     lanes = msgspec.json.decode(measured.notes["timeline"])
@@ -54,7 +58,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
 
 def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
-    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2))
+    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
     measured = study.measure(case.config, CpuBench())
     held = {name: quantity.value for name, quantity in measured.quantities.items()}
     whole = held["unsharded.state.rank0"]
@@ -64,15 +68,18 @@ def test_sharded_state_is_counted_on_every_rank() -> None:
         assert sum(shares) == pytest.approx(whole, rel=1e-3)
         if way != "torch ZeRO":
             assert max(shares) == pytest.approx(whole / 2, rel=0.02), way
+        size = held["unsharded.parameters.rank0"]
+        assert held[f"{way}.sent.rank0"] == pytest.approx(moved(way, size, 2), rel=1e-3), way
     assert {len(series.values) for series in measured.series} == {2}
 
 
 def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     study = find_study("fsdp")
-    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2))
+    flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
+    (case,) = study.cases(flags)
     measured = study.measure(case.config, CpuBench())
     held = {name: quantity.value for name, quantity in measured.quantities.items()}
     for way in ("FSDP", "torch fully_shard"):
         for kind in ("parameters", "gradients", "state"):
-            share = max(held[f"{way}.{kind}.rank{rank}"] for rank in (0, 1))
-            assert share == pytest.approx(held[f"unsharded.{kind}.rank0"] / 2, rel=0.05), way
+            share = max(held[f"{way}.{kind}.rank{rank}"] for rank in range(3))
+            assert share == pytest.approx(held[f"unsharded.{kind}.rank0"] / 3, rel=0.05), way

@@ -22,7 +22,7 @@ def table(name: str, **how: Any) -> Table:
 
 
 def test_exposed_is_what_a_step_takes_longer_than_without_communication() -> None:
-    rows = {row[3]: row for row in table("ddp-steps", steps={"naive": 140.0, "flat": 130.0}).rows}
+    rows = {row[4]: row for row in table("ddp-steps", steps={"naive": 140.0, "flat": 130.0}).rows}
     assert rows["naive"][-2] == pytest.approx(40.0, rel=0.05)
     assert rows["flat"][-2] == pytest.approx(30.0, rel=0.05)
     assert rows["no communication"][-2] is None
@@ -75,6 +75,7 @@ def test_pictures_show_phases_and_reductions() -> None:
         ({"ranks": (0,)}, "ranks is 0"),
         ({"bucket_mb": (0.0,)}, "bucket_mb is"),
         ({"rounds": 0}, "rounds is 0"),
+        ({"dtype": ("bfloat",)}, "perhaps you meant bfloat16"),
     ],
 )
 def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:

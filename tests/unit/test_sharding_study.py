@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from parallel_records import sharding_record
 from stepscope.errors import UsageError
+from stepscope.records.schema import Quantity
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.registry import find_study
+from stepscope.studies.sharding.traffic import Traffic
 from stepscope.studies.sharding.view import moved
 
 GIB = 2.0**30
@@ -45,7 +49,8 @@ def test_torch_is_the_measure(ours: float, tone: str) -> None:
 
 def test_stages_of_zero_divide_one_part_after_the_other() -> None:
     stages = next(t for t in shown(Table, ranks=4) if t.name == "sharding-stages")
-    sums = {row[1]: row[-1] for row in stages.rows}
+    sums = {row[1]: row[-2] for row in stages.rows}
+    assert [row[-1] for row in stages.rows] == [1.5 * GIB, 1.5 * GIB, 1.5 * GIB, 2.25 * GIB]
     assert sums == {
         "none": 4 * GIB, "ZeRO 1": 2.5 * GIB, "ZeRO 2": 1.75 * GIB, "ZeRO 3": GIB,
     }  # fmt: skip
@@ -61,3 +66,32 @@ def test_the_figure_stacks_what_a_rank_holds() -> None:
 def test_bad_flags_are_refused(how: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"cannot be shared out|rounds is 0"):
         find_study("sharding").flags(**how)
+
+
+def test_the_counters_of_a_gpu_are_shown_where_there_are_some() -> None:
+    base = sharding_record()
+    stations = {
+        f"unsharded.after {place}.{counter}.rank{rank}": Quantity(value=GIB + rank, unit="B")
+        for place in ("model", "forward", "backward", "step")
+        for counter in ("allocated", "reserved", "driver")
+        for rank in (0, 1)
+    }
+    record = msgspec.structs.replace(base, quantities={**base.quantities, **stations})
+    (held,) = (
+        b for b in find_study("sharding").view([record])
+        if isinstance(b, Table) and b.name == "sharding-stations"
+    )  # fmt: skip
+    assert [row[2] for row in held.rows] == ["model", "forward", "backward", "step"]
+    assert all(row[3:] == (GIB + 1,) * 3 for row in held.rows)
+
+
+def test_traffic_is_counted_by_collective() -> None:
+    whole, part = torch.zeros(8), torch.zeros(2)
+    traffic = Traffic(4)
+    traffic.add("allreduce_", ([whole],))
+    assert traffic.sent == 48.0
+    traffic.add("_allgather_base_", (whole, part))
+    traffic.add("_reduce_scatter_base_", (part, whole))
+    traffic.add("broadcast_", ([whole],))
+    traffic.add("barrier", (whole,))
+    assert traffic.sent == 48.0 + 3 * 24.0

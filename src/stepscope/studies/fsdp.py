@@ -18,7 +18,7 @@ from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.sharding import STUDY as SHARDING
 from stepscope.studies.sharding import ShardingFlags, measure_on_ranks
 from stepscope.studies.sharding.ranks import FULLY, FULLY_WAYS, TORCH_FULLY, WHOLE
-from stepscope.studies.sharding.view import KINDS, Divided, memory_figure
+from stepscope.studies.sharding.view import KINDS, Divided, memory_figure, station_table
 
 CLOSE = 0.05
 """How far from an equal share the memory may be: small parameters are on every rank."""
@@ -46,6 +46,7 @@ class FullySharded(Study[ShardingFlags]):
             *(finding for case in done for finding in _findings(case)),
             *(figure for case in done for figure in memory_figure(case, FULLY_WAYS)),
             _table(records, done),
+            *station_table(done, FULLY_WAYS),
         )
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
@@ -58,6 +59,13 @@ STUDY = FullySharded()
 def _sum(case: Divided, way: str) -> list[float]:
     """Parameters, gradients and state on each rank."""
     return [sum(parts) for parts in zip(*(case.held(way, kind) for kind in KINDS), strict=True)]
+
+
+def moved(way: str, case: Divided) -> float | None:
+    """Bytes that a rank sends in a step, if every matrix is gathered twice and reduced once."""
+    size = case.held(WHOLE, "parameters")
+    part = (case.ranks - 1) / case.ranks
+    return (2 if way == WHOLE else 3) * part * size[0] if size else None
 
 
 def _findings(case: Divided) -> Iterator[Finding]:
@@ -91,7 +99,7 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
     for record in records:
         head: tuple[Cell, ...] = (record.config["size"], record.config["ranks"])
         if record.id not in known:
-            rows.append((*head, None, record.status, *(None,) * 4))
+            rows.append((*head, None, record.status, *(None,) * 6))
             continue
         case = known[record.id]
         for way in FULLY_WAYS:
@@ -103,6 +111,8 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
                     Interval(value=step.median, low=step.low, high=step.high) if step else None,
                     *(max(case.held(way, kind), default=None) for kind in KINDS),
                     max(_sum(case, way), default=None),
+                    moved(way, case),
+                    max(case.held(way, "sent"), default=None),
                 )
             )
     return Table(
@@ -115,8 +125,12 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
             Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
             *(Column(title=kind, kind="bytes", hint="on the rank with most") for kind in KINDS),
             Column(title="sum", kind="bytes"),
+            Column(title="moved", kind="bytes", hint="per rank and step, predicted"),
+            Column(title="counted", kind="bytes", hint="of the collectives that were called"),
         ),
         rows=tuple(rows),
         caption="Times of the slowest rank; all ways take turns. Bytes are what a rank keeps"
-        " between steps; while a layer runs, its whole weights come on top.",
+        " between steps; while a layer runs, its whole weights come on top. Moved: gathered for the"
+        " forward and again for the backward, and reduced. What is not let go of between them"
+        " (torch's outermost weights) is gathered once.",
     )

@@ -108,19 +108,28 @@ class AllReduce(Study[AllReduceFlags]):
         seeds = (2**20, 2**22, 2**24, 2**26, 2**28, 2**30)
         everything = COLLECTIVES
         if environment.device_kind == "cpu":
-            quick = AllReduceFlags(sizes=(2**10, 2**14, 2**18, 2**22), rounds=10)
+            quick = AllReduceFlags(ranks=(2,), sizes=(2**10, 2**14, 2**18, 2**22))
         else:
             quick = AllReduceFlags(ranks=(1,))
-        available = (1,) if environment.device_count < 2 else (1, 2)
+        # On one GPU: NCCL with itself, and gloo between two ranks that share it.
+        short = tuple(2**power for power in range(10, 29, 6))
         return {
             "quick": (quick,),
             "seeds": (AllReduceFlags(ranks=(1, 2), sizes=seeds),),
             "cs336-2026": (AllReduceFlags(ranks=(2, 4, 6), sizes=seeds),),
             "h200": (
-                AllReduceFlags(ranks=available, collective=everything),
-                AllReduceFlags(ranks=(2,), backend=("gloo",), collective=everything),
+                AllReduceFlags(ranks=(1,), sizes=short),
+                AllReduceFlags(
+                    ranks=(2,), backend=("gloo",), collective=everything, sizes=short, rounds=5
+                ),
             ),
-            "full": (AllReduceFlags(ranks=(1, 2, 4, 6), collective=everything, sizes=seeds),),
+            "full": (
+                AllReduceFlags(
+                    ranks=(1, 2, 3, 4, 5, 6),
+                    collective=everything,
+                    sizes=tuple(2**power for power in range(10, 31, 2)),
+                ),
+            ),
         }
 
 

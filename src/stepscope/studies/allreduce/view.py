@@ -79,7 +79,10 @@ def sweep_of(record: Record) -> Sweep:
             continue
         slowest = [max(samples) for samples in zip(*held, strict=True)]
         wrong = record.quantity(f"wrong.{size}") or 0.0
-        points.append(Point(size, summarize(slowest), wrong))
+        # Every rank has as many elements: a few at the end may be left out.
+        ranks = record.config["ranks"]
+        carried = size // 4 // ranks * ranks * 4
+        points.append(Point(carried, summarize(slowest), wrong))
     link = fit_link([p.size for p in points], [p.time.median for p in points])
     return Sweep(record, points, link)
 

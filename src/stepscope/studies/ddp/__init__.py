@@ -10,17 +10,18 @@ waiting for bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, unknown_name
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
-from stepscope.studies.ddp.ranks import time_ways
+from stepscope.studies.ddp.ranks import DTYPES, time_ways
 from stepscope.studies.ddp.view import ddp_blocks
 from stepscope.studies.ranked import default_ranks, on_ranks
 
@@ -40,6 +41,8 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
     backend: tuple[str, ...] = ("auto",)
     """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
+    dtype: tuple[str, ...] = ("float32",)
+    """float32, bfloat16 (autocast: gradients stay float32) or bfloat16-pure (half the bytes)."""
     bucket_mb: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
     """Bucket sizes to try, in MiB."""
     rounds: int = 10
@@ -54,6 +57,9 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
                     f"a batch of {self.batch} cannot be shared out among {ranks} ranks",
                     "choose a multiple of the ranks",
                 )
+        for name in self.dtype:
+            if name not in DTYPES:
+                raise unknown_name("dtype", name, DTYPES)
         if min(self.bucket_mb, default=0) <= 0:
             raise UsageError(f"bucket_mb is {self.bucket_mb}", "give sizes above 0")
         if self.rounds < 1:
@@ -67,24 +73,24 @@ class DataParallel(Study[DDPFlags]):
     examples = (
         "stepscope run ddp --size small --context 128 --ranks 2",
         "stepscope run ddp --size medium --ranks 2 4 --bucket-mb 1 10 100 1000",
+        "stepscope run ddp --dtype float32 bfloat16 bfloat16-pure",
     )
     flags = DDPFlags
 
     def cases(self, flags: DDPFlags) -> tuple[Case, ...]:
         made = []
-        for size in flags.size:
-            for context in flags.context:
-                with_overrides(find_size(size, flags.table), context=context)
-                for ranks in flags.ranks:
-                    for backend in flags.backend:
-                        year = "" if flags.table == "2025" else f"{flags.table}_"
-                        config = {
-                            "size": size, "table": flags.table, "context": context,
-                            "batch": flags.batch, "ranks": ranks, "backend": backend,
-                            "bucket_mb": list(flags.bucket_mb), "rounds": flags.rounds,
-                        }  # fmt: skip
-                        key = f"{year}{size}_c{context}_b{flags.batch}_r{ranks}_{backend}"
-                        made.append(Case(study=self.name, key=key, config=config))
+        year = "" if flags.table == "2025" else f"{flags.table}_"
+        for size, context, ranks, backend, dtype in itertools.product(
+            flags.size, flags.context, flags.ranks, flags.backend, flags.dtype
+        ):
+            with_overrides(find_size(size, flags.table), context=context)
+            config = {
+                "size": size, "table": flags.table, "context": context, "batch": flags.batch,
+                "ranks": ranks, "backend": backend, "dtype": dtype,
+                "bucket_mb": list(flags.bucket_mb), "rounds": flags.rounds,
+            }  # fmt: skip
+            key = f"{year}{size}_c{context}_b{flags.batch}_r{ranks}_{backend}_{dtype}"
+            made.append(Case(study=self.name, key=key, config=config))
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
@@ -111,17 +117,29 @@ class DataParallel(Study[DDPFlags]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
         if environment.device_kind == "cpu":
-            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(1.0,), rounds=5)
+            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(1.0,), rounds=5, ranks=(2,))
         else:
             quick = DDPFlags(ranks=(1,))
         # Two ranks on one GPU go over gloo: the ways compare, the times are not a cluster's.
-        h200 = DDPFlags(size=("small",), backend=("gloo",), rounds=20)
+        h200 = (
+            DDPFlags(ranks=(1,), bucket_mb=(10.0,), rounds=5),
+            DDPFlags(
+                ranks=(2,), backend=("gloo",), dtype=("float32", "bfloat16-pure"),
+                bucket_mb=(1.0, 100.0), rounds=5,
+            ),
+        )  # fmt: skip
         return {
             "quick": (quick,),
-            "seeds": (DDPFlags(size=("medium",)),),
-            "cs336-2026": (DDPFlags(size=("xl",), table="2026"),),
-            "h200": (h200,),
-            "full": (DDPFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
+            "seeds": (DDPFlags(size=("medium",), ranks=(2,)),),
+            "cs336-2026": (DDPFlags(size=("xl",), table="2026", ranks=(2,)),),
+            "h200": h200,
+            "full": (
+                DDPFlags(
+                    size=("small", "medium", "large"),
+                    ranks=(2, 4),
+                    dtype=("float32", "bfloat16", "bfloat16-pure"),
+                ),
+            ),
         }
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepscope.parallel import DDP, World
 
 WARMUP = 2
+DTYPES = ("float32", "bfloat16", "bfloat16-pure")
 ALONE = "no communication"
 TORCH = "torch DDP"
 
@@ -32,10 +33,13 @@ class RankSteps(NamedTuple):
 class Way:
     """One way to average gradients, with a model and an optimizer of its own."""
 
-    def __init__(self, name: str, model: nn.Module, parameters: nn.Module) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, parameters: nn.Module, dtype: str = "float32"
+    ) -> None:
         import torch
 
         self.name = name
+        self.autocast = dtype == "bfloat16"
         self.model = model
         self.optimizer = torch.optim.AdamW(parameters.parameters())
         self.averages_itself = hasattr(model, "finish_gradient_synchronization")
@@ -65,7 +69,10 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
             continue
         sizes: Any = way.model.message_bytes
         reductions[way.name] = len(sizes)
-        held = [torch.zeros(size // 4, device=world.device) for size in sizes]
+        dtype = next(way.model.parameters()).dtype
+        held = [
+            torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
+        ]
         for _ in range(config["rounds"]):
             world.step(step)
             step += 1
@@ -92,25 +99,26 @@ def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
     shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
 
     torch.manual_seed(0)
-    alone = TransformerLM(shape, device=world.device)
+    kind = config["dtype"]
+    dtype = torch.bfloat16 if kind == "bfloat16-pure" else torch.float32
+    alone = TransformerLM(shape, device=world.device, dtype=dtype)
 
     def model() -> TransformerLM:
         # Copying is faster than drawing weights again.
         return copy.deepcopy(alone)
 
-    ways = [Way(ALONE, alone, alone)]
+    def ours(name: str, wrapped: DDP) -> Way:
+        return Way(name, wrapped, wrapped.module, kind)
+
+    ways = [Way(ALONE, alone, alone, kind)]
     for strategy in ("naive", "flat", "overlap"):
-        ways.append(_ours(strategy, DDP(model(), strategy)))
+        ways.append(ours(strategy, DDP(model(), strategy)))
     for size in config["bucket_mb"]:
-        ways.append(_ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
+        ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(Way(TORCH, wrapped, theirs))
+    ways.append(Way(TORCH, wrapped, theirs, kind))
     return ways
-
-
-def _ours(name: str, model: DDP) -> Way:
-    return Way(name, model, model.module)
 
 
 def make_tokens(world: World, config: dict[str, Any]) -> Tensor:
@@ -125,6 +133,7 @@ def make_tokens(world: World, config: dict[str, Any]) -> Tensor:
 
 def one_step(world: World, way: Way, tokens: Tensor) -> dict[str, float]:
     """Times of the phases in ms; the device is idle at each mark."""
+    import torch
     import torch.distributed as dist
 
     from stepscope.model import cross_entropy
@@ -133,7 +142,8 @@ def one_step(world: World, way: Way, tokens: Tensor) -> dict[str, float]:
     settle()
     dist.barrier()
     began = time.perf_counter()
-    loss = cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
+        loss = cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
     settle()
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -192,31 +202,50 @@ def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
 
 def _lanes(world: World, way: Way, tokens: Tensor) -> dict[str, list[tuple[float, float, str]]]:
     """One more step, with every reduction's start and end."""
-    flights: list[list[float]] = []
+    now, ms_before = _clock(world)
+    flights: list[list[Any]] = []
 
     def observer(size: int, work: Any) -> None:
-        flight = [time.perf_counter(), 0.0, float(size)]
+        flight = [now(), None, size]
         flights.append(flight)
 
         def landed(_: Any) -> None:
-            flight[1] = time.perf_counter()
+            flight[1] = now()
 
         work.get_future().then(landed)
 
     observed = getattr(way.model, "observed", lambda _: nullcontext())
     with observed(observer):
-        began = time.perf_counter()
         marks = one_step(world, way, tokens)
     # The step began after a barrier; its end is what both clocks share.
-    start = time.perf_counter() - marks["step"] / 1e3
-    assert start >= began
+    end = now()
+    _settle(world)()
     phases, at = [], 0.0
     for name in ("forward", "backward", "waited", "optimizer"):
         phases.append((at, at + marks[name], name))
         at += marks[name]
     in_flight = [
-        (max(0.0, (left - start) * 1e3), (landed - start) * 1e3, f"{size / 2**20:.3g} MiB")
+        (
+            max(0.0, marks["step"] - ms_before(left, end)),
+            marks["step"] - ms_before(landed, end),
+            f"{size / 2**20:.3g} MiB",
+        )
         for left, landed, size in flights
-        if landed
+        if landed is not None
     ]
     return {"compute": phases, "reductions": in_flight}
+
+
+def _clock(world: World) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """A moment, and the ms between two. NCCL's ends are known to the device's queue alone: a
+    callback runs when a reduction is issued, on a stream that waits for it."""
+    import torch
+
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        made.record()
+        return made
+
+    if world.backend == "nccl":
+        return event, lambda earlier, later: float(earlier.elapsed_time(later))
+    return time.perf_counter, lambda earlier, later: (later - earlier) * 1e3

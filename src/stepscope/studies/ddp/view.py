@@ -46,7 +46,8 @@ class Ways(NamedTuple):
         config = self.record.config
         backend = self.record.notes.get("backend", config["backend"])
         return (
-            f"{config['size']} at context {config['context']}, {config['ranks']} ranks, {backend}"
+            f"{config['size']} at context {config['context']}, {config['ranks']} ranks, {backend},"
+            f" {config.get('dtype', 'float32')}"
         )
 
     def of(self, way: str, phase: str, rank: int | None = None) -> Summary | None:
@@ -189,7 +190,9 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for record in records:
         config = record.config
-        head: tuple[Cell, ...] = (config["size"], config["context"], config["ranks"])
+        head: tuple[Cell, ...] = (
+            config["size"], config["context"], config["ranks"], config.get("dtype", "float32"),
+        )  # fmt: skip
         if record.id not in known:
             rows.append((*head, None, record.status, *(None,) * 7))
             continue
@@ -214,6 +217,7 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
             Column(title="size"),
             Column(title="context", kind="count"),
             Column(title="ranks", kind="count"),
+            Column(title="dtype"),
             Column(title="way"),
             Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
             *(Column(title=phase, kind="number", unit="ms") for phase in PHASES),

@@ -81,16 +81,16 @@ class Sharding(Study[ShardingFlags]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
         quick = (
-            ShardingFlags(size=("tiny",), context=32, rounds=5)
+            ShardingFlags(size=("tiny",), context=32, rounds=5, ranks=(2,))
             if environment.device_kind == "cpu"
             else ShardingFlags(ranks=(1,))
         )
         return {
             "quick": (quick,),
-            "seeds": (ShardingFlags(size=("medium",)),),
-            "cs336-2026": (ShardingFlags(size=("xl",), table="2026"),),
+            "seeds": (ShardingFlags(size=("medium",), ranks=(2,)),),
+            "cs336-2026": (ShardingFlags(size=("xl",), table="2026", ranks=(2,)),),
             # Two ranks on one GPU go over gloo: memory is what it would be, time is not.
-            "h200": (ShardingFlags(backend="gloo"),),
+            "h200": (ShardingFlags(ranks=(2,), backend="gloo", rounds=5),),
             "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
         }
 
@@ -110,7 +110,9 @@ def measure_on_ranks(
         for rank, result in enumerate(ranks)
         for name, value in result.held.items()
     }
-    return Measurement(series=series, quantities=quantities, notes={"backend": ranks[0].backend})
+    notes = {"backend": ranks[0].backend}
+    notes |= {f"refused.{way}": reason for way, reason in ranks[0].refused.items()}
+    return Measurement(series=series, quantities=quantities, notes=notes)
 
 
 STUDY = Sharding()

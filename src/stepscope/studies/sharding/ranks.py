@@ -8,6 +8,8 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stepscope.studies.sharding.traffic import counted
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -27,6 +29,8 @@ class RankResult(NamedTuple):
     held: dict[str, float]
     """`WAY.KIND` to bytes: parameters, gradients, state; on a GPU also what its counters say."""
     backend: str
+    refused: dict[str, str]
+    """Ways of torch's that cannot run here, and why."""
 
 
 class Trained(NamedTuple):
@@ -47,10 +51,18 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
     share = config["batch"] // world.size
     tokens = torch.randint(100, (share, config["context"] + 1)).to(world.device)
     held: dict[str, float] = {}
+    refused: dict[str, str] = {}
     for number, name in enumerate(ways):
         world.step(number)
-        held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
+        try:
+            held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            # A peer that cannot use this backend or device is left out, with its reason.
+            if name not in (TORCH, TORCH_FULLY):
+                raise
+            refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
         gc.collect()
+    ways = tuple(name for name in ways if name not in refused)
     trained = [make(world, name, origin) for name in ways]
     samples: dict[str, list[float]] = {}
     order, shuffle = list(trained), random.Random(0).shuffle
@@ -62,7 +74,7 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
                 samples.setdefault(f"{way.name}.{phase}", []).append(ms)
     place = {name: number for number, name in enumerate(ways)}
     ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
-    return RankResult(dict(ordered), held, world.backend)
+    return RankResult(dict(ordered), held, world.backend, refused)
 
 
 def make(world: World, name: str, origin: nn.Module) -> Trained:
@@ -140,6 +152,13 @@ def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[
     found.append(("parameters", _bytes(list(way.module.parameters()))))
     found.append(("gradients", _bytes([p.grad for p in way.module.parameters()])))
     found.append(("state", _state_bytes(way.optimizer)))
+    # A second step, because the first one makes what later ones find.
+    way.optimizer.zero_grad()
+    with counted(world.size) as traffic:
+        _forward(way, tokens).backward()  # type: ignore[no-untyped-call]
+        _average(way)
+        way.optimizer.step()
+    found.append(("sent", traffic.sent))
     return found
 
 

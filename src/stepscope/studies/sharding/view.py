@@ -13,6 +13,8 @@ from stepscope.studies.published_view import published_tables, ranked_step
 from stepscope.studies.sharding.ranks import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
 
 KINDS = ("parameters", "gradients", "state")
+STATIONS = ("after model", "after forward", "after backward", "after step")
+COUNTERS = ("allocated", "reserved", "driver")
 
 
 class Divided(NamedTuple):
@@ -55,6 +57,7 @@ def sharding_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *(figure for case in done for figure in memory_figure(case, WAYS)),
         _table(records, done),
         *_stages(done),
+        *station_table(done, WAYS),
         *published_tables(
             "sharding",
             [
@@ -80,14 +83,7 @@ def _findings(case: Divided) -> Iterator[Finding]:
         f" {percent(off)} off an equal share.",
         tone="good" if off <= 0.02 else "info",
     )
-    sent = {way: moved(way, size[0], case.ranks) for way in (BROADCAST, SCATTER)}
-    yield Finding(
-        text=f"{case.title}: averaging all gradients and then sending the parameters from their"
-        f" owners moves {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 proper"
-        f" (reduce-scatter, then all-gather) moves {bytes_(sent[SCATTER])}, as much as averaging"
-        " alone, and divides to the element. Both keep all gradients: stage 2 would keep a share of"
-        " them, stage 3 a share of the parameters too."
-    )
+    yield Finding(text=f"{case.title}: {_difference(case, size[0])}")
     theirs, mine = case.samples(TORCH, "step"), case.samples(BROADCAST, "step")
     if theirs and mine:
         ratio = ratio_interval(theirs, mine)
@@ -96,6 +92,29 @@ def _findings(case: Divided) -> Iterator[Finding]:
             f" ZeroRedundancyOptimizer [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
             tone="good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info",
         )
+
+
+def _difference(case: Divided, size: float) -> str:
+    """From stage 1 of ZeRO, in bytes moved, memory and time."""
+    sent = {way: moved(way, size, case.ranks) for way in (BROADCAST, SCATTER)}
+    text = (
+        "averaging all gradients and then sending the parameters from their owners moves"
+        f" {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 proper (reduce-scatter, then"
+        f" all-gather) moves {bytes_(sent[SCATTER])}, as much as averaging alone, and divides to"
+        " the element."
+    )
+    owned, cut = case.samples(BROADCAST, "step"), case.samples(SCATTER, "step")
+    if owned and cut:
+        ratio = ratio_interval(owned, cut)
+        text += (
+            f" Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
+            f" {number(ratio.high, 3)}]: its reduction begins after the backward, the other's runs"
+            " beside it."
+        )
+    return text + (
+        " Both keep all gradients: stage 2 would keep a share of them, stage 3 a share of the"
+        " parameters too."
+    )
 
 
 def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
@@ -125,7 +144,7 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
     for record in records:
         head: tuple[Cell, ...] = (record.config["size"], record.config["ranks"])
         if record.id not in known:
-            rows.append((*head, None, record.status, *(None,) * 6))
+            rows.append((*head, None, record.status, *(None,) * 7))
             continue
         case = known[record.id]
         for way in WAYS:
@@ -140,6 +159,7 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
                     *(max(case.held(way, kind), default=None) for kind in KINDS),
                     min(case.held(way, "state"), default=None),
                     moved(way, size[0], case.ranks) if size else None,
+                    max(case.held(way, "sent"), default=None),
                 )
             )
     return Table(
@@ -154,6 +174,7 @@ def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
             *(Column(title=kind, kind="bytes", hint="on the rank with most") for kind in KINDS),
             Column(title="least state", kind="bytes", hint="on the rank with least"),
             Column(title="moved", kind="bytes", hint="per rank and step, predicted"),
+            Column(title="counted", kind="bytes", hint="of the collectives that were called"),
         ),
         rows=tuple(rows),
         caption="Times of the slowest rank; all ways take turns. Moved: an all-reduce is 2(n-1)/n"
@@ -170,7 +191,10 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
         held = [part[0] for part in parts]
         for stage, divided in enumerate(((), (2,), (1, 2), (0, 1, 2))):
             sizes = [s / case.ranks if place in divided else s for place, s in enumerate(held)]
-            rows.append((case.title, f"ZeRO {stage}" if stage else "none", *sizes, sum(sizes)))
+            # Gradients are reduced and parameters gathered; stage 3 gathers them twice.
+            moves = (3 if stage == 3 else 2) * held[0] * (case.ranks - 1) / case.ranks
+            name = f"ZeRO {stage}" if stage else "none"
+            rows.append((case.title, name, *sizes, sum(sizes), moves))
     if rows:
         yield Table(
             name="sharding-stages",
@@ -180,7 +204,35 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
                 Column(title="stage"),
                 *(Column(title=kind, kind="bytes") for kind in KINDS),
                 Column(title="sum", kind="bytes"),
+                Column(title="moved", kind="bytes", hint="per rank and step, predicted"),
             ),
             rows=tuple(rows),
             caption="From the unsharded bytes; activations come on top.",
+        )
+
+
+def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Table]:
+    """A GPU's counters through a step; the driver's includes all processes on it."""
+    rows: list[tuple[Cell, ...]] = []
+    for case in done:
+        for way in ways:
+            for station in STATIONS:
+                found = [case.held(way, f"{station}.{counter}") for counter in COUNTERS]
+                if all(found):
+                    cells = (max(values) for values in found)
+                    rows.append((case.title, way, station.removeprefix("after "), *cells))
+    if rows:
+        yield Table(
+            name=f"{done[0].record.study}-stations",
+            title="A GPU's memory through the first step",
+            columns=(
+                Column(title="case"),
+                Column(title="way"),
+                Column(title="after"),
+                *(Column(title=counter, kind="bytes") for counter in COUNTERS),
+            ),
+            rows=tuple(rows),
+            caption="On the rank with most. `reserved` is what the allocator holds; the driver's"
+            " figure has every process on the GPU, their contexts and libraries. It does not fall"
+            " where the allocator keeps what it has freed.",
         )

@@ -1,0 +1,52 @@
+"""Bytes that the collectives of a step carry, counted where they are called. Loads without torch.
+
+A rank's share of them follows from the collective, by the best algorithm for it: an all-reduce
+sends 2(n-1)/n of its message, a reduce-scatter, an all-gather or a broadcast (n-1)/n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Traffic:
+    def __init__(self, ranks: int) -> None:
+        self._part = (ranks - 1) / ranks
+        self.sent = 0.0
+        """Bytes that this rank sends."""
+
+    def add(self, name: str, arguments: tuple[Any, ...]) -> None:
+        first, second = arguments[0], arguments[1] if len(arguments) > 1 else None
+        if name.startswith("allreduce"):
+            self.sent += 2 * self._part * _bytes(first)
+        elif name.startswith(("broadcast", "_allgather_base", "allgather")):
+            self.sent += self._part * _bytes(first)
+        elif name.startswith(("_reduce_scatter_base", "reduce_scatter")):
+            self.sent += self._part * _bytes(second)
+
+
+def _bytes(tensors: Any) -> float:
+    if isinstance(tensors, list | tuple):
+        return sum(_bytes(tensor) for tensor in tensors)
+    return float(tensors.numel() * tensors.element_size())
+
+
+@contextmanager
+def counted(ranks: int) -> Iterator[Traffic]:
+    """Count every collective of this thread (and of its backward) in the block."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    traffic = Traffic(ranks)
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:  # fmt: skip
+            if func.namespace == "c10d":
+                traffic.add(func._opname, args)
+            return func(*args, **(kwargs or {}))
+
+    with Count():  # type: ignore[no-untyped-call]
+        yield traffic
