@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from parallel_page import parallel_page
 from published_figures import published_h200
 
 from stepscope.records.jsonl import read_records
@@ -184,6 +185,7 @@ def main() -> int:
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),
+        "docs/parallel.md": parallel_page(ROOT),
     }
     stale = [
         name

@@ -99,7 +99,7 @@ def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
     shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
 
     torch.manual_seed(0)
-    kind = config["dtype"]
+    kind = config.get("dtype", "float32")
     dtype = torch.bfloat16 if kind == "bfloat16-pure" else torch.float32
     alone = TransformerLM(shape, device=world.device, dtype=dtype)
 
