@@ -169,6 +169,7 @@ def facts(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> di
         "compute_ms": recording.compute_ms,
         "bytes_per_ms": verdict.channel.line.bytes_per_ms,
         "latency_ms": verdict.channel.line.latency_ms,
+        "all_alone_ms": verdict.channel.alone(recording.gradient_bytes),
         "ways": {
             row.way: {"predicted_ms": row.predicted_ms, "measured_ms": row.measured.median,
                       "error": row.error}
