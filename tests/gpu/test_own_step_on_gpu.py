@@ -50,7 +50,8 @@ def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
     assert any(use.module == "blocks.*/attention" for use in summary.uses)
     assert summary.idle_of("synchronisation") > 0
     assert account is not None
-    assert account.residual_share < 0.02
+    # Work space of cuBLAS is on no line: to measure it would disturb the program.
+    assert abs(account.highest.residual) < 128 << 20
     assert account.line(PARAMETERS) == 4 * found.record.quantity("parameters")  # type: ignore[operator]
     assert "snapshot" in found.record.notes
     facts = facts_of(found.record)

@@ -142,7 +142,8 @@ class Recorder:
         allocator = None
         if self.device.kind == "cuda":
             allocator = CudaAllocator(self.device.torch_device)
-            if torch._C._cuda_isHistoryEnabled():
+            recording = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
+            if recording():
                 self.notes["snapshot_missing"] = "the program records the allocator's history"
             else:
                 self._open.enter_context(recorded_history(self.snapshot))
