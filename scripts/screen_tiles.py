@@ -69,7 +69,7 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
                 signature[name] = f"*{format_}"
         elif name in ("o", "dq", "dk", "dv"):
             signature[name] = f"*{dtype}"
-        elif name in ("lse", "delta", "factor"):
+        elif name in ("lse", "delta", "factor", "lean"):
             signature[name] = "*fp32"
         else:
             signature[name] = "fp32" if name == "scale" else "i32"

@@ -63,6 +63,7 @@ class Bench:
         self.out, self.lse = triton_launch.forward(*self.inputs[:3], **how)
         self.delta = (self.out.float() * self.grad.float()).sum(-1)
         self.factor = torch.ones_like(self.delta)
+        self.lean = torch.zeros_like(self.delta)
         self.made = [torch.empty_like(self.q) for _ in range(4)]
 
     def run(self, candidate: Candidate) -> tuple[Tensor, ...]:
@@ -78,11 +79,11 @@ class Bench:
                 launch("forward", problem, read, rest, (out,), self.scale)
                 return (out,)
             if candidate.kind == "query":
-                delta, factor = torch.empty_like(self.delta), torch.empty_like(self.factor)
-                rest = (self.out, self.lse, delta, factor, dq)
+                delta, factor, lean = (torch.empty_like(self.delta) for _ in range(3))
+                rest = (self.out, self.lse, delta, factor, lean, dq)
                 launch("query", problem, read, rest, (self.out, dq), self.scale)
                 return (dq,)
-            rest = (self.lse, self.delta, self.factor, dk, dv)
+            rest = (self.lse, self.delta, self.factor, self.lean, dk, dv)
             launch("key_value", problem, read, rest, (dk, dv), self.scale)
             return (dk, dv)
 

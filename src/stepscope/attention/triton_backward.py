@@ -5,7 +5,9 @@ kernel walks the keys for a tile of queries (dQ) and leaves delta; the second wa
 a tile of keys (dK, dV). Letters as in the forward.
 
 EXACT (float32): a log-sum-exp in float32 is off by half a unit in its last place, and all of a row
-with it; the first kernel sees whole rows, so it leaves the factor that makes them sum to one.
+with it; the first kernel sees whole rows, so it leaves the factor that makes them sum to one. And a
+row of dS sums to zero: what it sums to (`lean`) is by how much delta is off beside dP as it is made
+here. Where few keys have most of a row's weight, dP and delta nearly cancel, and it matters.
 WHOLE: all keys that any row sees are in one tile. Then rows are normalised, and delta is summed as
 rowsum(P∘dP), within the tile: with few keys nearly all of dP - delta cancels, and only terms made
 from the same dP leave what is right.
@@ -18,6 +20,7 @@ import triton.language as tl
 
 from stepscope.attention.triton_memory import (
     add_product,
+    add_roughly,
     held,
     keys_of,
     load_tile,
@@ -32,7 +35,7 @@ from stepscope.attention.triton_softmax import probabilities, row_sums, shared_b
 
 @triton.jit
 def _gather_keys(
-    grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+    grad_q, grad_q_e, mass, lean, mean_k, mean_k_e, query, g, level, drop, k, k_e, v, v_e,
     k_strides, v_strides, batch, key_head, row, start, stop, scale, B, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
@@ -61,16 +64,20 @@ def _gather_keys(
         if WHOLE:
             p = shared_by(p, tl.sum(p, 1)[:, None], EXACT)
             drop = tl.sum(p * grad_p, 1)
-        elif EXACT:
-            mass += tl.sum(p, 1)
         grad_s = p * (grad_p - drop[:, None])
-        grad_q, grad_q_e = add_product(grad_q, grad_q_e, grad_s, key, BLOCK_E, PLANES, PRECISION)
-    return grad_q, grad_q_e, mass
+        if EXACT and not WHOLE:
+            mass += tl.sum(p, 1)
+            lean += tl.sum(grad_s, 1)
+            mean_k, mean_k_e = add_roughly(mean_k, mean_k_e, p, key, BLOCK_E, PLANES)
+        grad_q, grad_q_e = add_product(
+            grad_q, grad_q_e, grad_s, key, BLOCK_E, PLANES, PRECISION, APART=True
+        )
+    return grad_q, grad_q_e, mass, lean, mean_k, mean_k_e
 
 
 @triton.jit
 def query_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, dq, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, o, lse, delta, factor, lean, dq, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     o_stride_b, o_stride_h, o_stride_m, dq_stride_b, dq_stride_h, dq_stride_m,
@@ -79,7 +86,7 @@ def query_kernel(
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile, and delta and factor of its rows for the kernel that comes after."""
+    """dQ of one query tile; delta, factor and lean of its rows for the kernel that comes after."""
     tile, bh = place(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
     key_head = head // G
@@ -109,22 +116,27 @@ def query_kernel(
     level = tl.load(lse + rows_before + i, mask=i < M, other=0.0)
     full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
     grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
+    mean_k, mean_k_e = zeros(BLOCK_M if EXACT else 1, BLOCK_D if EXACT else 1, BLOCK_E)
     mass = tl.zeros([BLOCK_M], dtype=tl.float32)
-    grad_q, grad_q_e, mass = _gather_keys(
-        grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+    off = tl.zeros([BLOCK_M], dtype=tl.float32)
+    grad_q, grad_q_e, mass, off, mean_k, mean_k_e = _gather_keys(
+        grad_q, grad_q_e, mass, off, mean_k, mean_k_e, query, g, level, drop, k, k_e, v, v_e,
         k_strides, v_strides, batch, key_head, row, 0, full, scale, B, N, D, shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
-    grad_q, grad_q_e, mass = _gather_keys(
-        grad_q, grad_q_e, mass, query, g, level, drop, k, k_e, v, v_e,
+    grad_q, grad_q_e, mass, off, mean_k, mean_k_e = _gather_keys(
+        grad_q, grad_q_e, mass, off, mean_k, mean_k_e, query, g, level, drop, k, k_e, v, v_e,
         k_strides, v_strides, batch, key_head, row, full, stop, scale, B, N, D, shift,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
     )  # fmt: skip
     if EXACT and not WHOLE:
         share = shared_by(tl.full([BLOCK_M], 1.0, dtype=tl.float32), mass, EXACT)
+        off *= share
         tl.store(factor + rows_before + i, share, mask=i < M)
-        grad_q = grad_q * share[:, None]
-        grad_q_e = grad_q_e * share[:, None]
+        tl.store(lean + rows_before + i, off, mask=i < M)
+        grad_q = (grad_q - off[:, None] * mean_k) * share[:, None]
+        if BLOCK_E > 0:
+            grad_q_e = (grad_q_e - off[:, None] * mean_k_e) * share[:, None]
     store_tile(
         dq, grad_q * scale, grad_q_e * scale, (dq_stride_b, dq_stride_h, dq_stride_m),
         batch, head, row, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
@@ -134,7 +146,7 @@ def query_kernel(
 @triton.jit
 def _gather_queries(
     grad_k, grad_k_e, grad_v, grad_v_e, key, value, q, q_e, grad, grad_e,
-    lse, delta, factor, q_strides, g_strides,
+    lse, delta, factor, lean, q_strides, g_strides,
     batch, head, col, start, stop, scale, B, M, N, D, shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
@@ -169,14 +181,17 @@ def _gather_queries(
         grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION)
         grad_p = outer_product(value, g, BLOCK_E, PLANES, PRECISION)
         drop = tl.sum(p * grad_p, 0) if WHOLE else tl.load(delta + i, mask=i < M, other=0.0)
-        grad_s = p * (grad_p - drop[None, :])
+        grad_p = grad_p - drop[None, :]
+        if EXACT and not WHOLE:
+            grad_p -= tl.load(lean + i, mask=i < M, other=0.0)[None, :]
+        grad_s = p * grad_p
         grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, BLOCK_E, PLANES, PRECISION)
     return grad_k, grad_k_e, grad_v, grad_v_e
 
 
 @triton.jit
 def key_value_kernel(
-    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, dk, dv, scale,
+    q, k, v, grad, q_e, k_e, v_e, grad_e, lse, delta, factor, lean, dk, dv, scale,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, g_stride_b, g_stride_h, g_stride_m,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
@@ -215,15 +230,15 @@ def key_value_kernel(
         rows_before = (batch * H + head).to(tl.int64) * M
         grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
             grad_k, grad_k_e, grad_v, grad_v_e, key, value, q, q_e, grad, grad_e,
-            lse + rows_before, delta + rows_before, factor + rows_before, q_strides, g_strides,
-            batch, head, col, full, M, scale, B, M, N, D, shift,
+            lse + rows_before, delta + rows_before, factor + rows_before, lean + rows_before,
+            q_strides, g_strides, batch, head, col, full, M, scale, B, M, N, D, shift,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
         )  # fmt: skip
         if CAUSAL:
             grad_k, grad_k_e, grad_v, grad_v_e = _gather_queries(
                 grad_k, grad_k_e, grad_v, grad_v_e, key, value,
                 q, q_e, grad, grad_e, lse + rows_before, delta + rows_before, factor + rows_before,
-                q_strides, g_strides,
+                lean + rows_before, q_strides, g_strides,
                 batch, head, col, start, tl.minimum(full, M), scale, B, M, N, D, shift,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip

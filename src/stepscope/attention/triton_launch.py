@@ -120,12 +120,14 @@ def backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    # Only float32 has a factor; the other formats never touch it.
-    factor = torch.empty_like(lse) if q.dtype == torch.float32 else delta
+    # Only float32 has these two; the other formats never touch them.
+    factor, lean = delta, delta
+    if q.dtype == torch.float32:
+        factor, lean = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
     problem = Problem.of(q, k, read, causal, shift)
-    run_pass("query", problem, read, (out, lse, delta, factor, dq), (out, dq), scale)
-    run_pass("key_value", problem, read, (lse, delta, factor, dk, dv), (dk, dv), scale)
+    run_pass("query", problem, read, (out, lse, delta, factor, lean, dq), (out, dq), scale)
+    run_pass("key_value", problem, read, (lse, delta, factor, lean, dk, dv), (dk, dv), scale)
     return dq, dk, dv
 
 

@@ -109,12 +109,18 @@ def whole(tile, PLANES: tl.constexpr):
 
 
 @triton.jit
+def apart(product, rest):
+    """product + rest; written as a sum, the compiler would let the matrix units go on from rest."""
+    return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), rest)
+
+
+@triton.jit
 def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ over all columns; of the products of planes those above the last place.
 
     Matrix units cut off what does not fit where other units round. In a sum from zero of the
     highest planes hardly a bit is cut, and what the small products lose is small: so each of the
-    two is summed by itself. Written with +, the compiler would make one chain of them again.
+    two is summed by itself.
     """
     if PLANES == 3:
         product = tl.dot(a[2], b[0].T)
@@ -122,8 +128,7 @@ def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: 
         product = tl.dot(a[1], b[1].T, product)
         product = tl.dot(a[1], b[0].T, product)
         product = tl.dot(a[0], b[1].T, product)
-        highest = tl.dot(a[0], b[0].T)
-        product = tl.fma(highest, tl.full(highest.shape, 1.0, tl.float32), product)
+        product = apart(tl.dot(a[0], b[0].T), product)
     else:
         product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
         if BLOCK_E > 0:
@@ -133,13 +138,12 @@ def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: 
 
 @triton.jit
 def add_product(
-    acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr
-):
-    """acc + a b, part by part; a is cut into planes here.
-
-    Over a long row of tiles what matrix units cut off adds up: products of planes are summed from
-    zero, and the sums are added outside.
-    """
+    acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr = False,
+):  # fmt: skip
+    """acc + a b, part by part; a is cut into planes here. Products of planes are summed from zero
+    and added outside: over a long row of tiles what matrix units cut off would add up. APART adds
+    the highest by themselves, where registers suffice for it."""
     high = a.to(b[0].dtype)
     if PLANES == 3:
         rest = a - high.to(tl.float32)
@@ -150,11 +154,26 @@ def add_product(
         product = tl.dot(middle, b[1], product)
         product = tl.dot(middle, b[0], product)
         product = tl.dot(high, b[1], product)
-        acc += tl.dot(high, b[0], product)
+        if APART:
+            acc = apart(tl.dot(high, b[0]), acc + product)
+        else:
+            acc += tl.dot(high, b[0], product)
     else:
         acc = tl.dot(high, b[0], acc, input_precision=PRECISION)
         if BLOCK_E > 0:
             acc_e = tl.dot(high, b[3], acc_e, input_precision=PRECISION)
+    return acc, acc_e
+
+
+@triton.jit
+def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
+    """acc + a b to a few digits, for what is small beside that to which it is added."""
+    if PLANES == 3:
+        acc = tl.dot(a.to(b[0].dtype), b[0], acc)
+    else:
+        acc = tl.dot(a, b[0], acc, input_precision="tf32")
+        if BLOCK_E > 0:
+            acc_e = tl.dot(a, b[3], acc_e, input_precision="tf32")
     return acc, acc_e
 
 
