@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flash_page import flash_pages
 from parallel_page import parallel_page
 from published_figures import published_h200
 
@@ -29,6 +30,8 @@ RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
 PUBLISHED = "src/stepscope/published/h200.toml"
 TILES = ROOT / "results" / "attention-tiles_h200.jsonl"
+FLASH = ROOT / "results" / "flash_h200.jsonl"
+FLASH_RACES = ROOT / "results" / "flash-race_h200.jsonl"
 FASTEST = 6
 
 
@@ -180,25 +183,38 @@ def _tile_table(tried: list[dict[str, Any]]) -> Table:
     )
 
 
+def _flash() -> dict[str, str]:
+    races = read_records(FLASH_RACES) if FLASH_RACES.exists() else ()
+    return flash_pages(read_records(FLASH), races)
+
+
 def main() -> int:
     pages = {
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),
         "docs/parallel.md": parallel_page(ROOT),
+        **{f"docs/{name}": made for name, made in _flash().items()},
     }
     stale = [
         name
         for name, made in pages.items()
         if not (ROOT / name).exists() or (ROOT / name).read_text() != made
     ]
+    figures = (ROOT / "docs" / "figures").glob("flash-*.svg")
+    stale += [name for path in figures if (name := f"docs/figures/{path.name}") not in pages]
     if "--check" in sys.argv[1:]:
-        for name in pages:
+        for name in dict.fromkeys((*pages, *stale)):
             print(f"{name} is {'out of date' if name in stale else 'what the records give'}")
         return 1 if stale else 0
     for name, made in pages.items():
+        (ROOT / name).parent.mkdir(exist_ok=True)
         (ROOT / name).write_text(made)
         print(f"wrote {name}")
+    for name in stale:
+        if name not in pages:
+            (ROOT / name).unlink()
+            print(f"removed {name}")
     return 0
 
 

@@ -256,12 +256,13 @@ def flash_record(
     dtype: str = "bfloat16",
     shape: str | None = None,
     both: float = 1.0,
+    issued: float | None = None,
     peak: float | None = None,
     error: float | None = None,
     registers: int | None = None,
     **changes: Any,
 ) -> Record:
-    """One cell of the grid that took `both` ms, a third of it forward.
+    """One cell of the grid that took `both` ms, a third of it forward, `issued` for that long.
 
     `error` is that of every result in units of the reference's; `registers` those of our kernels.
     """
@@ -295,7 +296,8 @@ def flash_record(
         }
     took = {"both": both, "forward": both / 3, "backward": both * 2 / 3}
     series = [times(name, ms) for name, ms in took.items()]
-    series += [times(name, ms / 5, "host") for name, ms in took.items()]
+    early = 0.2 if issued is None else issued / both
+    series += [times(name, ms * early, "host") for name, ms in took.items()]
     if changes.get("environment", environment()).device_kind == "cpu":
         series = [times(name, ms, "host") for name, ms in took.items()]
     failed = changes.get("status", "ok") != "ok"

@@ -102,6 +102,26 @@ def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> No
     assert desk("report", str(file)).code == 0
 
 
+def test_export_leaves_cases_out_and_rounds_samples(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "small.jsonl"
+    with Store(desk.store) as store:
+        whole = store.records("new")
+    pattern = f"{whole[0].case[:6]}*"
+    left = [record for record in whole if not record.case.startswith(whole[0].case[:6])]
+    assert 0 < len(left) < len(whole)
+    desk("export", "new", "--leave-out", pattern, "--digits", "4", "--to", str(file))
+    kept = read_records(file)
+    assert [record.id for record in kept] == [record.id for record in left]
+    for short, long in zip(kept, left, strict=True):
+        assert short.quantities == long.quantities
+        for held, full in zip(short.series, long.series, strict=True):
+            assert held.values == tuple(float(f"{value:.4g}") for value in full.values)
+            assert held.warmup == tuple(float(f"{value:.4g}") for value in full.warmup)
+    one_line(desk("export", "new", "--leave-out", "*"), 2, "leaves none of 4 records")
+    one_line(desk("export", "new", "--digits", "2"), 2, "2 digits would change")
+    one_line(desk("export", "new", "--digits", "6", "--format", "csv"), 2, "--digits is of samples")
+
+
 def test_export_without_a_name_goes_beside_the_store(desk: Desk) -> None:
     assert "wrote" in desk("export", "base").err
     assert len(read_records(desk.out / "base.jsonl")) == 4

@@ -12,6 +12,7 @@ import pytest
 
 from stepscope.cli import COMMANDS
 from stepscope.studies.registry import all_studies
+from study_records import flash_record, race_record
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
@@ -26,6 +27,27 @@ def test_the_generated_page_is_what_the_records_give() -> None:
         [sys.executable, "scripts/make_docs.py", "--check"], cwd=ROOT, capture_output=True
     )
     assert check.returncode == 0, check.stdout.decode() + check.stderr.decode()
+
+
+def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from flash_page import flash_pages
+
+    grid = [flash_record(seq=seq, both=seq / 1024) for seq in (4096, 8192)]
+    plain = flash_pages(grid, ())
+    assert set(plain) >= {"flash.md", "figures/flash-rate-bfloat16-d64.svg"}
+    assert "Speed against peers" not in plain["flash.md"]
+    races = [
+        race_record({"triton": 4.6, "sdpa_flash": 7.2}),
+        race_record({"triton": 1.0}, "1x2x64x64"),
+    ]
+    text = flash_pages(grid, races)["flash.md"]
+    speed, findings = text.index("Speed against peers"), text.index("## Findings")
+    assert speed < text.index("Races in full") < findings
+    assert "| sdpa\\_flash | 1,16,16384,64 | 1.56" in text
+    assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
+    failed = [*grid, flash_record("flex", status="oom", reason="too large")]
+    assert "oom, too large." in flash_pages(failed, ())["flash.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

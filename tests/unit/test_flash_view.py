@@ -13,7 +13,7 @@ from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.goals import GOALS, PUBLISHED
 from stepscope.studies.flash.health import skipped_tiles
 from stepscope.studies.flash.tile_view import resident_blocks
-from study_records import flash_record, race_record, tiles_record
+from study_records import flash_record, matrix_ceiling, race_record, tiles_record
 
 
 def sentences(records: Sequence[Record], word: str = "") -> list[Finding]:
@@ -113,6 +113,9 @@ class TestSpeed:
         assert cpu is not None
         assert cpu.rows[0][:3] == ("1,2,64,64", "float32", "alone")
         assert cpu.rows[0][3:] == pytest.approx((1.0, 3.0))
+        many = STUDY.headline([flash_record(shape="4x16x4096x64"), flash_record()])
+        assert many is not None
+        assert [row[0] for row in many.rows] == ["4,16,4096,64"]
         assert STUDY.headline([flash_record()]) is None
 
     def test_who_did_not_run_is_in_the_table_and_a_failure_is_told(self) -> None:
@@ -190,6 +193,94 @@ class TestGrid:
         assert "triton 1.0 (" in told.text
         assert "reference 2.0 (" in told.text
 
+    def test_cells_at_a_glance_say_where_the_host_decides(self) -> None:
+        records = [
+            flash_record(seq=512, both=1.0, issued=0.6),
+            flash_record(seq=4096, both=1.0, issued=0.4),
+            flash_record("flex", seq=4096, both=0.5),
+            flash_record(shape="4x16x4096x64", both=10.0),
+        ]
+        short, long = table(records, "flash-lengths-bfloat16-d64")
+        # 3.5 times the forward's products, of 700 TFLOP/s.
+        assert short["triton"] == "1.00\u00a0·\u00a00.12\u00a0·\u00a0<0.1\u00a0%*"
+        assert long["triton"] == "1.00\u00a0·\u00a07.5\u00a0·\u00a01.1\u00a0%"
+        assert (short["flex"], long["flex"].split("\u00a0")[0]) == (None, "0.500")
+        (many,) = table(records, "flash-shapes")
+        assert many["batch,heads,length,d"] == "4,16,4096,64"
+        (told,) = sentences(records, "In 1 of 4 cells the host issued for more than half")
+        assert "no cell below length 4096" in told.text
+        assert "it took 600 µs to 600 µs" in told.text
+
+    def test_a_figure_leaves_out_lengths_at_which_the_host_decides_for_all(self) -> None:
+        records = [
+            flash_record(name, seq=seq, both=1.0, issued=0.9 if seq < at else 0.1)
+            for name, at in (("triton", 4096), ("flex", 2048))
+            for seq in (512, 1024, 2048, 4096)
+        ]
+        drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
+        assert {curve.x for curve in drawn.curves} == {(2048.0, 4096.0)}
+        assert "Shorter lengths are left out" in drawn.caption
+
+    def test_ours_against_the_fastest_other_by_who_decides(self) -> None:
+        records = [
+            flash_record(seq=4096, both=1.0), flash_record("flex", seq=4096, both=0.8),
+            flash_record("sdpa_flash", seq=4096, both=2.0),
+            flash_record(seq=8192, both=1.0), flash_record("flex", seq=8192, both=1.5),
+            flash_record(seq=512, both=1.0), flash_record("flex", seq=512, both=0.5, issued=0.4),
+        ]  # fmt: skip
+        rows = table(records, "flash-fastest-peer")
+        assert [(row["fastest other"], row["decided by"]) for row in rows] == [
+            ("flex", "host"), ("flex", "device"), ("flex", "device"),
+        ]  # fmt: skip
+        assert [row["ratio"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
+        (told,) = sentences(records, "where kernels decide, ours is faster at 1 of 2")
+        assert "behind at 1 (0.800 of flex at 1,1,4096,64 bfloat16)" in told.text
+        assert "At the other 1 the host decides, and ours is behind at 1." in told.text
+
+    def test_every_error_beyond_the_policy_is_listed(self) -> None:
+        records = [flash_record("flex", dtype="float32", error=2.5), flash_record(error=0.5)]
+        by_name = {row["attention"]: row for row in table(records, "flash-errors")}
+        assert by_name["flex"]["shapes within the policy"] == "0 of 1"
+        assert by_name["triton"]["dQ"] == pytest.approx(0.5)
+        assert by_name["triton"]["shapes within the policy"] == "1 of 1"
+        missed = table(records, "flash-error-misses")
+        assert [row["tensor"] for row in missed] == ["output", "dQ", "dK", "dV"]
+        assert missed[0]["error"] == pytest.approx(2.5e-3)
+        assert missed[0]["allowed"] == pytest.approx(2e-3 + 1e-5)
+        held = [b.name for b in STUDY.view(records[1:]) if isinstance(b, Table)]
+        assert "flash-errors" in held
+        assert "flash-error-misses" not in held
+
+    def test_products_in_planes_have_a_limit_of_their_own(self) -> None:
+        ran = {"kernels.forward": "split_kernel; forward_kernel"}
+        limits = (matrix_ceiling("float32", 50e12), matrix_ceiling("bfloat16", 600e12))
+        records = [
+            flash_record(dtype="float32", seq=seq, both=both, notes=ran, ceilings=limits)
+            for seq, both in ((4096, 0.125), (8192, 0.5))
+        ]
+        (told,) = sentences(records, "The highest rate in float32")
+        assert told.text.endswith("as six products of bfloat16, whose limit is 100 TFLOP/s.")
+        assert not sentences(records, "above-ceiling")
+        drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
+        assert [mark.value for mark in drawn.marks] == pytest.approx([50.0, 100.0])
+        plain = [flash_record(dtype="float32", both=0.125, ceilings=limits)]
+        assert sentences(plain, "Lint above-ceiling")
+
+    def test_kernels_are_counted_by_name(self) -> None:
+        ran = {"kernels.forward": "forward_kernel", "kernels.backward": "query_kernel"}
+        loose = {"kernels.forward": "nvjet_a; nvjet_b", "kernels.backward": "nvjet_a"}
+        records = [
+            *(flash_record(seq=seq, notes=ran) for seq in (512, 1024)),
+            flash_record("reference", notes=loose),
+        ]
+        ours, reference = sorted(
+            table(records, "flash-kernels"), key=lambda row: row["attention"], reverse=True
+        )
+        assert (ours["forward"], ours["backward"], ours["cells"]) == (
+            "forward_kernel", "query_kernel", 2,
+        )  # fmt: skip
+        assert reference["forward"] == "none: products and a softmax"
+
 
 class TestHealth:
     @pytest.mark.parametrize(
@@ -264,16 +355,24 @@ class TestTiles:
     def test_why_the_chosen_tile_wins(self) -> None:
         took = {"chosen": 0.3, "64x128": 0.31, "64x64": 0.4, "16x16": 0.9}
         out = {"128x64": "does not fit: shared memory", "128x128": "does not fit: registers"}
-        (told,) = sentences([tiles_record(took=took, out=out)], "the chosen tile of 64 × 128")
+        records = [tiles_record(took=took, out=out), tiles_record("query")]
+        (told,) = sentences(records, "The chosen tiles of 2 kernels against 16 sizes")
         assert told.tone == "good"
-        assert "300 µs, 168 registers, none spilled, 96.0 KiB of shared memory, 2 blocks" in (
-            told.text
-        )
-        assert "2 do not fit" in told.text
-        assert "16 × 16, takes 3.00 times as long" in told.text
-        assert "Half the keys: 400 µs" in told.text
+        assert told.text.endswith("slower than the fastest in 2.")
+        first, _ = table(records, "flash-tile-choice")
+        assert first["chosen"] == "64\u00a0×\u00a0128"
+        assert first["time"] == pytest.approx(0.3)
+        assert (first["registers"], first["spills"], first["blocks"]) == (168, 0, 2)
+        assert (first["twice the keys"], first["half the keys"]) == (None, pytest.approx(0.4))
+        assert (first["fastest, ms"], first["slowest, ms"]) == (
+            "64\u00a0×\u00a0128,\u00a00.310", "16\u00a0×\u00a016,\u00a00.900",
+        )  # fmt: skip
+        assert (first["spilling"], first["did not run"]) == (0, 13)
 
     def test_a_chosen_tile_that_loses_is_told(self) -> None:
         took = {"chosen": 0.3, "64x64": 0.2, "64x128": 0.3}
-        (told,) = sentences([tiles_record(took=took)], "The fastest of them, 64 × 64")
+        (told,) = sentences([tiles_record(took=took)], "The chosen tiles")
+        assert "the forward kernel takes 300 µs with the chosen one and 200 µs with 64 × 64" in (
+            told.text
+        )
         assert told.tone == "warn"

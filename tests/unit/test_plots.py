@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from sample_page import HOSTILE, hostile_page, mfu_figure, step_figure, warmup_figure
 from stepscope.report.axes import linear_ticks, log_limits, log_ticks, spread_apart
 from stepscope.report.blocks import Curve, Figure, Mark
+from stepscope.report.names import end_names
 from stepscope.report.plots import svg
-from stepscope.report.svg import CURVES, inline_svg
+from stepscope.report.svg import CURVES, PAPER, inline_svg, standalone_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -230,3 +231,35 @@ def test_stacks_stand_on_one_another() -> None:
     assert [len(drawn[f"--curve-{n}"]) for n in (1, 2)] == [2, 1]
     assert drawn["--curve-1"][1] == pytest.approx(4 * drawn["--curve-2"][0], rel=1e-3)
     assert {"2.00", "5.00", "matmul", "softmax", "forward", "backward"} <= set(texts(drawing))
+
+
+def test_a_drawing_as_a_file_needs_no_page() -> None:
+    made = standalone_svg(svg(step_figure()))
+    assert made == standalone_svg(svg(step_figure()))
+    assert "var(" not in made
+    assert CURVES[0] in made
+    root = ElementTree.fromstring(made)
+    assert root.get("font-family", "").endswith("sans-serif")
+    left, top, width, height = (float(part) for part in root.attrib["viewBox"].split())
+    paper = root.find(f"{SVG}rect")
+    assert paper is not None
+    assert paper.get("fill") == PAPER
+    assert [float(paper.attrib[name]) for name in ("x", "y", "width", "height")] == [
+        left, top, width, height,
+    ]  # fmt: skip
+
+
+def test_names_at_the_ends_stay_above_the_axis() -> None:
+    low = [Curve(label=name, x=(1.0, 2.0), y=(0.0, 0.0)) for name in ("a", "b", "c")]
+    high = Curve(label="d", x=(1.0, 2.0), y=(1.0, 1.0))
+    paths = [[(0.0, y), (1.0, y)] for y in (0.0, 0.0, 0.0, 1.0)]
+    places = end_names([curve.label for curve in (*low, high)], paths)
+    assert places is not None
+    assert min(height for _, height in places) >= 0.0
+
+
+def test_lengths_that_double_are_their_own_ticks() -> None:
+    lengths = [float(2**power) for power in range(7, 17)]
+    assert log_ticks(lengths, log_limits(lengths), own=True) == lengths[::2]
+    others = [100.0 + 37 * step for step in range(10)]
+    assert not set(log_ticks(others, log_limits(others), own=True)) <= set(others)

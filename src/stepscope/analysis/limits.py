@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from statistics import median
 
+import msgspec
+
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Clock, Part, Record
@@ -17,6 +19,9 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 EMPTY_QUEUE = 0.02
 """Work still queued at the end of a phase, as a share of the time so far, that counts as none."""
 HOST_BOUND_FROM = 0.5
+
+_SPLIT_KERNEL = "split_kernel"
+_SPLIT_PRODUCTS = 6
 
 
 class HostShare(Part, frozen=True):
@@ -63,6 +68,21 @@ def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     except (KeyError, UsageError):
         return None
     return record.ceiling(f"matmul.{compute}", measured=measured)
+
+
+def products_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
+    """The rate that a record's products cannot pass: of its format, unless they ran in another.
+
+    Kernels that cut float32 into planes make each product of six in bfloat16, on matrix units that
+    float32 itself does not use.
+    """
+    cut = any(_SPLIT_KERNEL in text for name, text in record.notes.items() if "kernels." in name)
+    narrow = record.ceiling("matmul.bfloat16", measured=measured) if cut else None
+    if narrow is None:
+        return matrix_ceiling(record, measured)
+    return msgspec.structs.replace(
+        narrow, name="six products of bfloat16", value=narrow.value / _SPLIT_PRODUCTS
+    )
 
 
 def mfu(record: Record, measured: bool = True) -> float | None:

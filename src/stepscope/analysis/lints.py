@@ -14,10 +14,9 @@ from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
 from stepscope.analysis.limits import (
     PHASES,
     achieved_flops,
-    matrix_ceiling,
     median_ms,
-    mfu,
     phase_sums,
+    products_ceiling,
 )
 from stepscope.records.schema import Lint, Reading, Record, Series
 from stepscope.records.stats import FAR_EXTREME, MIN_SAMPLES, WIDE_STD, ratio_interval, summarize
@@ -62,9 +61,9 @@ def _lint(code: str) -> Callable[[Check], Check]:
 @_lint("above-ceiling")
 def _above_ceiling(record: Record) -> str | None:
     for measured, allowed in ((True, ABOVE_MEASURED), (False, 1.0)):
-        rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
-        share = mfu(record, measured)
-        if rate and ceiling and share and share > allowed:
+        rate, ceiling = achieved_flops(record), products_ceiling(record, measured)
+        if rate and ceiling and ceiling.value > 0.0 and rate > allowed * ceiling.value:
+            share = rate / ceiling.value
             whose = "measured" if measured else ceiling.source
             return (
                 f"{rate / 1e12:.4g} TFLOP/s is {share:.0%} of the {whose} ceiling {ceiling.name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,8 +12,12 @@ import tyro
 
 from stepscope.cli.common import Place, json_line, load_records, parse, write_text
 from stepscope.errors import UsageError, unknown_name
-from stepscope.records.jsonl import write_records
+from stepscope.records.jsonl import rounded, write_records
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
+
+MIN_DIGITS = 4
+"""A median's interval is written with as many."""
 
 
 class ExportOptions(Place, frozen=True, kw_only=True):
@@ -24,6 +29,10 @@ class ExportOptions(Place, frozen=True, kw_only=True):
     """File to write; for csv without --table a folder. Tables go to standard output by default."""
     table: str | None = None
     """Only this table, by name."""
+    leave_out: tuple[str, ...] = ()
+    """Records whose case is like one of these patterns stay behind: 'race_*'."""
+    digits: int | None = None
+    """Significant digits of the samples in jsonl; all of them by default."""
     json: bool = False
     """Print one line of JSON that names the files."""
 
@@ -38,6 +47,7 @@ def main(words: list[str]) -> int:
             "stepscope export latest --to run.jsonl",
             "stepscope export --format latex --table benchmark-times",
             "stepscope export results/h200.jsonl --format csv --to tables/",
+            "stepscope export latest --leave-out 'race_*' --digits 6 --to results/flash_h200.jsonl",
         ),
     )
     files = _export(options)
@@ -50,9 +60,11 @@ def main(words: list[str]) -> int:
 
 
 def _export(options: ExportOptions) -> list[Path]:
-    records = load_records(options.source, options)
+    records = _chosen(options)
     if options.format == "jsonl":
         path = options.to or options.out / f"{records[0].run}.jsonl"
+        if options.digits is not None:
+            records = tuple(rounded(record, options.digits) for record in records)
         write_records(records, path)
         return [path]
 
@@ -89,3 +101,21 @@ def _export(options: ExportOptions) -> list[Path]:
         return []
     write_text(options.to, joined)
     return [options.to]
+
+
+def _chosen(options: ExportOptions) -> tuple[Record, ...]:
+    if options.digits is not None and options.digits < MIN_DIGITS:
+        raise UsageError(
+            f"{options.digits} digits would change what the records say", f"keep {MIN_DIGITS}"
+        )
+    if options.digits is not None and options.format != "jsonl":
+        raise UsageError("--digits is of samples, and tables have none", "leave it out")
+    records = load_records(options.source, options)
+    kept = tuple(
+        record
+        for record in records
+        if not any(fnmatchcase(record.case, pattern) for pattern in options.leave_out)
+    )
+    if not kept:
+        raise UsageError(f"--leave-out leaves none of {len(records)} records", "name fewer cases")
+    return kept

@@ -17,10 +17,12 @@ def log_limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def log_ticks(values: Sequence[float], limits: tuple[float, float], *, own: bool) -> list[float]:
-    """The values themselves where they are few (128, 256, 512), else 1-2-5 steps or decades."""
+    """The values themselves where they are few or powers of two (128, 256, 512), else 1-2-5 steps
+    or decades."""
     distinct = sorted(set(values))
-    if own and len(distinct) <= _MOST_TICKS:
-        return distinct
+    doubled = all(math.log2(value).is_integer() for value in distinct)
+    if own and (len(distinct) <= _MOST_TICKS or doubled):
+        return distinct[:: math.ceil(len(distinct) / _MOST_TICKS)]
     low, high = limits
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1.0, 2.0, 5.0), (1.0,)):

@@ -54,8 +54,10 @@ def end_names(labels: Sequence[str], paths: list[Path]) -> list[tuple[float, flo
     for end in {path[-1][0] for path in paths}:
         group = [index for index, path in enumerate(paths) if path[-1][0] == end]
         moved = spread_apart([heights[index] for index in group], _LABEL_GAP)
+        # Below the axes are its numbers.
+        lift = max(0.0, -min(moved))
         for index, height in zip(group, moved, strict=True):
-            heights[index] = height
+            heights[index] = height + lift
     for index, label in enumerate(labels):
         others = paths[:index] + paths[index + 1 :]
         start = paths[index][-1][0]

@@ -32,6 +32,10 @@ VARIABLES = {colour: f"--curve-{number}" for number, colour in enumerate(CURVES,
 _HREF = "{http://www.w3.org/1999/xlink}href"
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_WITH_FALLBACK = re.compile(r"var\(--[a-z0-9-]+, (#[0-9a-f]{6})\)")
+_VIEW_BOX = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
+_FILE_WIDTH, _FILE_MARGIN = 720, 8
+_FILE_FONT = "Helvetica, Arial, sans-serif"
 _FONT = re.compile(r"^(?:(\w+)\s+)?([\d.]+)px\b")
 
 
@@ -49,6 +53,19 @@ def inline_svg(drawing: str, *, prefix: str, title: str, description: str) -> st
     _rename_ids(root, prefix)
     _describe(root, prefix, title, description)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def standalone_svg(drawing: str) -> str:
+    """An inline drawing as a file of its own: in the light colours on their paper, since not every
+    program that shows a file knows variables, and none knows the page."""
+    plain = _WITH_FALLBACK.sub(r"\1", drawing)
+    width, height = (float(size) + 2 * _FILE_MARGIN for size in _VIEW_BOX.search(plain).groups())  # type: ignore[union-attr]
+    box = f"{-_FILE_MARGIN} {-_FILE_MARGIN} {width:g} {height:g}"
+    plain = _VIEW_BOX.sub(f'viewBox="{box}"', plain, count=1)
+    plain = plain.replace('width="100%"', f'width="{_FILE_WIDTH}" font-family="{_FILE_FONT}"', 1)
+    corner = f'x="{-_FILE_MARGIN}" y="{-_FILE_MARGIN}"'
+    paper = f'<rect {corner} width="{width:g}" height="{height:g}" fill="{PAPER}" />'
+    return plain.replace("</desc>", f"</desc>{paper}", 1) + "\n"
 
 
 def _variable(found: re.Match[str]) -> str:

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.limits import matrix_ceiling, products_ceiling
+from stepscope.records.schema import Ceiling
 from stepscope.report.blocks import Curve, Figure, Mark
 from stepscope.studies.flash.rows import GridRow
 
-_MOST_FIGURES = 8
 _MEMORY_HEAD = 64
 
 
-def flash_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
+def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
+    """One for each format: memory grows alike at every d, so that one of them shows it."""
+    groups = by_format_and_head(rows)
+    for dtype in dict.fromkeys(dtype for dtype, _ in groups):
+        head = shown_head([head for form, head in groups if form == dtype])
+        yield from _memory(dtype, head, groups[dtype, head])
+
+
+def by_format_and_head(rows: Sequence[GridRow]) -> dict[tuple[str, int], list[GridRow]]:
+    """Cells with one head that ran, by length."""
     single = [row for row in rows if row.is_single and row.record.status == "ok"]
     groups: dict[tuple[str, int], list[GridRow]] = {}
     for row in sorted(single, key=lambda row: (row.work.dtype, row.work.head, row.work.seq)):
         groups.setdefault((row.work.dtype, row.work.head), []).append(row)
-    for (dtype, head), members in list(groups.items())[:_MOST_FIGURES]:
-        yield from _rate(dtype, head, members)
-    for dtype in dict.fromkeys(dtype for dtype, _ in groups):
-        heads = [head for form, head in groups if form == dtype]
-        # Memory grows alike at every d: one of them shows it.
-        head = _MEMORY_HEAD if _MEMORY_HEAD in heads else heads[-1]
-        yield from _memory(dtype, head, groups[dtype, head])
+    return groups
 
 
-def _rate(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
-    ceiling = matrix_ceiling(rows[0].record)
+def shown_head(heads: Sequence[int]) -> int:
+    return _MEMORY_HEAD if _MEMORY_HEAD in heads else heads[-1]
+
+
+def rate_figure(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
+    first = min((row.work.seq for row in rows if not row.host_decides), default=0)
+    shown = [row for row in rows if row.work.seq >= first]
+    left_out = len(shown) < len(rows) and len({row.work.seq for row in shown}) > 1
+    rows = shown if left_out else rows
     fastest = max((row.rate() or 0.0 for row in rows), default=0.0)
     unit, scale = ("TFLOP/s", 1e12) if fastest >= 1e12 else ("GFLOP/s", 1e9)
     curves = _curves(rows, lambda row: (row.rate() or 0.0) / scale)
@@ -41,12 +51,21 @@ def _rate(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
         x_label="sequence length, tokens",
         y_label=f"forward + backward, {unit}",
         x_log=True,
-        marks=(Mark(label="matrix products alone", value=ceiling.value / scale),)
-        if ceiling
-        else (),
+        marks=tuple(Mark(label=label, value=at.value / scale) for label, at in _limits(rows)),
         caption="Batch 1, one head, causal, counted at half the products. The line is the matrix"
-        " rate measured on this machine in that format.",
+        " rate measured on this machine in that format."
+        + (" Shorter lengths are left out: there the host decides for all." if left_out else ""),
     )
+
+
+def _limits(rows: Sequence[GridRow]) -> Iterator[tuple[str, Ceiling]]:
+    ceiling = matrix_ceiling(rows[0].record)
+    if ceiling:
+        yield "matrix products alone", ceiling
+    others = (products_ceiling(row.record) for row in rows)
+    other = next((held for held in others if held and ceiling and held.name != ceiling.name), None)
+    if other:
+        yield other.name, other
 
 
 def _memory(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:

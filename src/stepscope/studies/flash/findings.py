@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.limits import matrix_ceiling, products_ceiling
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding
-from stepscope.report.format import bytes_, number, percent, rate
+from stepscope.report.blocks import Finding, Tone
+from stepscope.report.format import bytes_, duration, number, percent, rate
 from stepscope.studies.attention_workload import RESULTS
+from stepscope.studies.flash.accuracy_view import POLICY
+from stepscope.studies.flash.overview import HOST_MARK, rivals
 from stepscope.studies.flash.rows import OURS, GridRow
 
 _SEVERAL = 3
+_OF_THE_HOST = ("wide-spread", "first-call-inside")
+"""Complaints about times that scatter, as those of a busy host do."""
 _WHAT = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
 
 
 def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     timed = [row for row in rows if row.record.status == "ok" and row.time()]
     yield from _nearest_to_the_limit(timed)
+    yield from _fastest_peer(timed)
+    yield from _host(timed)
     yield from _formats(timed)
     yield from _memory(timed)
     yield from _accuracy(timed)
@@ -48,7 +54,61 @@ def _nearest_to_the_limit(rows: Sequence[GridRow]) -> Iterator[Finding]:
         if ours and row.attention != OURS:
             own, at = max(ours, key=lambda pair: pair[0])
             text += f"; ours reaches {rate(own, 'FLOP/s')} at {at.shape.sizes}"
-        yield Finding(text=text + ".")
+        yield Finding(text=text + "." + _other_limit(row))
+
+
+def _other_limit(row: GridRow) -> str:
+    own, ceiling = products_ceiling(row.record), matrix_ceiling(row.record)
+    if own is None or ceiling is None or own.name == ceiling.name:
+        return ""
+    return (
+        f" Each of its {row.work.dtype} products is made as {own.name}, whose limit is"
+        f" {rate(own.value, 'FLOP/s')}."
+    )
+
+
+def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    found = rivals(rows)
+    by_kernels = [rival for rival in found if not rival.host_decides]
+    if not found:
+        return
+    lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
+    behind = [
+        f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.shape.sizes} {r.ours.work.dtype}"
+        for r in lost
+    ]
+    by_host = [rival for rival in found if rival.host_decides]
+    slower = sum(rival.ratio < 1.0 for rival in by_host)
+    text = (
+        f"Against the fastest other at each of {len(found)} shapes, one after the other and not in"
+        f" turns: where kernels decide, ours is faster at {len(by_kernels) - len(lost)} of"
+        f" {len(by_kernels)}"
+    )
+    text += f" and behind at {len(lost)} ({_some(behind)})." if lost else "."
+    if by_host:
+        text += f" At the other {len(by_host)} the host decides, and ours is behind at {slower}."
+    yield Finding(text=text)
+
+
+def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """A rate that the host made says nothing about a kernel."""
+    slow = [row for row in rows if row.host_decides]
+    if not slow:
+        return
+    single = [row.work.seq for row in rows if row.is_single and not row.host_decides]
+    ours = [row.issued_ms() or 0.0 for row in slow if row.attention == OURS]
+    text = (
+        f"In {len(slow)} of {len(rows)} cells the host issued for more than half of the time; their"
+        f" rates are not the kernels' ({HOST_MARK} in the tables)."
+    )
+    if single:
+        text += f" With one head no cell below length {min(single)} is free of it."
+    if ours:
+        text += (
+            f" To issue a forward and a backward of {OURS} it took {duration(min(ours))} to"
+            f" {duration(max(ours))} there."
+        )
+    yield Finding(text=text, tone="warn")
 
 
 def _formats(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -86,14 +146,14 @@ def _memory(rows: Sequence[GridRow]) -> Iterator[Finding]:
             held.setdefault(row.attention, {})[float(row.work.seq)] = peak
     grown = [
         f"{name} {number(fitted_exponent(list(points)[-3:], list(points.values())[-3:]), 2)}"
-        f" ({bytes_(points[max(points)])} at {max(points):g})"
+        f" ({bytes_(points[max(points)])} at {max(points):.0f})"
         for name, points in held.items()
         if len(points) >= 3
     ]
     if grown:
         yield Finding(
-            text=f"Peak memory grows with the length to the power, over the longest three lengths"
-            f" in {like[0]} at d {like[1]}: {', '.join(grown)}."
+            text=f"Peak memory grows as a power of the length, over the longest three in {like[0]}"
+            f" at d {like[1]}: {', '.join(grown)}."
         )
 
 
@@ -112,9 +172,12 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
         )
         if missed:
             named = [f"{row.shape.sizes} {row.work.dtype} {'/'.join(row.misses)}" for row in missed]
-            text += f" Beyond what the tests allow our own: {_some(named)}."
+            text += f" Beyond the policy of our own kernels at {len(missed)}: {_some(named)}."
+        else:
+            text += f" All are within the policy: {POLICY}."
         # Others are held to no promise of ours; it is only said.
-        yield Finding(text=text, tone="warn" if missed and attention == OURS else "info")
+        tones: dict[bool, Tone] = {True: "warn", False: "good"}
+        yield Finding(text=text, tone=tones[bool(missed)] if attention == OURS else "info")
 
 
 def _proof(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -144,10 +207,18 @@ def common_findings(records: Sequence[Record]) -> Iterator[Finding]:
             f" {_some(names)}. The first said: {alike[0].reason}",
             tone="info" if status == "skipped" else "warn",
         )
-    lints = [lint for record in records for lint in lint_record(record)]
-    for code, times in Counter(lint.code for lint in lints).items():
-        first = next(lint.message for lint in lints if lint.code == code)
-        yield Finding(text=f"Lint {code}, {times}×, first: {first}", tone="warn")
+    lints = [(lint, record) for record in records for lint in lint_record(record)]
+    for code, times in Counter(lint.code for lint, _ in lints).items():
+        told = [(lint.message, record) for lint, record in lints if lint.code == code]
+        text = f"Lint {code}, {times}×, first: {told[0][0]}"
+        by_host = sum(_host_decides(record) for _, record in told)
+        if code in _OF_THE_HOST and by_host:
+            text += f". Of these, {by_host} are cells in which the host decides"
+        yield Finding(text=f"{text}.", tone="warn")
+
+
+def _host_decides(record: Record) -> bool:
+    return record.config["kind"] == "grid" and GridRow(record).host_decides
 
 
 def _some(names: Sequence[str]) -> str:

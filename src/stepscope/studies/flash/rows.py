@@ -18,6 +18,9 @@ OURS = "triton"
 WALL = ".wall"
 """Ends the name of a series of calls in a row, timed by the host's clock."""
 GRADIENTS = RESULTS[1:]
+HOST_FROM = 0.5
+"""Share of the time that the host issued for, from which on it is not the kernels' alone: a device
+that starts at rest waits for what comes last."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
 """How often the reference's own error an output and a gradient may have."""
@@ -52,6 +55,11 @@ class GridRow:
         return median_ms(self.record, mode, "host") if self._on_device else None
 
     @property
+    def host_decides(self) -> bool:
+        issued, time = self.issued_ms(), self.time()
+        return bool(issued and time and issued >= HOST_FROM * time.median)
+
+    @property
     def _on_device(self) -> bool:
         return self.record.find("both", "device") is not None
 
@@ -76,20 +84,23 @@ class GridRow:
             ratios.append(error / own)
         return max(ratios, default=None)
 
+    def allowed_error(self, name: str) -> float:
+        """What the policy allows: so many times the reference's own error, plus one unit in the
+        last place."""
+        of_output, of_gradients = _FACTORS.get(self.work.dtype, _SIXTEEN_BIT_FACTORS)
+        own = self.record.quantity(f"reference_error.{name}") or 0.0
+        place = self.record.quantity(f"last_place.{name}") or 0.0
+        return (of_output if name == "output" else of_gradients) * own + place
+
     @cached_property
     def misses(self) -> tuple[str, ...]:
-        """Results that err by more than the policy allows: so many times the reference's own error,
-        plus one unit in the last place."""
-        of_output, of_gradients = _FACTORS.get(self.work.dtype, _SIXTEEN_BIT_FACTORS)
-        missed = []
-        for name in RESULTS:
-            error = self.record.quantity(f"error.{name}")
-            own = self.record.quantity(f"reference_error.{name}") or 0.0
-            place = self.record.quantity(f"last_place.{name}") or 0.0
-            factor = of_output if name == "output" else of_gradients
-            if error is not None and error > factor * own + place:
-                missed.append(name)
-        return tuple(missed)
+        """Results that err by more than the policy allows."""
+        return tuple(
+            name
+            for name in RESULTS
+            if (error := self.record.quantity(f"error.{name}")) is not None
+            and error > self.allowed_error(name)
+        )
 
 
 class Race:

@@ -9,7 +9,8 @@ from itertools import product
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
-from stepscope.report.format import bytes_, duration, number
+from stepscope.report.format import duration, number, percent
+from stepscope.studies.flash.cases import Shape, shape_of
 
 CHOSEN = "chosen"
 _WARP = 32
@@ -17,6 +18,8 @@ _REGISTERS_AT_ONCE = 256
 """A warp's registers are given out in such pieces."""
 _RESERVED_SHARED = 1024
 _MOST_BLOCKS = 32
+_LITTLE = 0.05
+"""So much may a chosen tile lose at one shape."""
 
 
 def resident_blocks(
@@ -52,6 +55,24 @@ class TileStudy:
         sizes = self.record.config["sizes"]
         return [f"{m}x{n}" for m, n in product(sizes, sizes)]
 
+    @cached_property
+    def timed(self) -> dict[str, float]:
+        """The sizes that ran, without the chosen tile's own entry."""
+        return {name: ms for name in self.names if (ms := self.ms(name)) is not None}
+
+    @property
+    def shape(self) -> Shape:
+        return shape_of(self.record.config)
+
+    @property
+    def fastest(self) -> str:
+        return min(self.timed, key=self.timed.__getitem__)
+
+    @property
+    def lost(self) -> float:
+        """By how much the chosen tile is slower than the fastest."""
+        return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
+
     def ms(self, name: str) -> float | None:
         series = self.record.find(name)
         return summarize(series.values).median if series and series.values else None
@@ -79,64 +100,83 @@ class TileStudy:
         spills = self.fact(name, "spills")
         return f"{number(ms)} (spills {spills})" if spills else ms
 
-    def described(self, name: str) -> str:
-        """A tile in words: its time and what it takes."""
-        ms, spills, shared = (
-            self.ms(name),
-            self.fact(name, "spills"),
-            self.fact(name, "shared_bytes"),
-        )
-        if ms is None:
-            return self.record.notes.get(name, "was not measured")
-        words = [duration(ms)]
-        if self.fact(name, "registers") is not None:
-            words.append(f"{self.fact(name, 'registers')} registers")
-            words.append(f"{spills} spilled" if spills else "none spilled")
-        if shared is not None:
-            words.append(f"{bytes_(shared)} of shared memory")
-        if self.blocks(name) is not None:
-            words.append(f"{self.blocks(name)} blocks a multiprocessor")
-        return ", ".join(words)
-
 
 def tile_blocks(records: Sequence[Record]) -> Iterator[Block]:
     studies = [TileStudy(record) for record in records if record.status == "ok"]
-    for study in studies:
-        yield from _why(study)
+    chosen = [study for study in studies if study.ms(CHOSEN) is not None and study.timed]
+    if chosen:
+        yield _summary(chosen)
+        yield _choices(chosen)
     for study in studies:
         yield _square(study)
     if studies:
         yield _facts(studies)
 
 
-def _why(study: TileStudy) -> Iterator[Finding]:
-    chosen = study.ms(CHOSEN)
-    timed = {name: ms for name in study.names if (ms := study.ms(name)) is not None}
-    if chosen is None or not timed:
-        return
-    m, n, warps, stages = (
-        study.fact(CHOSEN, what) for what in ("tile_m", "tile_n", "warps", "stages")
-    )
-    best, worst = min(timed, key=timed.__getitem__), max(timed, key=timed.__getitem__)
-    too_large = sum(
-        study.record.notes.get(name, "").startswith("does not fit") for name in study.names
-    )
-    spilling = sum(bool(study.fact(name, "spills")) for name in timed)
+def _summary(studies: Sequence[TileStudy]) -> Finding:
+    """What the choice of tiles costs where another one is faster."""
+    beaten = [study for study in studies if study.lost > _LITTLE]
     text = (
-        f"The {study.title}: the chosen tile of {m} × {n} with {warps} warps and {stages} stages"
-        f" takes {study.described(CHOSEN)}. Of {len(study.names)} tiles with"
-        f" {study.record.config['warps']} warps {too_large} do not fit and"
-        f" {spilling} spill; the slowest, {_sized(worst)}, takes"
-        f" {number(timed[worst] / chosen, 3)} times as long."
+        f"The chosen tiles of {len(studies)} kernels against {len(studies[0].names)} sizes with"
+        f" {studies[0].record.config['warps']} warps: at most {percent(_LITTLE)} slower than the"
+        f" fastest in {len(studies) - len(beaten)}"
     )
-    if best != f"{m}x{n}":
-        text += f" The fastest of them, {_sized(best)}, takes {study.described(best)}."
-    for label, name in (("Twice the keys", f"{m}x{2 * (n or 0)}"),
-                        ("Half the keys", f"{m}x{(n or 0) // 2}")):  # fmt: skip
-        if name in study.names and name != best:
-            text += f" {label}: {study.described(name)}."
-    lost = chosen / timed[best] - 1.0
-    yield Finding(text=text, tone="warn" if lost > 0.05 else "good")
+    if beaten:
+        lost = (
+            f"at {study.shape.sizes} the {study.kernel} kernel takes"
+            f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen one and"
+            f" {duration(study.timed[study.fastest])} with {_sized(study.fastest)}"
+            for study in beaten
+        )
+        text += f"; {'; '.join(lost)}"
+    return Finding(text=text + ".", tone="warn" if beaten else "good")
+
+
+def _choices(studies: Sequence[TileStudy]) -> Table:
+    def row(study: TileStudy) -> tuple[Cell, ...]:
+        m, n = study.fact(CHOSEN, "tile_m"), study.fact(CHOSEN, "tile_n")
+        own = (study.fact(CHOSEN, what) for what in ("warps", "stages", "registers", "spills"))
+        slowest = max(study.timed, key=study.timed.__getitem__)
+        return (
+            study.kernel, study.head, _unbroken(f"{m} × {n}"), study.ms(CHOSEN), *own,
+            study.fact(CHOSEN, "shared_bytes"), study.blocks(CHOSEN),
+            study.cell(f"{m}x{2 * (n or 0)}"), study.cell(f"{m}x{(n or 0) // 2}"),
+            _unbroken(f"{_sized(study.fastest)}, {number(study.timed[study.fastest], 3)}"),
+            _unbroken(f"{_sized(slowest)}, {number(study.timed[slowest], 3)}"),
+            sum(bool(study.fact(name, "spills")) for name in study.timed),
+            len(study.names) - len(study.timed),
+        )  # fmt: skip
+
+    shapes = dict.fromkeys(study.shape.sizes for study in studies)
+    return Table(
+        name="flash-tile-choice",
+        title="The chosen tiles, and what surrounds them",
+        columns=(
+            Column(title="kernel"),
+            Column(title="d", kind="count"),
+            Column(title="chosen", hint="query rows × key rows"),
+            Column(title="time", kind="number", unit="ms"),
+            Column(title="warps", kind="count"),
+            Column(title="stages", kind="count"),
+            Column(title="registers", kind="count"),
+            Column(title="spills", kind="count"),
+            Column(title="shared memory", kind="bytes"),
+            Column(title="blocks", kind="count", hint="that one multiprocessor holds at a time"),
+            Column(title="twice the keys", kind="number", unit="ms"),
+            Column(title="half the keys", kind="number", unit="ms"),
+            Column(title="fastest, ms"),
+            Column(title="slowest, ms"),
+            Column(title="spilling", kind="count", hint="how many of the sizes spill"),
+            Column(title="did not run", kind="count", hint="do not fit or do not compile"),
+        ),
+        rows=tuple(map(row, studies)),
+        caption=f"bfloat16, causal, at {' and '.join(shapes)}. A choice also has to hold at other"
+        " lengths.",
+    )
+
+
+def _unbroken(text: str) -> str:
+    return text.replace(" ", "\u00a0")
 
 
 def _sized(name: str) -> str:

@@ -8,9 +8,16 @@ import msgspec
 
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
-from stepscope.studies.flash.figures import flash_figures
+from stepscope.studies.flash.accuracy_view import accuracy_tables
 from stepscope.studies.flash.findings import common_findings, grid_findings
 from stepscope.studies.flash.health import health_table
+from stepscope.studies.flash.kernels_view import kernels_seen, kernels_table
+from stepscope.studies.flash.overview import (
+    length_blocks,
+    memory_blocks,
+    rival_table,
+    shapes_table,
+)
 from stepscope.studies.flash.rows import (
     GRADIENTS,
     GridRow,
@@ -37,9 +44,13 @@ def flash_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *(block for block in tiles if isinstance(block, Finding)),
         *common_findings(records),
         *_present(speed_table(ran), race_table(ran)),
-        *flash_figures(rows),
-        *_present(_times(rows), _memory_and_accuracy(rows), health_table(rows)),
+        *length_blocks(rows),
+        *_present(rival_table(rows)),
+        *memory_blocks(rows),
+        *accuracy_tables(rows),
+        *_present(kernels_table(rows), health_table(rows)),
         *(block for block in tiles if not isinstance(block, Finding)),
+        *_present(_times(rows), _memory_and_accuracy(rows)),
     )
 
 
@@ -47,7 +58,8 @@ def headline_table(records: Sequence[Record]) -> Table | None:
     ran = [race for race in races(records) if race.record.status == "ok"]
     speed = speed_table(ran, "headline")
     if speed is None:
-        return race_table(ran, "headline")
+        rows = sorted(grid_rows(records), key=lambda row: sort_key(row.shape))
+        return race_table(ran, "headline") or shapes_table(rows, "headline")
     # A terminal is narrow: the ratios come without the times that they are made of.
     return msgspec.structs.replace(
         speed, columns=speed.columns[:-2], rows=tuple(row[:-2] for row in speed.rows)
@@ -92,7 +104,7 @@ def _times(rows: Sequence[GridRow]) -> Table | None:
     )  # fmt: skip
     return Table(
         name="flash-times",
-        title="Times and rates",
+        title="Every cell: times and rates",
         columns=(
             *_IDENTITY,
             *(Column(title=mode, kind="number", unit="ms") for mode in _MODES),
@@ -124,7 +136,7 @@ def _memory_and_accuracy(rows: Sequence[GridRow]) -> Table | None:
         return None
     return Table(
         name="flash-memory-accuracy",
-        title="Memory and accuracy",
+        title="Every cell: memory, accuracy, kernels",
         columns=(
             *_IDENTITY,
             Column(title="peak", kind="bytes", hint="of forward and backward, inputs included"),
@@ -143,23 +155,10 @@ def _memory_and_accuracy(rows: Sequence[GridRow]) -> Table | None:
                 *_identity(row), row.record.quantity("peak_bytes"),
                 row.record.quantity("saved_bytes"), row.record.quantity("predicted_saved_bytes"),
                 row.error_ratio("output"), row.error_ratio(*GRADIENTS),
-                _kernels(row.record, "forward"), _kernels(row.record, "backward"),
+                kernels_seen(row.record, "forward"), kernels_seen(row.record, "backward"),
             )
             for row in shown
         ),
         caption="Errors up to length 4096. Kernels as the profiler saw them; those of the attention"
         " itself first, their names shortened.",
     )  # fmt: skip
-
-
-def _kernels(record: Record, mode: str) -> str | None:
-    """The attention kernels among those that ran, else how many there were."""
-    from stepscope.analysis.foreign_kernels import SEPARATOR, owner
-    from stepscope.analysis.kernel_names import describe
-
-    text = record.notes.get(f"kernels.{mode}")
-    if not text:
-        return None
-    names = text.split(SEPARATOR)
-    fused = [describe(name).short[:40] for name in names if owner(name)]
-    return ", ".join(fused) or f"{len(names)} unfused"
