@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Interval, Table
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.goals import GOALS, PUBLISHED
@@ -182,6 +183,19 @@ class TestGrid:
         fallen = [flash_record(notes=ran), flash_record(seq=512, notes=other)]
         assert not sentences(fallen, proof)
         assert sentences(fallen, "Lint other-kernel, 1×, first: triton ran kernels of sdpa_flash")
+
+    def test_what_a_forward_saves_is_held_against_the_prediction(self) -> None:
+        def saving(extra: float, name: str) -> Record:
+            made = flash_record(name)
+            predicted = made.quantity("predicted_saved_bytes") or 0.0
+            held = {"saved_bytes": Quantity(value=predicted + extra, unit="B")}
+            return msgspec.structs.replace(made, quantities=made.quantities | held)
+
+        exact = [saving(0.0, "triton"), saving(0.0, "flex")]
+        (told,) = sentences(exact, "in 2 of 2 cells.")
+        assert told.tone == "good"
+        (told,) = sentences([*exact, saving(1024.0, "sdpa_flash")], "in 2 of 3 cells")
+        assert "off are sdpa_flash, at most by 1.00 KiB (sdpa_flash 1,1,4096,64" in told.text
 
     def test_memory_grows_by_its_power(self) -> None:
         records = [

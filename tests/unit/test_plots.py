@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sample_page import HOSTILE, hostile_page, mfu_figure, step_figure, warmup_figure
 from stepscope.report.axes import linear_ticks, log_limits, log_ticks, spread_apart
 from stepscope.report.blocks import Curve, Figure, Mark
-from stepscope.report.names import end_names
+from stepscope.report.names import end_names, styles
 from stepscope.report.plots import svg
 from stepscope.report.svg import CURVES, PAPER, inline_svg, standalone_svg
 
@@ -263,3 +263,11 @@ def test_lengths_that_double_are_their_own_ticks() -> None:
     assert log_ticks(lengths, log_limits(lengths), own=True) == lengths[::2]
     others = [100.0 + 37 * step for step in range(10)]
     assert not set(log_ticks(others, log_limits(others), own=True)) <= set(others)
+
+
+def test_a_style_makes_a_curve_look_alike_in_every_figure() -> None:
+    first = Curve(label="first", x=(1.0, 2.0), y=(0.0, 0.0))
+    ours = Curve(label="ours", x=(1.0, 2.0), y=(1.0, 1.0), style=4)
+    for drawing in (svg(figure(first, ours)), svg(figure(ours, first))):
+        assert colour_of("ours", drawing) == f"var(--curve-5, {CURVES[4]})"
+    assert styles(figure(first, ours, kind="bars")) == [0, 1]

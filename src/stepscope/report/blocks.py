@@ -61,6 +61,9 @@ class Curve(Data, frozen=True):
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+    style: int | None = None
+    """Which colour and marker a line has, so that a name looks alike in several figures; by its
+    place in the figure where it is not said."""
 
 
 class Mark(Data, frozen=True):

@@ -46,6 +46,15 @@ def width_of(texts: Sequence[str]) -> float:
     return LETTER * max((len(text) for text in texts), default=0)
 
 
+def styles(figure: Figure) -> list[int]:
+    """The colour and marker of each curve, by number."""
+    if figure.kind != "lines":
+        return list(range(len(figure.curves)))
+    return [
+        place if curve.style is None else curve.style for place, curve in enumerate(figure.curves)
+    ]
+
+
 def end_names(labels: Sequence[str], paths: list[Path]) -> list[tuple[float, float]] | None:
     """Where each name stands beside its curve's end; None if one would lie on another curve."""
     if not all(paths):
@@ -86,16 +95,16 @@ def room_right(labels: Sequence[str], ends: list[tuple[float, float]], room: flo
     return max(4.0, *needs)
 
 
-def draw_end_names(axes: Axes, labels: Sequence[str], places: list[tuple[float, float]]) -> None:
-    for index, (label, place) in enumerate(zip(labels, places, strict=True)):
+def draw_end_names(axes: Axes, figure: Figure, places: list[tuple[float, float]]) -> None:
+    for curve, style, place in zip(figure.curves, styles(figure), places, strict=True):
         axes.annotate(
-            label,
+            short(curve.label),
             place,
             xycoords="axes fraction",
             xytext=(7, 0),
             textcoords="offset points",
             va="center",
-            color=CURVES[index % len(CURVES)],
+            color=CURVES[style % len(CURVES)],
             annotation_clip=False,
             **PLAIN,
         )
@@ -112,12 +121,12 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     keys: list[Any] = []
-    for index in range(len(figure.curves)):
-        colour = CURVES[index % len(CURVES)]
+    for style in styles(figure):
+        colour = CURVES[style % len(CURVES)]
         if figure.kind != "lines":
             keys.append(Patch(color=colour))
         else:
-            marker = MARKERS[index % len(MARKERS)]
+            marker = MARKERS[style % len(MARKERS)]
             keys.append(Line2D([], [], color=colour, marker=marker, markersize=4.6))
     canvas = axes.get_figure(root=True)
     assert canvas is not None

@@ -77,7 +77,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
     alone = len(labels) == 1
     ends = None
     if figure.kind == "lines":
-        _lines(axes, held)
+        _lines(axes, held, names.styles(figure))
         ends = None if alone else names.end_names(labels, _paths(axes, held))
     elif figure.kind == "bars":
         _bars(axes, held)
@@ -89,7 +89,7 @@ def _draw(axes: Axes, figure: Figure) -> None:
         f"{clean(figure.y_label)} · {labels[0]}" if alone and labels[0] else clean(figure.y_label)
     )
     if ends:
-        names.draw_end_names(axes, labels, ends)
+        names.draw_end_names(axes, figure, ends)
         right = names.room_right(labels, ends, WIDTH - left)
     elif not alone:
         beside = WIDTH - names.width_of([title]) - 30
@@ -168,22 +168,22 @@ def _paths(axes: Axes, held: list[list[Point]]) -> list[names.Path]:
     ]
 
 
-def _lines(axes: Axes, held: list[list[Point]]) -> None:
-    for index, points in enumerate(held):
+def _lines(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
+    for style, points in zip(styles, held, strict=True):
         if not points:
             continue
         axes.errorbar(
             [p.x for p in points],
             [p.y for p in points],
             yerr=_error_bars(points),
-            color=CURVES[index % len(CURVES)],
+            color=CURVES[style % len(CURVES)],
             linewidth=1.5,
             elinewidth=0.9,
-            marker=MARKERS[index % len(MARKERS)] if len(points) <= _MOST_MARKERS else "",
+            marker=MARKERS[style % len(MARKERS)] if len(points) <= _MOST_MARKERS else "",
             markersize=5.2,
             markeredgecolor=PAPER,
             markeredgewidth=0.6,
-            linestyle="-" if index < len(CURVES) else "--",
+            linestyle="-" if style < len(CURVES) else "--",
             zorder=3,
         )
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from stepscope.analysis.limits import matrix_ceiling, products_ceiling
+from stepscope.attention.registry import IMPLEMENTATION_NAMES
 from stepscope.records.schema import Ceiling
 from stepscope.report.blocks import Curve, Figure, Mark
 from stepscope.studies.flash.rows import GridRow
 
 _MEMORY_HEAD = 64
+_FIRST = (
+    "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+    "tiled",
+)  # fmt: skip
+_ORDER = (*_FIRST, *(name for name in IMPLEMENTATION_NAMES if name not in _FIRST))
+"""An implementation has the same colour in every figure, and those of the grid differ."""
 
 
 def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
@@ -92,6 +99,11 @@ def _curves(rows: Sequence[GridRow], value: Callable[[GridRow], float]) -> tuple
         if y > 0.0:
             held.setdefault(row.attention, []).append((float(row.work.seq), y))
     return tuple(
-        Curve(label=name, x=tuple(x for x, _ in points), y=tuple(y for _, y in points))
+        Curve(
+            label=name,
+            x=tuple(x for x, _ in points),
+            y=tuple(y for _, y in points),
+            style=_ORDER.index(name),
+        )
         for name, points in held.items()
     )

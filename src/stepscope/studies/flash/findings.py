@@ -150,11 +150,33 @@ def _memory(rows: Sequence[GridRow]) -> Iterator[Finding]:
         for name, points in held.items()
         if len(points) >= 3
     ]
+    yield from _saved(rows)
     if grown:
         yield Finding(
             text=f"Peak memory grows as a power of the length, over the longest three in {like[0]}"
             f" at d {like[1]}: {', '.join(grown)}."
         )
+
+
+def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """What a forward leaves for its backward, against what the shapes predict."""
+    pairs = [
+        (row, held - (row.record.quantity("predicted_saved_bytes") or 0.0))
+        for row in rows
+        if (held := row.record.quantity("saved_bytes")) is not None
+    ]
+    if not pairs:
+        return
+    off = {row.attention: extra for row, extra in pairs if extra}
+    equal = sum(extra == 0.0 for _, extra in pairs)
+    text = (
+        f"What a forward saves is what the shapes predict, to the byte, in {equal} of"
+        f" {len(pairs)} cells"
+    )
+    if off:
+        farthest = max((abs(extra), row.name) for row, extra in pairs)
+        text += f"; off are {', '.join(off)}, at most by {bytes_(farthest[0])} ({farthest[1]})"
+    yield Finding(text=f"{text}.", tone="info" if off else "good")
 
 
 def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
