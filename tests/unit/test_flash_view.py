@@ -106,6 +106,36 @@ class TestSpeed:
         assert auto["outcome"] == "reached"
         assert sentences(races, "slower than torch's own call at 1 of them")
 
+    @pytest.mark.parametrize(
+        ("spread", "outcome"), [(0.0, "slower"), (0.3, "not shown slower")], ids=("clear", "wide")
+    )
+    def test_a_ratio_below_one_is_not_called_reached(self, spread: float, outcome: str) -> None:
+        took = {"triton": 0.2, "sdpa": 0.19}
+        made = race_record(took, "1x1x128x64", in_a_row=took)
+        held = [
+            msgspec.structs.replace(
+                series, values=tuple(0.19 * (1 + spread * (-1) ** at) for at in range(20))
+            )
+            if series.name == "sdpa.wall"
+            else series
+            for series in made.series
+        ]
+        races = [msgspec.structs.replace(made, series=tuple(held))]
+        (row,) = table(races, "flash-speed")
+        assert row["measured"].value < 1.0
+        assert row["outcome"] == outcome
+
+    def test_the_caption_says_how_a_sample_began(self) -> None:
+        def caption(records: Sequence[Record]) -> str:
+            held = (b for b in STUDY.view(records) if isinstance(b, Table))
+            return next(b.caption for b in held if b.name == "flash-speed")
+
+        ahead = published(flex=(2.0,) * 5)
+        assert "with the host ahead" in caption(ahead)
+        config = {k: v for k, v in ahead[0].config.items() if k != "host_ahead"}
+        early = msgspec.structs.replace(ahead[0], config=config)
+        assert "from an idle device" in caption([early, *ahead[1:]])
+
     def test_the_headline_is_the_speed_table_else_the_race(self) -> None:
         ours = STUDY.headline(published(flex=(2.0,) * 5))
         assert ours is not None
@@ -254,9 +284,9 @@ class TestGrid:
     def test_every_error_beyond_the_policy_is_listed(self) -> None:
         records = [flash_record("flex", dtype="float32", error=2.5), flash_record(error=0.5)]
         by_name = {row["attention"]: row for row in table(records, "flash-errors")}
-        assert by_name["flex"]["shapes within the policy"] == "0 of 1"
+        assert by_name["flex"]["shapes within the policy"] == "0\u00a0of\u00a01"
         assert by_name["triton"]["dQ"] == pytest.approx(0.5)
-        assert by_name["triton"]["shapes within the policy"] == "1 of 1"
+        assert by_name["triton"]["shapes within the policy"] == "1\u00a0of\u00a01"
         missed = table(records, "flash-error-misses")
         assert [row["tensor"] for row in missed] == ["output", "dQ", "dK", "dV"]
         assert missed[0]["error"] == pytest.approx(2.5e-3)

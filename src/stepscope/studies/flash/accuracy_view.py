@@ -35,7 +35,7 @@ def _by_implementation(rows: Sequence[GridRow]) -> Table:
         own = groups[dtype, attention]
         within = sum(not row.misses for row in own)
         worst = (max(row.error_ratio(name) or 0.0 for row in own) for name in RESULTS)
-        return attention, dtype, *worst, f"{within} of {len(own)}"
+        return attention, dtype, *worst, f"{within}\u00a0of\u00a0{len(own)}"
 
     return Table(
         name="flash-errors",

@@ -114,6 +114,11 @@ class Race:
     def racers(self) -> tuple[str, ...]:
         return tuple(self.record.config["racers"])
 
+    @property
+    def host_ahead(self) -> bool:
+        """Whether the device was kept busy until the host had issued; the oldest records say no."""
+        return bool(self.record.config.get("host_ahead"))
+
     def times(self, name: str, *, in_a_row: bool = False) -> Summary | None:
         return _summary(self._series(name, in_a_row=in_a_row))
 
