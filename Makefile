@@ -21,7 +21,7 @@ report: .venv/.use
 	$(BIN)/stepscope run $(ARGS)
 
 test: .venv/.dev browser
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
