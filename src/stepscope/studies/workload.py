@@ -20,7 +20,7 @@ from stepscope.model.checkpointing import run_again as blocks_again
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
-from stepscope.studies.base import CaseSkipped
+from stepscope.studies.base import Case, CaseSkipped
 
 if TYPE_CHECKING:
     import torch
@@ -218,6 +218,21 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             fused=flags.fused,
             graph=flags.graph,
         )
+
+
+def step_cases(
+    study: str, flags: WorkloadFlags, modes: tuple[Mode, ...], effort: dict[str, Any]
+) -> tuple[Case, ...]:
+    """A case for every workload; `effort` is what of its config is not the step's."""
+    return tuple(
+        Case(
+            study=study,
+            key=workload.key,
+            config=msgspec.to_builtins(workload) | effort,
+            needs=workload.needs(),
+        )
+        for workload in workloads(flags, modes)
+    )
 
 
 class TrainingStep:

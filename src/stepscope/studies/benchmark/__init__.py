@@ -19,7 +19,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, workloads
+from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, step_cases
 
 
 class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
@@ -61,15 +61,7 @@ class Benchmark(Study[BenchmarkFlags]):
             "steps": flags.steps,
             "min_seconds": flags.min_seconds,
         }
-        return tuple(
-            Case(
-                study=self.name,
-                key=workload.key,
-                config=msgspec.to_builtins(workload) | effort,
-                needs=workload.needs(),
-            )
-            for workload in workloads(flags, flags.mode)
-        )
+        return step_cases(self.name, flags, flags.mode, effort)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.studies.timed_step import measure_step

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import Mode, WorkloadFlags, workloads
+from stepscope.studies.workload import Mode, WorkloadFlags, step_cases
 
 
 class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
@@ -52,16 +50,8 @@ class Memory(Study[MemoryFlags]):
     flags = MemoryFlags
 
     def cases(self, flags: MemoryFlags) -> tuple[Case, ...]:
-        return tuple(
-            Case(
-                study=self.name,
-                key=workload.key,
-                config=msgspec.to_builtins(workload)
-                | {"steps": flags.steps, "snapshot": flags.snapshot},
-                needs=workload.needs(),
-            )
-            for workload in workloads(flags, flags.mode)
-        )
+        effort = {"steps": flags.steps, "snapshot": flags.snapshot}
+        return step_cases(self.name, flags, flags.mode, effort)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.studies.memory.recording import measure_memory

@@ -20,7 +20,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
+from stepscope.studies.workload import MODES, Mode, WorkloadFlags, step_cases
 
 
 class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
@@ -68,15 +68,7 @@ class Profile(Study[ProfileFlags]):
             "traced": flags.traced,
             "experiments": flags.experiments,
         }
-        return tuple(
-            Case(
-                study=self.name,
-                key=workload.key,
-                config=msgspec.to_builtins(workload) | effort,
-                needs=workload.needs(),
-            )
-            for workload in workloads(flags, flags.mode)
-        )
+        return step_cases(self.name, flags, flags.mode, effort)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.studies.profile.tracing import measure_profile
