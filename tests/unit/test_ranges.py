@@ -110,10 +110,16 @@ class TestCapture:
         assert {"embedding", "norm", "head"} | {f"block 1/{part}" for part in block} <= parts
 
     def test_the_backward_goes_to_the_parts_that_made_it(self, trace: Path) -> None:
-        work = find_work(read_trace(trace))
-        # The engine's own time for accumulating gradients has no forward.
-        assert work.attribution().backward_module > 0.75
-        uses = {(u.phase, u.module, u.kernel): u for u in summarize(read_trace(trace)).uses}
+        summary = summarize(read_trace(trace))
+        uses = {(u.phase, u.module, u.kernel): u for u in summary.uses}
+        # Accumulating gradients and making the first of them have no forward.
+        without = {u.kernel for u in summary.uses if u.phase == "backward" and not u.module}
+        assert without <= {
+            "torch::autograd::AccumulateGrad",
+            "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+            "detach", "aten::detach",
+            "aten::ones_like", "aten::empty_like", "aten::empty_strided", "aten::fill_",
+        }  # fmt: skip
         core = "block */attention/core"
         for part in ("scores", "values"):
             assert uses["forward", f"{core}/{part}", "aten::bmm"].count == 2
@@ -125,8 +131,8 @@ class TestCapture:
 
     def test_the_optimizer_goes_to_its_parameter_group(self, trace: Path) -> None:
         uses = [u for u in summarize(read_trace(trace)).uses if u.phase == "optimizer"]
-        grouped = sum(u.ms for u in uses if u.module == "group 0")
-        assert grouped > 0.9 * sum(u.ms for u in uses)
+        grouped = sum(u.count for u in uses if u.module == "group 0")
+        assert grouped > 0.9 * sum(u.count for u in uses)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, AdamW])
