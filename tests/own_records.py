@@ -8,19 +8,19 @@ import msgspec
 
 from sample_records import environment, record, step_series, times
 from stepscope.analysis.advice.changes import Advice
-from stepscope.records.schema import Quantity, Record
+from stepscope.records.schema import Quantity, Record, Series
 from stepscope.studies.advice import Trial
 from stepscope.studies.own import OwnCase
 from study_records import profile_record
 
-_BASE = OwnCase(model="lab:build", batch=8, dtype="float32", compile="no", optimizer="adamw")
+BASE = OwnCase(model="lab:build", batch=8, dtype="float32", compile="no", optimizer="adamw")
 
 
 def own_record(
     step: float = 100.0, peak: int = 2 << 30, *, setting: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Record:  # fmt: skip
-    case = msgspec.structs.replace(_BASE, **setting or {})
+    case = msgspec.structs.replace(BASE, **setting or {})
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="own", case=case.key,
@@ -50,19 +50,29 @@ def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes
     )  # fmt: skip
 
 
-def trial_record(ours: float = 50.0, theirs: float = 100.0, **changes: Any) -> Record:
-    """A change to bfloat16 that was tried: milliseconds with it and without."""
-    advice = Advice(
-        code="bfloat16", title="bfloat16 autocast", gain_ms=40.0, risk="numerics",
-        setting={"dtype": "bfloat16"}, lines=("with torch.autocast(...)",), why="matrix units",
+def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:
+    return Advice(
+        code=code, title=f"the change {code}", gain_ms=gain, why="", risk="some", lines=("do it",),
+        setting=setting or {"dtype": "bfloat16"},
     )  # fmt: skip
-    case = Trial(base=_BASE, advice=(advice,), step_ms=100.0).case()
+
+
+def tried(
+    times: float = 30.0, *advised: Advice, losses: tuple[float, ...] = (2.0, 1.5, 1.2, 1.0),
+    **changes: Any,
+) -> Record:  # fmt: skip
+    """Changes that were tried: the step takes 50 ms without them, `times` with them."""
+    trial = Trial(base=BASE, advice=advised or (advice(),), step_ms=100.0)
+    spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
+    series = (
+        Series(name="base", unit="ms", values=tuple(50 * s for s in spread), clock="device"),
+        Series(name="base", unit="ms", values=(1.0,) * 7),
+        Series(name="changed", unit="ms", values=tuple(times * s for s in spread), clock="device"),
+        Series(name="loss.base", unit="nats", values=(2.0, 1.5, 1.2, 1.0)),
+        Series(name="loss.changed", unit="nats", values=losses),
+    )
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="advise", case=case.key,
-        **{
-            "config": case.config,
-            "series": () if failed else (times("base", theirs), times("changed", ours)),
-        }
-        | changes,
+        study="advise", case=trial.case().key,
+        **{"config": msgspec.to_builtins(trial), "series": () if failed else series} | changes,
     )  # fmt: skip

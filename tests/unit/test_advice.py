@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from test_own_study import QuietBench
 
 from command_line import CommandLine
+from own_records import BASE, advice, tried
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
-from stepscope.analysis.advice.changes import WORTH, Advice, advise, applicable
+from stepscope.analysis.advice.changes import WORTH, advise, applicable
 from stepscope.analysis.advice.facts import Facts
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
-from stepscope.records.schema import Ceiling, Record, Series
+from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.facts_of import facts_of
@@ -163,33 +164,6 @@ def test_the_history_is_kept_and_a_damaged_line_passed_over(
         file.write("not json\n")
     add_to_history([verified(2.0)])
     assert [one.realised_ms for one in read_history()] == [5.0, 20.0]
-
-
-BASE = OwnCase(model="lab:build", batch=8, dtype="float32", compile="no", optimizer="adamw")
-
-
-def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:
-    return Advice(
-        code=code, title=f"the change {code}", gain_ms=gain, why="", risk="some", lines=("do it",),
-        setting=setting or {"dtype": "bfloat16"},
-    )  # fmt: skip
-
-
-def tried(
-    times: float, *advised: Advice, losses: tuple[float, ...] = (2.0, 1.5, 1.2, 1.0),
-    **changes: Any,
-) -> Record:  # fmt: skip
-    trial = Trial(base=BASE, advice=advised or (advice(),), step_ms=100.0)
-    spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
-    series = (
-        Series(name="base", unit="ms", values=tuple(50 * s for s in spread), clock="device"),
-        Series(name="base", unit="ms", values=(1.0,) * 7),
-        Series(name="changed", unit="ms", values=tuple(times * s for s in spread), clock="device"),
-        Series(name="loss.base", unit="nats", values=(2.0, 1.5, 1.2, 1.0)),
-        Series(name="loss.changed", unit="nats", values=losses),
-    )
-    made = record(study="advise", case=trial.case().key, config={}, series=series, **changes)
-    return msgspec.structs.replace(made, config=msgspec.to_builtins(trial))
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,18 @@
-"""What the flash study says of its records: ratios, goals, health, tiles."""
+"""What the flash study says of its races and its grid: ratios, goals, rates, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
 
+from flash_blocks import sentences, table
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Figure, Finding, Interval, Table
+from stepscope.report.blocks import Figure, Interval, Table
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.goals import GOALS, PUBLISHED
-from stepscope.studies.flash.health import skipped_tiles
-from stepscope.studies.flash.tile_view import resident_blocks
-from study_records import flash_record, matrix_ceiling, race_record, tiles_record
-
-
-def sentences(records: Sequence[Record], word: str = "") -> list[Finding]:
-    return [b for b in STUDY.view(records) if isinstance(b, Finding) and word in b.text]
-
-
-def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
-    (found,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
-    titles = [column.title for column in found.columns]
-    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+from study_records import flash_record, matrix_ceiling, race_record
 
 
 def published(**peers: Sequence[float]) -> list[Record]:
@@ -324,99 +312,3 @@ class TestGrid:
             "forward_kernel", "query_kernel", 2,
         )  # fmt: skip
         assert reference["forward"] == "none: products and a softmax"
-
-
-class TestHealth:
-    @pytest.mark.parametrize(
-        ("seq", "m", "n", "share"),
-        [(128, 64, 64, 0.25), (128, 64, 128, 0.0), (128, 128, 64, 0.0), (256, 64, 64, 6 / 16),
-         (256, 64, 128, 0.25), (100, 64, 64, 0.25)],
-    )  # fmt: skip
-    def test_skipped_tiles_are_counted(self, seq: int, m: int, n: int, share: float) -> None:
-        assert skipped_tiles(seq, m, n) == pytest.approx(share)
-        # The same by looking at every score.
-        rows, columns = -(-seq // m), -(-seq // n)
-        blind = sum(
-            column * n > min(seq, (row + 1) * m) - 1
-            for row in range(rows)
-            for column in range(columns)
-        )
-        assert blind / (rows * columns) == pytest.approx(share)
-
-    def test_the_card_says_what_the_compiler_made(self) -> None:
-        records = [
-            flash_record(dtype="bfloat16", seq=512, both=9.0, registers=250, error=0.5),
-            flash_record(dtype="bfloat16", seq=4096, both=1.0, registers=168, error=0.8),
-            flash_record(dtype="float32", seq=4096, both=4.0, registers=255, error=1.5),
-        ]
-        cards = table(records, "flash-health")
-        assert [(card["kernel"], card["dtype"]) for card in cards] == [
-            (kernel, dtype)
-            for kernel in ("forward", "key-value", "query")
-            for dtype in ("bfloat16", "float32")
-        ]
-        card = cards[0]
-        assert (card["registers"], card["spills"], card["at length"]) == (168, 0, 4096)
-        assert card["tile"] == "64 × 128, 4 warps, 3 stages"
-        assert card["16-bit not slower?"] == "yes: 4.00× as fast"
-        assert card["error"] == pytest.approx(0.8)
-        assert card["skipped tiles"] == pytest.approx(skipped_tiles(4096, 64, 128))
-        assert cards[1]["16-bit not slower?"] is None
-
-    def test_a_slow_16_bit_kernel_is_ill(self) -> None:
-        records = [flash_record(dtype="bfloat16", both=2.0), flash_record(dtype="float32")]
-        assert table(records, "flash-health")[0]["16-bit not slower?"] == "no: 0.500× as fast"
-
-
-class TestTiles:
-    @pytest.mark.parametrize(
-        ("registers", "shared", "warps", "blocks"),
-        [
-            (168, 98304, 4, 2),  # shared memory decides
-            (255, 1024, 4, 2),  # registers decide
-            (32, 1024, 8, 8),  # threads decide
-            (16, 0, 1, 32),  # the most there can be
-        ],
-    )
-    def test_blocks_of_an_h200(self, registers: int, shared: int, warps: int, blocks: int) -> None:
-        limits = {"sm_registers": 65536, "sm_shared": 233472, "sm_threads": 2048}
-        assert resident_blocks(registers, shared, warps, **limits) == blocks
-
-    def test_the_square_shows_time_spills_and_what_does_not_fit(self) -> None:
-        made = tiles_record(
-            took={"chosen": 0.3, "16x16": 0.9, "16x128": 0.5}, spills={"16x128": 12},
-            out={"128x128": "does not fit: out of resource: shared memory"},
-        )  # fmt: skip
-        rows = table([made], "flash-tiles-forward-d64")
-        assert [row["query rows"] for row in rows] == [16, 32, 64, 128]
-        assert rows[0]["16 keys"] == pytest.approx(0.9)
-        assert rows[0]["128 keys"] == "0.5000 (spills 12)"
-        assert (rows[3]["128 keys"], rows[1]["32 keys"]) == ("does not fit", None)
-        facts = {row["tile"]: row for row in table([made], "flash-tile-facts")}
-        assert facts["16 × 16"]["blocks"] == 2
-        assert "shared memory" in facts["128 × 128"]["otherwise"]
-
-    def test_why_the_chosen_tile_wins(self) -> None:
-        took = {"chosen": 0.3, "64x128": 0.31, "64x64": 0.4, "16x16": 0.9}
-        out = {"128x64": "does not fit: shared memory", "128x128": "does not fit: registers"}
-        records = [tiles_record(took=took, out=out), tiles_record("query")]
-        (told,) = sentences(records, "The chosen tiles of 2 kernels against 16 sizes")
-        assert told.tone == "good"
-        assert told.text.endswith("slower than the fastest in 2.")
-        first, _ = table(records, "flash-tile-choice")
-        assert first["chosen"] == "64\u00a0×\u00a0128"
-        assert first["time"] == pytest.approx(0.3)
-        assert (first["registers"], first["spills"], first["blocks"]) == (168, 0, 2)
-        assert (first["twice the keys"], first["half the keys"]) == (None, pytest.approx(0.4))
-        assert (first["fastest, ms"], first["slowest, ms"]) == (
-            "64\u00a0×\u00a0128,\u00a00.310", "16\u00a0×\u00a016,\u00a00.900",
-        )  # fmt: skip
-        assert (first["spilling"], first["did not run"]) == (0, 13)
-
-    def test_a_chosen_tile_that_loses_is_told(self) -> None:
-        took = {"chosen": 0.3, "64x64": 0.2, "64x128": 0.3}
-        (told,) = sentences([tiles_record(took=took)], "The chosen tiles")
-        assert "the forward kernel takes 300 µs with the chosen one and 200 µs with 64 × 64" in (
-            told.text
-        )
-        assert told.tone == "warn"

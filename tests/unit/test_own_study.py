@@ -9,11 +9,10 @@ import pytest
 
 from command_line import CommandLine
 from own_models import causal_lm_flops, conv_net_flops
-from sample_records import record, step_series
+from own_records import own_record
 from stepscope.errors import UsageError
-from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.own import STUDY, OwnCase, OwnFlags
+from stepscope.studies.own import STUDY, OwnFlags
 from stepscope.studies.own.view import own_blocks
 
 
@@ -104,24 +103,12 @@ def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str
         STUDY.cases(OwnFlags(**flags))
 
 
-def own_record(step: float, peak: int = 2 << 30, **changes: Any) -> Record:
-    case = OwnCase(
-        **{"model": "lab:build", "batch": 8, "dtype": "float32", "compile": "no",
-           "optimizer": "adamw"} | changes
-    )  # fmt: skip
-    made = record(
-        study="own", case=case.key, config={}, series=step_series(step),
-        quantities={"peak_bytes": Quantity(value=peak, unit="B")},
-    )  # fmt: skip
-    return msgspec.structs.replace(made, config=msgspec.to_builtins(case))
-
-
 def test_the_view_compares_settings_with_the_first() -> None:
     records = [
         own_record(100.0),
-        own_record(25.0, 1 << 30, dtype="bfloat16"),
-        own_record(150.0, batch=16),
-        own_record(10.0, dtype="bfloat16", optimizer="adamw-fused"),
+        own_record(25.0, 1 << 30, setting={"dtype": "bfloat16"}),
+        own_record(150.0, setting={"batch": 16}),
+        own_record(10.0, setting={"dtype": "bfloat16", "optimizer": "adamw-fused"}),
     ]
     blocks = own_blocks(records)
     texts = [b.text for b in blocks if isinstance(b, Finding)]

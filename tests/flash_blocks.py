@@ -1,0 +1,20 @@
+"""What the flash study makes of records, as tests ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.flash import STUDY
+
+
+def sentences(records: Sequence[Record], word: str = "") -> list[Finding]:
+    return [b for b in STUDY.view(records) if isinstance(b, Finding) and word in b.text]
+
+
+def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
+    (found,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == name]
+    titles = [column.title for column in found.columns]
+    return [dict(zip(titles, row, strict=True)) for row in found.rows]
