@@ -189,3 +189,16 @@ def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
     assert table is not None
     assert [row[1] for row in table.rows] == [0, 1]
     assert slowest([ranks[0]]) is None
+
+
+def test_stand_ins_of_the_compiler_are_no_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from stepscope.scope.memory import _living_tensors
+
+    with FakeTensorMode():
+        stand_in = torch.empty(1 << 20)
+    real = torch.empty(8)
+    living = {id(x) for x in _living_tensors()}
+    assert id(real) in living
+    assert id(stand_in) not in living

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.flops import FlopCount
@@ -64,9 +65,10 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:
-    """Tensors with a storage of their own that Python knows of."""
+    """Tensors with a storage of their own that Python knows of; the compiler's stand-ins have
+    none."""
     for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor):
+        if issubclass(type(found), torch.Tensor) and not issubclass(type(found), FakeTensor):
             try:
                 found.untyped_storage()
             except (RuntimeError, NotImplementedError):
