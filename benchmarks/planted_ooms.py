@@ -1,23 +1,29 @@
 """Ten planted out-of-memory cases: is the first change that the post-mortem names enough?
 
-    python benchmarks/planted_ooms.py            on a GPU, about a minute and a half
+    python benchmarks/planted_ooms.py --out results/planted-ooms_h200.jsonl
     python benchmarks/planted_ooms.py --device cpu --small
 
 Each step is predicted and then allowed a share of its peak only: on CUDA by the allocator's own
 limit (`torch.cuda.set_per_process_memory_fraction`), on a CPU, which has none, by counting every
-tensor. It must run out; then the first remedy runs under the same limit.
+tensor. It must run out; then the first remedy runs under the same limit. On a GPU it takes about a
+minute and a half.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
+import traceback
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from stepscope.analysis.predict.step import predict
+from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.device import Device, pick_device
 from stepscope.records.memory import Remedy
 from stepscope.studies.plans import plan_of
@@ -25,7 +31,8 @@ from stepscope.studies.post_mortem import Refusal, examined, read_refusal
 from stepscope.studies.step_peaks import counted_peaks
 from stepscope.studies.workload import Mode, TrainingStep, Workload
 
-PLANTED: tuple[tuple[str, int, int, str, str, Mode, float], ...] = (
+Planted = tuple[str, int, int, str, str, Mode, float]
+PLANTED: tuple[Planted, ...] = (
     ("small", 1024, 4, "float32", "reference", "train-step", 0.90),
     ("small", 1024, 8, "float32", "reference", "train-step", 0.50),
     ("small", 512, 16, "bfloat16", "reference", "train-step", 0.70),
@@ -44,36 +51,63 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Ten planted out-of-memory cases.")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="narrow models, short contexts")
+    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each case")
     options = parser.parse_args()
     device = pick_device(options.device)
-    fitted = ran_out = 0
+    here = {"device": device.name, "torch": torch.__version__}
+    outcomes = []
     for number, planted in enumerate(PLANTED, start=1):
-        work = workload(planted, small=options.small)
-        limit = int(planted[-1] * predict(plan_of(work, device.kind)).peak.allocated)
-        refusal = refused(work, device, limit)
-        if refusal is None:
-            print(f"{number:2} {work.key}: did not run out of {limit / 2**20:.0f} MiB")
-            continue
-        ran_out += 1
-        found = examined(work, device.kind, limit, refusal)
-        if not found.remedies:
-            print(f"{number:2} {work.key}: no remedy for {limit / 2**20:.0f} MiB")
-            continue
-        first = found.remedies[0]
-        fits = refused(changed(work, first), device, limit) is None
-        fitted += fits
-        print(
-            f"{number:2} {work.key}: needs {found.needed / 2**20:.0f} of {limit / 2**20:.0f} MiB;"
-            f" {first.words} ({first.peak / 2**20:.0f} MiB) {'fits' if fits else 'DOES NOT FIT'}",
-            flush=True,
-        )
+        outcome = tried(planted, device, small=options.small)
+        outcomes.append(outcome)
+        print(f"{number:2} {words(outcome)}", flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("w" if number == 1 else "a") as file:
+                file.write(json.dumps(outcome | here) + "\n")
+    fitted = sum(outcome.get("fits", False) for outcome in outcomes)
+    ran_out = sum("needed" in outcome for outcome in outcomes)
     print(f"{ran_out} of {len(PLANTED)} ran out; the first remedy fitted in {fitted}")
     return 0 if fitted >= 0.9 * len(PLANTED) else 1
 
 
-def workload(
-    planted: tuple[str, int, int, str, str, Mode, float], *, small: bool = False
-) -> Workload:
+def tried(planted: Planted, device: Device, *, small: bool) -> dict[str, Any]:
+    """What came of one case; an error in it is an outcome, and the next one is tried."""
+    work = workload(planted, small=small)
+    limit = int(planted[-1] * predict(plan_of(work, device.kind)).peak.allocated)
+    outcome: dict[str, Any] = {"case": work.key, "share": planted[-1], "limit": limit}
+    try:
+        refusal = refused(work, device, limit)
+        if refusal is None:
+            return outcome
+        found = examined(work, device.kind, limit, refusal)
+        outcome |= {"needed": found.needed, "asked": found.asked, "phase": found.phase}
+        if not found.remedies:
+            return outcome
+        first = found.remedies[0]
+        outcome |= {"remedy": first.words, "remedy_peak": first.peak}
+        outcome["fits"] = refused(changed(work, first), device, limit) is None
+    except Exception as error:
+        traceback.print_exc()
+        outcome["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return outcome
+
+
+def words(outcome: dict[str, Any]) -> str:
+    case, room = outcome["case"], f"{outcome['limit'] / 2**20:.0f} MiB"
+    if "error" in outcome:
+        return f"{case}: {outcome['error']}"
+    if "needed" not in outcome:
+        return f"{case}: did not run out of {room}"
+    if "remedy" not in outcome:
+        return f"{case}: no remedy for {room}"
+    return (
+        f"{case}: needs {outcome['needed'] / 2**20:.0f} of {room}; {outcome['remedy']}"
+        f" ({outcome['remedy_peak'] / 2**20:.0f} MiB)"
+        f" {'fits' if outcome['fits'] else 'DOES NOT FIT'}"
+    )
+
+
+def workload(planted: Planted, *, small: bool = False) -> Workload:
     size, context, batch, dtype, attention, mode, _ = planted
     overrides = {"d_model": 32, "d_ff": 64, "n_heads": 2, "n_layers": 6, "vocab": 32}
     return Workload(
@@ -89,9 +123,12 @@ def changed(work: Workload, remedy: Remedy) -> Workload:
 
 def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
     """Run it under the limit; what the allocator said, or None if it went through."""
-    device.release()
     if device.kind != "cuda":
+        device.release()
         return counted(work, device, limit)
+    # As in a new process: work space that cuBLAS took before would hold on to a larger segment.
+    CudaAllocator(device.torch_device).library_bytes()
+    device.release()
     torch.cuda.set_per_process_memory_fraction(limit / device.memory_bytes)
     said = ""
     try:

@@ -10,11 +10,14 @@ import torch
 from stepscope.analysis.snapshot import read_snapshot
 from stepscope.records.memory import (
     LIBRARIES,
+    MODEL_BUILT,
     RECOMPUTED,
+    STEP_END,
     WITHIN_OPERATORS,
     decode_course,
     decode_peaks,
     decode_post_mortem,
+    decode_standing,
 )
 from stepscope.studies.base import Measurement
 from stepscope.studies.profile.tracing import TRACES
@@ -63,8 +66,35 @@ def test_the_account_closes_and_the_prediction_holds(mode: str, dtype: str, atte
     for peak in decode_peaks(done.notes["ledger"]):
         assert abs(peak.residual) <= 0.01 * peak.allocated, (peak.phase, peak.residual)
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
+    for end in decode_peaks(done.notes["ends"]):
+        assert abs(end.residual) <= 0.01 * end.allocated, (end.phase, end.residual)
     rest = held["driver_bytes"] - held["context_bytes"] - held["reserved_bytes"]
-    assert abs(rest) <= max(0.01 * held["driver_bytes"], 64 << 20)
+    assert abs(rest) <= 0.01 * held["peak_bytes"]
+
+
+def test_a_case_after_another_in_one_process_has_the_same_account() -> None:
+    first = measured("forward", "float32")
+    measured("train-step", "bfloat16", "sdpa", context=512)
+    again = measured("forward", "float32")
+    for name in ("peak_bytes", "predicted_bytes", "library_bytes"):
+        assert again.quantities[name] == first.quantities[name], name
+
+
+def test_what_allocator_and_driver_hold_is_kept_for_every_moment() -> None:
+    done = measured("train-step", "float32")
+    moments = decode_standing(done.notes["standing"])
+    names = [MODEL_BUILT, "forward", "loss", "backward", "optimizer", STEP_END]
+    assert list(moments) == names
+    assert [end.phase for end in decode_peaks(done.notes["ends"])] == names
+    for moment in moments.values():
+        assert 0 < moment.allocated <= moment.reserved < moment.driver
+
+
+def test_the_line_of_the_largest_tensor_is_known_in_the_backward_too() -> None:
+    done = measured("train-step", "float32", context=128)
+    operator, _, code = done.notes["largest"].partition(" at ")
+    assert operator.startswith("aten.")
+    assert ".py:" in code
 
 
 def test_work_space_and_inner_memory_are_lines() -> None:

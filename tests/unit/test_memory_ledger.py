@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from stepscope.model.config import precision
 from stepscope.records.memory import (
     GRADIENTS,
     INPUTS,
+    LIBRARIES,
     OPTIMIZER,
     PARAMETERS,
     SAVED,
@@ -57,6 +60,19 @@ def test_every_phase_adds_up(of_float32: tuple[Workload, StorageLedger]) -> None
     for peak in ledger.peaks:
         assert peak.residual == 0
         assert min(peak.lines.values()) > 0
+
+
+def test_the_ends_of_phases_add_up_and_let_go(of_float32: tuple[Workload, StorageLedger]) -> None:
+    work, ledger = of_float32
+    ends = {end.phase: end for end in ledger.ends}
+    assert list(ends) == [peak.phase for peak in ledger.peaks]
+    assert all(end.residual == 0 for end in ends.values())
+    weights = cost.weight_bytes(work.model(), precision("float32"))
+    assert ends["backward"].lines[GRADIENTS] == weights
+    assert not saved_bytes(ends["backward"].lines)
+    assert GRADIENTS not in ends["optimizer"].lines
+    for peak in ledger.peaks:
+        assert ends[peak.phase].allocated <= peak.allocated
 
 
 def test_states_are_on_their_lines(of_float32: tuple[Workload, StorageLedger]) -> None:
@@ -163,14 +179,31 @@ class ScriptedAllocator:
 
 def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
     allocator = ScriptedAllocator()
-    ledger = StorageLedger(CPU, allocator, library_bytes=1000)  # type: ignore[arg-type]
+    ledger = StorageLedger(CPU, allocator)  # type: ignore[arg-type]
     allocator.ledger = ledger
     model = torch.nn.Linear(8, 8)
     with ledger.watching(model, torch.optim.SGD(model.parameters())):
         ledger.phase("forward", lambda: model(torch.randn(2, 8)))
-    (peak,) = ledger.peaks
+    (peak,), (end,) = ledger.peaks, ledger.ends
     assert peak.lines[WITHIN_OPERATORS] == 500
-    assert peak.residual == 0
+    assert peak.residual == end.residual == 1000, "the work space is not yet known"
+    ledger.library_bytes = 1000
+    (peak,), (end,) = ledger.peaks, ledger.ends
+    assert peak.lines[LIBRARIES] == end.lines[LIBRARIES] == 1000
+    assert peak.residual == end.residual == 0
+    assert end.allocated == peak.allocated - 500 - 2 * (2 * 8 * 4)
+
+
+def test_a_thread_without_code_of_its_own_is_named_by_what_the_program_waits_in() -> None:
+    """As autograd's, which runs the backward of a GPU: no line of Python is beneath it."""
+    ledger, done = StorageLedger(CPU, None), _thread.allocate_lock()
+    done.acquire()
+    engine: dict[str, Any] = {"ledger": ledger, "done": done}
+    code = "def run():\n  ledger.made(8, 'aten.mm.default')\n  done.release()"
+    exec(compile(code, "<engine>", "exec"), engine)
+    _thread.start_new_thread(engine["run"], ())
+    done.acquire()
+    assert ledger.largest[2].startswith("test_memory_ledger.py:")
 
 
 def test_counted_bytes_follow_what_lives() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -14,7 +16,10 @@ from stepscope.model import cost
 from stepscope.model.sizes import find_size
 from stepscope.records.memory import (
     KEPT_INPUT,
+    MODEL_BUILT,
+    OPTIMIZER,
     RECOMPUTED,
+    STEP_END,
     WEIGHT_COPIES,
     PostMortem,
     Remedy,
@@ -29,6 +34,8 @@ from stepscope.report.format import bytes_
 from stepscope.studies.memory import MemoryFlags
 from stepscope.studies.memory.rows import accounted
 from stepscope.studies.registry import find_study
+from stepscope.studies.step_peaks import steps_in_turns
+from stepscope.studies.workload import TrainingStep, Workload
 from study_records import memory_record
 
 GIB = 1 << 30
@@ -71,6 +78,11 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     modules = {tensor.module.split(".")[0] for tensor in decode_saved(measured.notes["saved"])}
     assert modules == {"blocks", "norm", "head", "loss"}
     assert {s.name for s in measured.series} == {"step", "recorded"}
+    ends = decode_peaks(measured.notes["ends"])
+    assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
+    assert all(end.residual == 0 for end in ends)
+    # Weights, tables and tokens before the first step; the moments stay when a step has ended.
+    assert ends[-1].allocated - ends[0].allocated == ends[-1].lines[OPTIMIZER]
     course = decode_course(measured.notes["course"])
     assert [*dict.fromkeys(point.phase for point in course)] == [peak.phase for peak in phases]
     assert max(sum(point.kinds.values()) for point in course) == held["peak_bytes"]
@@ -258,3 +270,24 @@ def test_records_of_another_form_are_left_out() -> None:
     bare = msgspec.structs.replace(memory_record(), notes={})
     assert accounted([bare]) == []
     assert find_study("memory").view([bare]) == ()
+
+
+def test_steps_take_turns_in_an_order_that_changes() -> None:
+    work = Workload(
+        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
+        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
+    )  # fmt: skip
+    device, order = pick_device("cpu"), []
+
+    def way(name: str) -> Callable[[], AbstractContextManager[None]]:
+        @contextmanager
+        def entered() -> Iterator[None]:
+            order.append(name)
+            yield
+
+        return entered
+
+    ways = {name: way(name) for name in "ab"}
+    took = steps_in_turns(TrainingStep(work, device), device, ways, rounds=3)
+    assert order == [*"ab", *"ba", *"ab"]
+    assert {name: len(held) for name, held in took.items()} == {"a": 3, "b": 3}

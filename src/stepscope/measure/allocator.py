@@ -6,8 +6,11 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from stepscope.records.memory import Standing
 
 HISTORY_ENTRIES = 200_000
 """Allocations and frees that a recording keeps; a step of the largest size has a tenth of that."""
@@ -20,25 +23,31 @@ class CudaAllocator:
         self._device = device
 
     def allocated(self) -> int:
-        return int(torch.cuda.memory_allocated(self._device))
+        return int(self._all("allocated_bytes")["current"])
 
     def peak(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return int(self._all("allocated_bytes")["peak"])
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def requested(self) -> int:
         """What was asked for; blocks are larger."""
-        return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
+        return int(self._all("requested_bytes")["current"])
 
     def reserved(self) -> int:
-        return int(torch.cuda.memory_reserved(self._device))
+        return int(self._all("reserved_bytes")["current"])
 
     def driver_used(self) -> int:
         """Of the whole device, by all processes, as `nvidia-smi` shows it."""
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
+
+    def standing(self) -> Standing:
+        """What allocator and driver hold now."""
+        return Standing(
+            allocated=self.allocated(), reserved=self.reserved(), driver=self.driver_used()
+        )
 
     def library_bytes(self) -> int:
         """Work space that cuBLAS holds in the allocator: given back here, taken again when used."""
@@ -50,6 +59,11 @@ class CudaAllocator:
         clear()
         return before - self.allocated()
 
+    def _all(self, name: str) -> Any:
+        # Read around every operator of a recorded step: `memory_stats` would flatten and sort a
+        # hundred values each time.
+        return torch.cuda.memory_stats_as_nested_dict(self._device)[name]["all"]
+
 
 class History:
     """Whether a recording kept everything."""
@@ -58,16 +72,23 @@ class History:
 
 
 @contextlib.contextmanager
+def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
+    """Every allocation and free inside is kept with its Python stack; forgotten at the end."""
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextlib.contextmanager
 def recorded_history(path: Path, entries: int = HISTORY_ENTRIES) -> Iterator[History]:
     """Record what happens inside with Python stacks, and write a snapshot that memory_viz opens."""
-    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
-    history = History()
-    try:
-        yield history
+    recording = History()
+    with history(entries):
+        yield recording
         held = torch.cuda.memory._snapshot()
-        history.overflowed = any(len(trace) >= entries for trace in held["device_traces"])
+        recording.overflowed = any(len(trace) >= entries for trace in held["device_traces"])
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             pickle.dump(held, file)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)

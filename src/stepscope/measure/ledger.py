@@ -9,11 +9,13 @@ blocks are larger than requests are measured too; the rest is the residual.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -49,12 +51,14 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self.saved: list[SavedTensor] = []
         self.largest: tuple[int, str, str] = (0, "", "")
         """Bytes of the largest storage made, its operator, and the line of code."""
+        self.library_bytes = library_bytes
+        """Of the work space that libraries hold in the allocator; may be measured afterwards."""
         self._allocator = allocator
-        self._libraries = library_bytes
         self._lines: dict[str, int] = {}
         self._current = ""
         self._best = PhasePeak(phase="", allocated=0, lines={}, operator="")
         self._peaks: dict[str, PhasePeak] = {}
+        self._ends: dict[str, PhasePeak] = {}
         self.course = Course()
         """What each kind of line holds as the step goes on."""
         self._kinds: dict[str, int] = {}
@@ -64,7 +68,12 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
     @property
     def peaks(self) -> list[PhasePeak]:
         """The highest of each phase so far, in the order in which they began."""
-        return list(self._peaks.values())
+        return [self._with_libraries(peak) for peak in self._peaks.values()]
+
+    @property
+    def ends(self) -> list[PhasePeak]:
+        """What was live at the end of each phase, and at the moments that were named."""
+        return [self._with_libraries(end) for end in self._ends.values()]
 
     @contextmanager
     def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -76,14 +85,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Iterator[None]:
         """Everything that lives so far is put on its line, and modules tell where they begin."""
-        for model in models:
-            self.count(model.parameters(), PARAMETERS)
-            self.count(model.buffers(), INPUTS)
-            held = (p.grad for p in model.parameters() if p.grad is not None)
-            self.count(held, GRADIENTS)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
+        self.count_existing(models, optimizers)
         with ExitStack() as stack:
             for model in models:
                 for name, module in model.named_modules():
@@ -100,6 +102,18 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             yield
 
+    def count_existing(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        for model in models:
+            self.count(model.parameters(), PARAMETERS)
+            self.count(model.buffers(), INPUTS)
+            held = (p.grad for p in model.parameters() if p.grad is not None)
+            self.count(held, GRADIENTS)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                self.count((v for v in state.values() if isinstance(v, torch.Tensor)), OPTIMIZER)
+
     def phase(self, name: str, run: Callable[[], object]) -> None:
         """Run a phase and keep its peak."""
         self.begin(name)
@@ -110,7 +124,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         """A phase begins, and the one before ends."""
         self.end()
         self._current = name
-        self._reach(self.now if self._allocator is None else self._allocator.allocated(), "")
+        self._best = self._lines_at(name, self._allocated(), "")
 
     def end(self) -> None:
         if not self._current:
@@ -118,7 +132,12 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         known = self._peaks.get(self._current)
         if known is None or self._best.allocated > known.allocated:
             self._peaks[self._current] = self._best
+        self.moment(self._current)
         self._current = ""
+
+    def moment(self, name: str) -> None:
+        """Keep what is live now."""
+        self._ends[name] = self._lines_at(name, self._allocated(), "")
 
     def made(self, size: int, operator: str) -> Held:
         # A module that runs within the backward runs again.
@@ -158,19 +177,25 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         if self._current:
             self.course.add(self._current, self._kinds)
         if reached > self._best.allocated:
-            self._reach(reached, str(function))
+            self._best = self._lines_at(self._current, reached, str(function))
         return result
 
-    def _reach(self, reached: int, operator: str) -> None:
+    def _allocated(self) -> int:
+        return self.now if self._allocator is None else self._allocator.allocated()
+
+    def _lines_at(self, phase: str, reached: int, operator: str) -> PhasePeak:
         lines = {line: size for line, size in self._lines.items() if size}
         if self._allocator is not None:
             allocated = self._allocator.allocated()
             lines[WITHIN_OPERATORS] = reached - allocated
             lines[ROUNDING] = allocated - self._allocator.requested()
-            lines[LIBRARIES] = self._libraries
-        self._best = PhasePeak(
-            phase=self._current, allocated=reached, lines=lines, operator=operator
-        )
+        return PhasePeak(phase=phase, allocated=reached, lines=lines, operator=operator)
+
+    def _with_libraries(self, peak: PhasePeak) -> PhasePeak:
+        if self._allocator is None:
+            return peak
+        lines = peak.lines | {LIBRARIES: self.library_bytes}
+        return msgspec.structs.replace(peak, lines=lines)
 
     def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         original, made = self.held(source), self.held(copy)
@@ -254,13 +279,16 @@ def _called_by(file: str, depth: int = 6) -> bool:
 
 
 def _line_of_code() -> str:
-    """The innermost line outside of torch and of the instruments."""
-    frame = sys._getframe(1)
+    """The innermost line outside of torch and of the instruments. Autograd runs the backward of a
+    GPU in a thread of its own, which has none: there it is the line that the program waits in."""
+    own = _outside_of_torch(sys._getframe(1))
+    return own or _outside_of_torch(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _outside_of_torch(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and "/stepscope/measure/" not in file and "<" not in file:
             return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return ""

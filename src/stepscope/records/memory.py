@@ -26,6 +26,9 @@ SAVED = "saved: "
 """Begins the lines of activations kept for backward; module and operator follow."""
 SAVED_KIND = "saved for backward"
 """All of those lines together."""
+MODEL_BUILT = "model built"
+STEP_END = "step end"
+"""Moments beside the ends of phases: before the first step, and when a step has let go of all."""
 
 
 class PhasePeak(Part, frozen=True):
@@ -41,6 +44,15 @@ class PhasePeak(Part, frozen=True):
     def residual(self) -> int:
         """What is on no line."""
         return self.allocated - sum(self.lines.values())
+
+
+class Standing(Part, frozen=True):
+    """What CUDA's allocator and driver hold at one moment, in bytes."""
+
+    allocated: int
+    reserved: int
+    driver: int
+    """Of the whole device, as `nvidia-smi` shows it."""
 
 
 class Point(Part, frozen=True):
@@ -108,6 +120,10 @@ def decode_saved(note: str) -> tuple[SavedTensor, ...]:
 
 def decode_course(note: str) -> tuple[Point, ...]:
     return msgspec.json.decode(note, type=tuple[Point, ...])
+
+
+def decode_standing(note: str) -> dict[str, Standing]:
+    return msgspec.json.decode(note, type=dict[str, Standing])
 
 
 def kind_of(line: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.records.memory import INPUTS
+from stepscope.records.memory import INPUTS, Standing
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
@@ -14,11 +16,22 @@ if TYPE_CHECKING:
     from stepscope.studies.workload import TrainingStep
 
 
+class PlainSteps(NamedTuple):
+    """Milliseconds of each step, and what the allocator says of the last one."""
+
+    took: list[float]
+    peaks: dict[str, int]
+    """Most that was allocated in each phase; empty without an allocator to ask."""
+    ends: dict[str, Standing]
+    """When each phase had ended."""
+
+
 def plain_steps(
     step: TrainingStep, device: Device, allocator: CudaAllocator | None, steps: int, bench: Bench
-) -> tuple[list[float], dict[str, int]]:
-    """Milliseconds of each step, and the allocator's peak of each phase of the last one."""
-    took, peaks = [], {}
+) -> PlainSteps:
+    took = []
+    peaks: dict[str, int] = {}
+    ends: dict[str, Standing] = {}
     for number in range(steps):
         step.reset()
         device.synchronize()
@@ -30,9 +43,39 @@ def plain_steps(
             device.synchronize()
             if allocator is not None:
                 peaks[phase.name] = allocator.peak()
+                ends[phase.name] = allocator.standing()
         took.append((time.perf_counter() - start) * 1e3)
         bench.progress(number + 1, steps, "steps")
-    return took, peaks
+    return PlainSteps(took, peaks, ends)
+
+
+def one_step(step: TrainingStep, device: Device) -> float:
+    """Milliseconds of a step as a caller sees it, from an idle device to an idle device."""
+    step.reset()
+    device.synchronize()
+    start = time.perf_counter()
+    for phase in step.phases():
+        phase.run()
+    device.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def steps_in_turns(
+    step: TrainingStep,
+    device: Device,
+    ways: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    rounds: int,
+) -> dict[str, list[float]]:
+    """The step inside of each context; every round has one of each, in an order that changes.
+    Entering and leaving a context is not timed."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        for name in order:
+            with ways[name]():
+                took[name].append(one_step(step, device))
+        order = [*order[1:], order[0]]
+    return took
 
 
 def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:

@@ -92,11 +92,11 @@ class Checkpointing(Study[CheckpointingFlags]):
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CheckpointingFlags]]:
         xl = CheckpointingFlags(
             size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            attention=("sdpa",), optimizer=("torch-fused",), budget_gib=60.0,
+            attention=("sdpa",), optimizer=("torch-fused",), budget_gib=60.0, steps=6,
         )  # fmt: skip
         xl_naive = CheckpointingFlags(
             size=("xl",), table="2026", context=(2048,), dtype=("bfloat16",),
-            checkpoint=("no", "1", "4", "nested"), optimizer=("torch-fused",),
+            checkpoint=("no", "1", "4", "nested"), optimizer=("torch-fused",), steps=6,
         )  # fmt: skip
         if environment.device_kind == "cpu":
             # Narrow and long, so that activations outweigh the weights as they do in the large.

@@ -29,8 +29,8 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     with _limited(device, budget):
         step = TrainingStep(workload, device)
-        took, peaks = plain_steps(step, device, allocator, config["steps"], bench)
-        peaks = peaks or counted_peaks(step, device)
+        plain = plain_steps(step, device, allocator, config["steps"], bench)
+        peaks = plain.peaks or counted_peaks(step, device)
     found = {f"peak.{phase}": size for phase, size in peaks.items()}
     found["peak_bytes"] = max(peaks.values())
     told = prediction_for(workload, device.kind)
@@ -38,7 +38,9 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
         found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
         found["predicted_bytes"] = told.peak.allocated
     return Measurement(
-        series=(Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),),
+        series=(
+            Series(name="step", unit="ms", values=tuple(plain.took[1:]), warmup=(plain.took[0],)),
+        ),
         quantities=workload.quantities()
         | {name: Quantity(value=value, unit="B") for name, value in found.items()},
         notes={"strategy": workload.checkpoint},

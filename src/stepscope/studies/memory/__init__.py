@@ -86,36 +86,38 @@ class Memory(Study[MemoryFlags]):
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
         # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
         course = MemoryFlags(
-            size=sizes_2025, context=(128, 256, 512), dtype=both, mode=("train-step",),
-            snapshot="no",
+            size=sizes_2025, context=(128, 256, 512), dtype=(*both, "bfloat16-pure"),
+            mode=("train-step",), snapshot="no",
         )  # fmt: skip
         forwards = MemoryFlags(
             size=("2.7b",), context=(128, 256, 512), dtype=both, mode=("forward",), snapshot="no"
         )
-        regimes = MemoryFlags(
-            size=("small",), mode=("train-step",), dtype=("bfloat16-pure", "bfloat16-master")
+        master = MemoryFlags(size=("small",), mode=("train-step",), dtype=("bfloat16-master",))
+        # Each format up to the first context that one H200 does not hold.
+        longer = tuple(
+            MemoryFlags(
+                size=(size,), context=contexts, dtype=dtypes, mode=("train-step",), snapshot="no"
+            )
+            for size, contexts, dtypes in (
+                ("small", (1024, 2048, 4096, 8192), ("float32",)),
+                ("2.7b", (1024, 2048), both),
+                ("2.7b", (1024, 2048, 4096), ("bfloat16-pure",)),
+            )
         )
-        attentions = MemoryFlags(
-            size=("2.7b",), context=(1024, 2048), dtype=("bfloat16",),
-            attention=("reference", "sdpa"), mode=("train-step",), optimizer=("torch-fused",),
-            snapshot="no",
-        )  # fmt: skip
-        # The first context that one device does not hold.
-        too_long = MemoryFlags(size=("2.7b",), context=(2048,), mode=("train-step",), snapshot="no")
-        longer = MemoryFlags(
-            size=("2.7b",), context=(1024, 2048, 4096), dtype=(*both, "bfloat16-pure"),
-            snapshot="no",
+        flash = MemoryFlags(
+            size=("2.7b",), context=(1024, 2048), dtype=("bfloat16",), attention=("sdpa",),
+            mode=("train-step",), snapshot="no",
         )  # fmt: skip
         course_2026 = MemoryFlags(
             size=("xl",), table="2026", context=(128, 512, 2048), dtype=both, snapshot="no"
         )
-        published = (course, forwards, regimes, attentions, too_long)
+        published = (course, forwards, master, *longer, flash)
         return {
             "quick": quick,
             "seeds": (course, forwards),
             "cs336-2026": (course_2026,),
             "h200": published,
-            "full": (*published, longer, course_2026),
+            "full": (*published, course_2026),
         }
 
 

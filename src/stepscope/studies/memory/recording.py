@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.records.memory import INPUTS, SavedTensor
+from stepscope.model.checkpointing import NONE
+from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.plans import prediction_for
 from stepscope.studies.profile.tracing import TRACES
-from stepscope.studies.step_peaks import plain_steps
+from stepscope.studies.step_peaks import one_step, plain_steps, steps_in_turns
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
+    from stepscope.measure.ledger import StorageLedger
 
     workload = msgspec.convert(config, Workload)
     if workload.graph:
@@ -34,24 +37,31 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     found: dict[str, int] = {}
     if allocator is not None:
-        # What cases before this one left of cuBLAS's work space is not this one's.
-        allocator.library_bytes()
-        device.release()
+        bench.progress(0, 1, "context and libraries")
         found["context_bytes"] = _context_and_libraries(workload, device, allocator)
     device.reset_peak()
     step = TrainingStep(workload, device)
-    took, peaks = plain_steps(step, device, allocator, config["steps"], bench)
-    resident = device.peak_bytes() if allocator is None else None
-    if resident is not None:
-        found["resident_bytes"] = resident
-    if allocator is not None:
-        found["reserved_bytes"] = allocator.reserved()
-        found["driver_bytes"] = allocator.driver_used()
+    ledger = StorageLedger(device.torch_device, allocator)
+    ledger.count_existing((step.model,), ())
+    ledger.count((step.tokens, step.targets), INPUTS)
+    ledger.moment(MODEL_BUILT)
+    standing = {} if allocator is None else {MODEL_BUILT: allocator.standing()}
+    plain = plain_steps(step, device, allocator, config["steps"], bench)
+    if allocator is None:
+        resident = device.peak_bytes()
+        found |= {} if resident is None else {"resident_bytes": resident}
+    else:
+        step.reset()
+        standing |= plain.ends | {STEP_END: allocator.standing()}
+        found["reserved_bytes"] = standing[STEP_END].reserved
+        found["driver_bytes"] = standing[STEP_END].driver
     bench.progress(0, 1, "ledger")
     start = time.perf_counter()
-    ledger = _account(step, device, allocator)
+    _account(ledger, step, device)
     recorded = (time.perf_counter() - start) * 1e3
-    peaks = peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
+    if allocator is not None:
+        ledger.library_bytes = found["library_bytes"] = allocator.library_bytes()
+    peaks = plain.peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
     found |= {f"peak.{phase}": size for phase, size in peaks.items()}
     found["peak_bytes"] = max(peaks.values())
     told = prediction_for(workload, device.kind)
@@ -62,18 +72,21 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     found["largest_bytes"] = size
     notes = {
         "ledger": msgspec.json.encode(ledger.peaks).decode(),
+        "ends": msgspec.json.encode(ledger.ends).decode(),
         "saved": msgspec.json.encode(_of_one_block(ledger.saved)).decode(),
         "largest": f"{operator} at {code}",
         "course": msgspec.json.encode(ledger.course.points()).decode(),
     }
+    if standing:
+        notes["standing"] = msgspec.json.encode(standing).decode()
     series = [
-        Series(name="step", unit="ms", values=tuple(took[1:]), warmup=(took[0],)),
+        Series(name="step", unit="ms", values=tuple(plain.took[1:]), warmup=(plain.took[0],)),
         Series(name="recorded", unit="ms", values=(recorded,)),
     ]
     if config.get("snapshot", "yes") == "yes":
-        noted, history = _snapshot(step, device, workload)
+        noted, turns = _snapshot(step, device, workload)
         notes |= noted
-        series += [Series(name="history", unit="ms", values=history)] if history else []
+        series += turns
     return Measurement(
         series=tuple(series),
         quantities=workload.quantities()
@@ -83,40 +96,40 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
 
 
 def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAllocator) -> int:
-    """What the driver counts beside the allocator, after a small step of the same kind has loaded
-    the libraries and kernels, and before the model exists."""
-    small = msgspec.structs.replace(
-        workload, size="tiny", table="2025", context=128, batch=1, overrides={}
-    )
-    first = TrainingStep(small, device)
-    for phase in first.phases():
-        phase.run()
-    del first, phase
-    device.synchronize()
-    device.release()
+    """What the driver counts beside the allocator, before the model exists.
+
+    CUDA loads a kernel when it is first launched, and which ones a product takes depends on its
+    shape: so the step runs once and is thrown away. A small one then lets cuBLAS take its work
+    space again, in segments of its own.
+    """
+    for planned in (workload, _in_small(workload)):
+        step = TrainingStep(planned, device)
+        for phase in step.phases():
+            phase.run()
+        del step, phase
+        if planned is workload:
+            # What cases before this one left of cuBLAS's work space is not this one's.
+            allocator.library_bytes()
+        device.synchronize()
+        device.release()
     return allocator.driver_used() - allocator.reserved()
 
 
-def _account(step: TrainingStep, device: Device, allocator: CudaAllocator | None) -> StorageLedger:
-    from stepscope.measure.ledger import StorageLedger
+def _in_small(workload: Workload) -> Workload:
+    return msgspec.structs.replace(
+        workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE
+    )
 
+
+def _account(ledger: StorageLedger, step: TrainingStep, device: Device) -> None:
+    """One step in which every storage is put on a line."""
     step.reset()
     device.synchronize()
-    libraries = 0
-    if allocator is not None:
-        libraries = allocator.library_bytes()
-        # Taken again before the account begins, so that it does not look like an operator's.
-        for phase in step.phases():
-            phase.run()
-        step.reset()
-        device.synchronize()
-    ledger = StorageLedger(device.torch_device, allocator, libraries)
     with ledger.watching(step.model, step.optimizer):
-        ledger.count((step.tokens, step.targets), INPUTS)
         for phase in step.phases():
             ledger.phase(phase.name, phase.run)
-    step.reset()
-    return ledger
+        step.reset()
+        ledger.moment(STEP_END)
 
 
 def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
@@ -130,33 +143,26 @@ def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
 
 def _snapshot(
     step: TrainingStep, device: Device, workload: Workload
-) -> tuple[dict[str, str], tuple[float, ...]]:
-    """Steps under the allocator's own recorder, kept where traces are kept, and how long each one
-    took: the recorder's cost."""
+) -> tuple[dict[str, str], list[Series]]:
+    """A step under the allocator's own recorder, kept where traces are kept; and what that
+    recorder costs, in turns with steps without it."""
     folder = os.environ.get(TRACES)
     if device.kind != "cuda" or not folder:
-        return {}, ()
-    from stepscope.measure.allocator import recorded_history
+        return {}, []
+    from stepscope.measure.allocator import history, recorded_history
 
     path = Path(folder) / f"{workload.key}.memory.pickle"
-    took: list[float] = []
     try:
-        with recorded_history(path) as history:
-            for _ in range(_RECORDED_STEPS):
-                step.reset()
-                device.synchronize()
-                start = time.perf_counter()
-                for phase in step.phases():
-                    phase.run()
-                device.synchronize()
-                took.append((time.perf_counter() - start) * 1e3)
+        turns = steps_in_turns(step, device, {"plain": nullcontext, "history": history}, _TURNS)
+        with recorded_history(path) as recording:
+            one_step(step, device)
     except Exception as error:
         # Without a snapshot the account stands all the same.
-        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}, ()
+        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}, []
     notes = {"snapshot": path.name}
-    if history.overflowed:
+    if recording.overflowed:
         notes["snapshot_incomplete"] = "its buffer was full: earlier events were overwritten"
-    return notes, tuple(took)
+    return notes, [Series(name=name, unit="ms", values=tuple(took)) for name, took in turns.items()]
 
 
-_RECORDED_STEPS = 3
+_TURNS = 7

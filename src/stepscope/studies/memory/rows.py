@@ -119,7 +119,7 @@ class Accounted(Account):
     @property
     def history_cost(self) -> float | None:
         """Time of a step with the allocator's history on over that of a plain one, less one."""
-        plain, history = self.record.find("step"), self.record.find("history")
+        plain, history = self.record.find("plain"), self.record.find("history")
         if plain is None or history is None or not plain.values or not history.values:
             return None
         return statistics.median(history.values) / statistics.median(plain.values) - 1
