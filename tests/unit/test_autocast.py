@@ -48,6 +48,8 @@ def test_the_small_net_of_the_course(dtype: str) -> None:
     assert named["fc1 output"] == named["logits"] == dtype
     products = [o for o in decode_operators(done.notes["forward"]) if o.operator == "mm"]
     assert products == [OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
+    # The input and both matrices; on the way back the logits' gradient and those of the matrices.
+    assert done.quantities["casts"].value == 6
 
 
 def test_the_model_keeps_its_stream_and_norms_in_float32() -> None:

@@ -65,6 +65,16 @@ def test_the_peak_lies_where_most_was_live(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_blocks_of_autograds_thread_have_no_stack_and_are_told_from_earlier_ones() -> None:
+    raw = snapshot([event("alloc", 1000, 4 * MIB) | {"frames": []}])
+    raw["segments"][0]["blocks"][0]["frames"] = []
+    raw["segments"][0]["blocks"][1] |= {"state": "active_allocated"}
+    assert [(place.code, place.bytes) for place in summarize(raw).places] == [
+        ("allocated before the recording began", 16 * MIB),
+        ("no Python stack (autograd's thread: the backward)", 4 * MIB),
+    ]
+
+
 def test_a_history_that_lost_its_beginning_is_right_for_the_rest() -> None:
     held = summarize(snapshot(HISTORY[4:]))
     assert held.peak == 7 * MIB

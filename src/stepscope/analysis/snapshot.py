@@ -24,6 +24,7 @@ _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _ROUND = 1000
 """Buffers are sized by people; that a whole history ends at such a number by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
+_NO_STACK = "no Python stack (autograd's thread: the backward)"
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +140,8 @@ def _live_at_the_end(segments: Sequence[dict[str, Any]]) -> Blocks:
 
 def _peak(live: Blocks, events: Sequence[dict[str, Any]]) -> tuple[int, Blocks]:
     """Backwards from the end: undoing an allocation frees it, undoing a free brings it back."""
-    codes = _allocated_by(events)
+    codes, still_open = _allocated_by(events)
+    live = {at: (size, still_open.get(at, code)) for at, (size, code) in live.items()}
     now = dict(live)
     total = peak = sum(size for size, _ in now.values())
     at = len(events)
@@ -153,17 +155,18 @@ def _peak(live: Blocks, events: Sequence[dict[str, Any]]) -> tuple[int, Blocks]:
     return peak, highest
 
 
-def _allocated_by(events: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each event the line that allocated its block: addresses are used again and again."""
+def _allocated_by(events: Sequence[dict[str, Any]]) -> tuple[list[str], dict[int, str]]:
+    """Of each event the line that allocated its block, since addresses are used again and again;
+    and those of the blocks that were not freed."""
     open_blocks: dict[int, str] = {}
     codes = []
     for event in events:
         if event["action"] == _ALLOC:
-            open_blocks[int(event["addr"])] = _line(event.get("frames") or ())
+            open_blocks[int(event["addr"])] = _line(event.get("frames") or (), _NO_STACK)
             codes.append(open_blocks[int(event["addr"])])
         else:
             codes.append(open_blocks.pop(int(event["addr"]), _UNKNOWN))
-    return codes
+    return codes, open_blocks
 
 
 def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
@@ -175,14 +178,14 @@ def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
     return size
 
 
-def _line(frames: Sequence[dict[str, Any]]) -> str:
-    """The innermost line outside of torch, else the innermost."""
+def _line(frames: Sequence[dict[str, Any]], without: str = _UNKNOWN) -> str:
+    """The innermost line outside of torch, else the innermost; `without` where there is none."""
     for frame in frames:
         if "/torch/" not in str(frame["filename"]) and str(frame["filename"]).endswith(".py"):
             return f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} {frame['name']}"
     if frames:
         return str(frames[0]["name"])
-    return _UNKNOWN
+    return without
 
 
 def _by_place(blocks: Any) -> tuple[Place, ...]:

@@ -121,7 +121,8 @@ def _watch_modules(
             if hasattr(output, "dtype"):
                 outputs.setdefault(f"{name} output", _name(output))
             if "norm" in name or name == "ln":
-                norm_inputs.append(inputs[0].detach().float().cpu())
+                # As it is: a cast here would be taken for one of autocast's.
+                norm_inputs.append(inputs[0])
 
         handles.append(module.register_forward_hook(seen))
 
@@ -145,7 +146,7 @@ def _reduction_errors(norm_inputs: list[torch.Tensor]) -> dict[str, float]:
     for form in _REDUCTIONS:
         worst = 0.0
         for x in norm_inputs:
-            rows = x.flatten(0, -2)[:64]
+            rows = x.detach().flatten(0, -2)[:64].float().cpu()
             exact = rows.double().pow(2).mean(dim=-1)
             narrow = rows.to(getattr(torch, form))
             total = torch.zeros(len(rows), dtype=narrow.dtype)

@@ -165,4 +165,4 @@ def _snapshot(
     return notes, [Series(name=name, unit="ms", values=tuple(took)) for name, took in turns.items()]
 
 
-_TURNS = 7
+_TURNS = 5
