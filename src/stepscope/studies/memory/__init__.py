@@ -85,12 +85,13 @@ class Memory(Study[MemoryFlags]):
         else:
             quick = (MemoryFlags(size=("small",), context=(128, 512), dtype=both),)
         # One snapshot with stacks is enough to look at; a file for every case would be gigabytes.
+        three = (*both, "bfloat16-pure")
         course = MemoryFlags(
-            size=sizes_2025, context=(128, 256, 512), dtype=(*both, "bfloat16-pure"),
-            mode=("train-step",), snapshot="no",
+            size=sizes_2025, context=(128, 256, 512), dtype=three, mode=("train-step",),
+            snapshot="no",
         )  # fmt: skip
         forwards = MemoryFlags(
-            size=("2.7b",), context=(128, 256, 512), dtype=both, mode=("forward",), snapshot="no"
+            size=("2.7b",), context=(128, 256, 512), dtype=three, mode=("forward",), snapshot="no"
         )
         master = MemoryFlags(size=("small",), mode=("train-step",), dtype=("bfloat16-master",))
         # Each format up to the first context that one H200 does not hold.
