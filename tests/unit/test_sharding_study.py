@@ -10,9 +10,12 @@ import torch
 
 from parallel_records import sharding_record
 from stepscope.errors import UsageError
-from stepscope.records.schema import Quantity
+from stepscope.parallel import RankFailed
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.studies import sharding
 from stepscope.studies.registry import find_study
+from stepscope.studies.sharding.ranks import WAYS, RankResult
 from stepscope.studies.sharding.traffic import Traffic
 from stepscope.studies.sharding.view import moved
 
@@ -68,21 +71,80 @@ def test_bad_flags_are_refused(how: dict[str, Any]) -> None:
         find_study("sharding").flags(**how)
 
 
-def test_the_counters_of_a_gpu_are_shown_where_there_are_some() -> None:
+def on_gpu(driver: dict[str, float]) -> Record:
+    """With counters of a GPU: rank 1 has a byte more of everything."""
     base = sharding_record()
-    stations = {
-        f"unsharded.after {place}.{counter}.rank{rank}": Quantity(value=GIB + rank, unit="B")
+    held = {
+        f"{way}.after {place}.{counter}.rank{rank}": Quantity(value=value + rank, unit="B")
+        for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
         for place in ("model", "forward", "backward", "step")
-        for counter in ("allocated", "reserved", "driver")
+        for counter, value in (
+            ("allocated", allocated), ("reserved", 5 * GIB), ("driver", driver[way]),
+        )
         for rank in (0, 1)
-    }
-    record = msgspec.structs.replace(base, quantities={**base.quantities, **stations})
-    (held,) = (
-        b for b in find_study("sharding").view([record])
-        if isinstance(b, Table) and b.name == "sharding-stations"
-    )  # fmt: skip
-    assert [row[2] for row in held.rows] == ["model", "forward", "backward", "step"]
-    assert all(row[3:] == (GIB + 1,) * 3 for row in held.rows)
+    } | {
+        f"{way}.peak.allocated.rank0": Quantity(value=6 * GIB, unit="B")
+        for way in ("unsharded", "broadcast")
+    }  # fmt: skip
+    return msgspec.structs.replace(base, quantities={**base.quantities, **held})
+
+
+def test_the_counters_of_a_gpu_are_shown_where_there_are_some() -> None:
+    blocks = find_study("sharding").view([on_gpu({"unsharded": 9 * GIB, "broadcast": 8 * GIB})])
+    (held,) = (b for b in blocks if isinstance(b, Table) and b.name == "sharding-stations")
+    stations = [f"after {place}" for place in ("model", "forward", "backward", "step")]
+    assert [row[2] for row in held.rows] == [*stations, "peak"] * 2
+    assert held.rows[0][3:] == (4 * GIB + 1, 5 * GIB + 1, 9 * GIB + 1)
+    assert held.rows[4][3:] == (6 * GIB, None, None)
+
+
+@pytest.mark.parametrize(("sharded", "up"), [(8.0, False), (9.5, True)])
+def test_a_driver_s_figure_that_goes_up_is_explained(sharded: float, up: bool) -> None:
+    blocks = find_study("sharding").view(
+        [on_gpu({"unsharded": 9 * GIB, "broadcast": sharded * GIB})]
+    )
+    (said,) = (b.text for b in blocks if isinstance(b, Finding) and "the driver shows" in b.text)
+    assert "allocated 4.00 GiB and 3.00 GiB" in said
+    assert ("goes up where less is allocated" in said) is up
+
+
+def test_one_rank_is_said_to_share_with_nobody() -> None:
+    said = [finding.text for finding in shown(Finding, ranks=1)]
+    assert said[0].startswith("small, 1 rank, gloo: one rank has nobody to share with")
+    assert not any("equal share" in text for text in said)
+
+
+def test_a_way_that_torch_refuses_is_told_with_its_reason() -> None:
+    notes = {"backend": "gloo", "refused.torch ZeRO": "no such collective"}
+    said = [finding.text for finding in shown(Finding, notes=notes)]
+    assert said[-1] == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"
+
+
+class Ranks:
+    """Stands for the launcher: the ranks die in their step `dies` as long as torch takes part."""
+
+    def __init__(self, dies: int) -> None:
+        self.dies, self.asked = dies, []
+
+    def __call__(self, *arguments: Any) -> list[RankResult]:
+        _, ways = arguments[-1]
+        self.asked.append(ways)
+        if "torch ZeRO" in ways:
+            raise RankFailed(0, self.dies, "died of SIGSEGV", {})
+        return [RankResult({}, {}, "gloo", {})]
+
+
+def test_torch_s_way_may_end_a_rank_and_ours_are_still_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks(dies=WAYS.index("torch ZeRO"))
+    monkeypatch.setattr(sharding, "on_ranks", ranks)
+    done = sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]
+    assert ranks.asked == [WAYS, WAYS[:-1]]
+    assert done.notes["refused.torch ZeRO"] == "rank 0 died of SIGSEGV at step 3"
+    monkeypatch.setattr(sharding, "on_ranks", Ranks(dies=0))
+    with pytest.raises(RankFailed):
+        sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]
 
 
 def test_traffic_is_counted_by_collective() -> None:

@@ -17,8 +17,16 @@ from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.sharding import STUDY as SHARDING
 from stepscope.studies.sharding import ShardingFlags, measure_on_ranks
+from stepscope.studies.sharding.memory_view import (
+    KINDS,
+    Divided,
+    alone_finding,
+    counter_finding,
+    memory_figure,
+    refused_findings,
+    station_table,
+)
 from stepscope.studies.sharding.ranks import FULLY, FULLY_WAYS, TORCH_FULLY, WHOLE
-from stepscope.studies.sharding.view import KINDS, Divided, memory_figure, station_table
 
 CLOSE = 0.05
 """How far from an equal share the memory may be: small parameters are on every rank."""
@@ -69,6 +77,13 @@ def moved(way: str, case: Divided) -> float | None:
 
 
 def _findings(case: Divided) -> Iterator[Finding]:
+    yield from alone_finding(case) if case.ranks == 1 else _shares(case)
+    yield from _times(case)
+    yield from counter_finding(case, FULLY)
+    yield from refused_findings(case, FULLY_WAYS)
+
+
+def _shares(case: Divided) -> Iterator[Finding]:
     whole, ours = _sum(case, WHOLE), _sum(case, FULLY)
     if not (whole and ours):
         return
@@ -80,6 +95,9 @@ def _findings(case: Divided) -> Iterator[Finding]:
         " share.",
         tone="good" if off <= CLOSE else "warn",
     )
+
+
+def _times(case: Divided) -> Iterator[Finding]:
     for other, words in (
         (WHOLE, "an unsharded one"),
         (TORCH_FULLY, "one with torch's fully_shard"),

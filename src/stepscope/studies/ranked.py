@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stepscope.studies.base import Bench, CaseSkipped
 
 if TYPE_CHECKING:
-    from stepscope.parallel import Crew
+    from stepscope.parallel import Crew, Limits
 
 MOST_SECONDS = 540.0
+STEP_SECONDS = 180.0
+BEAT_SECONDS = 30.0
+"""A rank that loads a GPU's libraries, or shares a busy machine, may be silent for seconds."""
 
 
 def torchrun_size(variables: Mapping[str, str] = os.environ) -> int:
@@ -35,6 +38,10 @@ def default_ranks() -> tuple[int, ...]:
     return (torchrun_size() or 2,)
 
 
+def rank_words(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+
+
 def follow() -> NoReturn:
     """Become a process that takes part in what rank 0 measures."""
     os.execv(sys.executable, [sys.executable, "-m", "stepscope.studies.follower"])
@@ -47,16 +54,22 @@ def crew() -> Crew:
     return Crew()
 
 
+def patience() -> Limits:
+    """How long the ranks of a case may be silent."""
+    from stepscope.parallel import Limits
+
+    return Limits(start=STEP_SECONDS, step=STEP_SECONDS, beat=BEAT_SECONDS, total=MOST_SECONDS)
+
+
 def on_ranks(
     study: str,
     config: dict[str, Any],
     bench: Bench,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    step_s: float = 180.0,
 ) -> list[Any]:
     """What `function(world, *arguments)` returned on each rank of this case."""
-    from stepscope.parallel import Limits, launch
+    from stepscope.parallel import launch
 
     ranks, backend, device = config["ranks"], config["backend"], bench.device.kind
     if backend == "nccl" and device != "cuda":
@@ -65,7 +78,7 @@ def on_ranks(
     if started and ranks != started:
         raise CaseSkipped(f"torchrun started {started} ranks, this case needs {ranks}")
     bench.progress(0, 1, f"{ranks} ranks")
-    limits = Limits(start=step_s, step=step_s, total=MOST_SECONDS)
+    limits = patience()
     if not started:
         return launch(
             function, arguments, ranks=ranks, backend=backend, device=device, limits=limits

@@ -118,7 +118,7 @@ class AllReduce(Study[AllReduceFlags]):
             "seeds": (AllReduceFlags(ranks=(1, 2), sizes=seeds),),
             "cs336-2026": (AllReduceFlags(ranks=(2, 4, 6), sizes=seeds),),
             "h200": (
-                AllReduceFlags(ranks=(1,), sizes=short),
+                AllReduceFlags(ranks=(1,), collective=everything, sizes=short),
                 AllReduceFlags(
                     ranks=(2,), backend=("gloo",), collective=everything, sizes=short, rounds=5
                 ),

@@ -11,6 +11,7 @@ from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.studies.published_view import Mine, published_tables
+from stepscope.studies.ranked import rank_words
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"
@@ -45,7 +46,7 @@ class Sweep(NamedTuple):
     @property
     def name(self) -> str:
         backend = self.record.notes.get("backend", self.record.config["backend"])
-        return f"{self.collective}, {self.ranks} ranks, {backend}"
+        return f"{self.collective}, {rank_words(self.ranks)}, {backend}"
 
     def bus_bandwidth(self, point: Point) -> float:
         return point.algorithm_bandwidth * bus_factor(self.collective, self.ranks)

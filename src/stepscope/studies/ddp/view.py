@@ -25,6 +25,7 @@ from stepscope.report.blocks import (
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.studies.ddp.ranks import ALONE, TORCH
 from stepscope.studies.published_view import Mine, published_tables, ranked_step
+from stepscope.studies.ranked import rank_words
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 GOAL = 1.02
@@ -46,8 +47,8 @@ class Ways(NamedTuple):
         config = self.record.config
         backend = self.record.notes.get("backend", config["backend"])
         return (
-            f"{config['size']} at context {config['context']}, {config['ranks']} ranks, {backend},"
-            f" {config.get('dtype', 'float32')}"
+            f"{config['size']} at context {config['context']}, {rank_words(config['ranks'])},"
+            f" {backend}, {config.get('dtype', 'float32')}"
         )
 
     def of(self, way: str, phase: str, rank: int | None = None) -> Summary | None:

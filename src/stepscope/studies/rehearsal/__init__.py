@@ -24,13 +24,12 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.ranked import patience
 from stepscope.studies.rehearsal.view import CHECK, RECORDING, rehearsal_blocks
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 if TYPE_CHECKING:
     from stepscope.analysis.rehearsal.recording import ReadyTimes
-
-MOST_SECONDS = 540.0
 
 
 class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
@@ -168,7 +167,7 @@ def _play(
     threads: int,
 ) -> tuple[Series, ...]:
     """The recorded step on real ranks, and what their links take, in turns."""
-    from stepscope.parallel import Limits, launch
+    from stepscope.parallel import launch
     from stepscope.studies.rehearsal.ranks import run_ways
 
     recording = Recording.of_samples(series, times)
@@ -178,7 +177,7 @@ def _play(
         ranks=config["ranks"],
         backend="gloo",
         device="cpu",
-        limits=Limits(start=180.0, step=180.0, total=MOST_SECONDS),
+        limits=patience(),
         threads=threads,
     )
     return tuple(

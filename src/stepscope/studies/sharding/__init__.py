@@ -14,11 +14,12 @@ import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.model.sizes import find_size, with_overrides
+from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.ranked import default_ranks, on_ranks
-from stepscope.studies.sharding.ranks import WAYS, measure_ways
+from stepscope.studies.sharding.ranks import PEERS, WAYS, measure_ways
 from stepscope.studies.sharding.view import sharding_blocks
 
 
@@ -90,7 +91,10 @@ class Sharding(Study[ShardingFlags]):
             "seeds": (ShardingFlags(size=("medium",), ranks=(2,)),),
             "cs336-2026": (ShardingFlags(size=("xl",), table="2026", ranks=(2,)),),
             # Two ranks on one GPU go over gloo: memory is what it would be, time is not.
-            "h200": (ShardingFlags(ranks=(2,), backend="gloo", rounds=5),),
+            "h200": (
+                ShardingFlags(ranks=(1,), rounds=5),
+                ShardingFlags(ranks=(2,), backend="gloo", rounds=5),
+            ),
             "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
         }
 
@@ -99,7 +103,16 @@ def measure_on_ranks(
     study: str, config: dict[str, Any], bench: Bench, ways: tuple[str, ...]
 ) -> Measurement:
     """Memory and times of these ways, from every rank."""
-    ranks = on_ranks(study, config, bench, measure_ways, (config, ways))
+    lost: dict[str, str] = {}
+    try:
+        ranks = on_ranks(study, config, bench, measure_ways, (config, ways))
+    except ParallelError as error:
+        peer = fallen_peer(error, ways)
+        if peer is None:
+            raise
+        lost[peer] = str(error)
+        kept = tuple(way for way in ways if way != peer)
+        ranks = on_ranks(study, config, bench, measure_ways, (config, kept))
     series = tuple(
         Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
         for name in ranks[0].samples
@@ -111,8 +124,15 @@ def measure_on_ranks(
         for name, value in result.held.items()
     }
     notes = {"backend": ranks[0].backend}
-    notes |= {f"refused.{way}": reason for way, reason in ranks[0].refused.items()}
+    notes |= {f"refused.{way}": reason for way, reason in (ranks[0].refused | lost).items()}
     return Measurement(series=series, quantities=quantities, notes=notes)
+
+
+def fallen_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
+    """The way of torch's whose first step ended a rank: some crash on a backend they cannot use."""
+    step = error.step if isinstance(error, RankFailed) else -1
+    way = ways[step] if 0 <= step < len(ways) else None
+    return way if way in PEERS else None
 
 
 STUDY = Sharding()

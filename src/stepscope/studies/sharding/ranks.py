@@ -21,6 +21,7 @@ WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch Z
 WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)
 FULLY, TORCH_FULLY = "FSDP", "torch fully_shard"
 FULLY_WAYS = (WHOLE, FULLY, TORCH_FULLY)
+PEERS = (TORCH, TORCH_FULLY)
 
 
 class RankResult(NamedTuple):
@@ -52,16 +53,18 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
     tokens = torch.randint(100, (share, config["context"] + 1)).to(world.device)
     held: dict[str, float] = {}
     refused: dict[str, str] = {}
+    if world.device.type == "cuda":
+        _load_libraries(world)
     for number, name in enumerate(ways):
         world.step(number)
         try:
             held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except Exception as error:
             # A peer that cannot use this backend or device is left out, with its reason.
-            if name not in (TORCH, TORCH_FULLY):
+            if name not in PEERS:
                 raise
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
-        gc.collect()
+        _let_go(world)
     ways = tuple(name for name in ways if name not in refused)
     trained = [make(world, name, origin) for name in ways]
     samples: dict[str, list[float]] = {}
@@ -126,19 +129,46 @@ def _average(way: Trained) -> None:
         finish()
 
 
+def _load_libraries(world: World) -> None:
+    """A tiny step: what libraries keep from their first call on belongs to no way."""
+    import torch
+
+    from stepscope.model import TransformerLM, find_size, with_overrides
+
+    origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
+    way = make(world, WHOLE, origin)
+    timed_step(world, way, torch.zeros((1, 17), dtype=torch.int64, device=world.device))
+    del way
+    _let_go(world)
+
+
+def _let_go(world: World) -> None:
+    """The next way starts with an empty allocator: hooks keep what they belong to in cycles."""
+    import torch
+
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[tuple[str, float]]:
     """What the tensors of a way take after one step; on a GPU its counters at each station."""
     import torch
+    import torch.distributed as dist
 
     found: list[tuple[str, float]] = []
+    on_gpu = world.device.type == "cuda"
 
     def station(where: str) -> None:
-        if world.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(world.device)
-            free, total = torch.cuda.mem_get_info(world.device)
             found.append((f"{where}.allocated", torch.cuda.memory_allocated(world.device)))
             found.append((f"{where}.reserved", torch.cuda.memory_reserved(world.device)))
+            # The driver's figure is of all ranks on the GPU: they stand still while it is read.
+            dist.barrier()
+            free, total = torch.cuda.mem_get_info(world.device)
             found.append((f"{where}.driver", total - free))
+            dist.barrier()
 
     way = make(world, name, origin)
     station("after model")
@@ -154,11 +184,18 @@ def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[
     found.append(("state", _state_bytes(way.optimizer)))
     # A second step, because the first one makes what later ones find.
     way.optimizer.zero_grad()
+    del loss
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(world.device)
     with counted(world.size) as traffic:
         _forward(way, tokens).backward()  # type: ignore[no-untyped-call]
         _average(way)
         way.optimizer.step()
     found.append(("sent", traffic.sent))
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
+        found.append(("peak.allocated", torch.cuda.max_memory_allocated(world.device)))
+        found.append(("peak.reserved", torch.cuda.max_memory_reserved(world.device)))
     return found
 
 

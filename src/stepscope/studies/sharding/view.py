@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, ratio_interval, summarize
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
+from stepscope.records.stats import ratio_interval
+from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.published_view import published_tables, ranked_step
+from stepscope.studies.sharding.memory_view import (
+    KINDS,
+    Divided,
+    alone_finding,
+    counter_finding,
+    memory_figure,
+    refused_findings,
+    station_table,
+)
 from stepscope.studies.sharding.ranks import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
-
-KINDS = ("parameters", "gradients", "state")
-STATIONS = ("after model", "after forward", "after backward", "after step")
-COUNTERS = ("allocated", "reserved", "driver")
-
-
-class Divided(NamedTuple):
-    record: Record
-
-    @property
-    def ranks(self) -> int:
-        return int(self.record.config["ranks"])
-
-    @property
-    def title(self) -> str:
-        config = self.record.config
-        return f"{config['size']}, {config['ranks']} ranks"
-
-    def held(self, way: str, kind: str) -> list[float]:
-        """Bytes of that kind on each rank."""
-        found = (self.record.quantity(f"{way}.{kind}.rank{rank}") for rank in range(self.ranks))
-        return [value for value in found if value is not None]
-
-    def samples(self, way: str, phase: str) -> list[float]:
-        """Of the slowest rank in each round."""
-        held = [s.values for s in self.record.series if s.name == f"{way}.{phase}"]
-        return [max(values) for values in zip(*held, strict=True)]
-
-    def of(self, way: str, phase: str) -> Summary | None:
-        values = self.samples(way, phase)
-        return summarize(values) if values else None
 
 
 def moved(way: str, size: float, ranks: int) -> float:
@@ -71,6 +48,13 @@ def sharding_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 
 
 def _findings(case: Divided) -> Iterator[Finding]:
+    yield from alone_finding(case) if case.ranks == 1 else _shares(case)
+    yield from _against_torch(case)
+    yield from counter_finding(case, BROADCAST)
+    yield from refused_findings(case, WAYS)
+
+
+def _shares(case: Divided) -> Iterator[Finding]:
     whole, ours = case.held(WHOLE, "state"), case.held(BROADCAST, "state")
     size = case.held(WHOLE, "parameters")
     if not (whole and ours and size):
@@ -84,6 +68,9 @@ def _findings(case: Divided) -> Iterator[Finding]:
         tone="good" if off <= 0.02 else "info",
     )
     yield Finding(text=f"{case.title}: {_difference(case, size[0])}")
+
+
+def _against_torch(case: Divided) -> Iterator[Finding]:
     theirs, mine = case.samples(TORCH, "step"), case.samples(BROADCAST, "step")
     if theirs and mine:
         ratio = ratio_interval(theirs, mine)
@@ -115,27 +102,6 @@ def _difference(case: Divided, size: float) -> str:
         " Both keep all gradients: stage 2 would keep a share of them, stage 3 a share of the"
         " parameters too."
     )
-
-
-def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
-    ways = tuple(way for way in known if case.held(way, "state"))
-    if ways:
-        yield Figure(
-            name=f"{case.record.study}-memory-{case.record.case}",
-            title=f"What a rank holds: {case.title}",
-            kind="stacks",
-            curves=tuple(
-                Curve(
-                    label=kind,
-                    x=ways,
-                    y=tuple(max(case.held(way, kind), default=0.0) / 2**20 for way in ways),
-                )
-                for kind in KINDS
-            ),
-            x_label="way",
-            y_label="MiB",
-            caption="Tensors after one step, on the rank that holds most; activations are gone.",
-        )
 
 
 def _table(records: Sequence[Record], done: Sequence[Divided]) -> Table:
@@ -208,31 +174,4 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
             ),
             rows=tuple(rows),
             caption="From the unsharded bytes; activations come on top.",
-        )
-
-
-def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Table]:
-    """A GPU's counters through a step; the driver's includes all processes on it."""
-    rows: list[tuple[Cell, ...]] = []
-    for case in done:
-        for way in ways:
-            for station in STATIONS:
-                found = [case.held(way, f"{station}.{counter}") for counter in COUNTERS]
-                if all(found):
-                    cells = (max(values) for values in found)
-                    rows.append((case.title, way, station.removeprefix("after "), *cells))
-    if rows:
-        yield Table(
-            name=f"{done[0].record.study}-stations",
-            title="A GPU's memory through the first step",
-            columns=(
-                Column(title="case"),
-                Column(title="way"),
-                Column(title="after"),
-                *(Column(title=counter, kind="bytes") for counter in COUNTERS),
-            ),
-            rows=tuple(rows),
-            caption="On the rank with most. `reserved` is what the allocator holds; the driver's"
-            " figure has every process on the GPU, their contexts and libraries. It does not fall"
-            " where the allocator keeps what it has freed.",
         )
