@@ -34,6 +34,8 @@ _TMA_ALIGNMENT = 16
 PLANES = 3
 # 3 × 8 bits are all of float32; the interpreter, which cannot do bfloat16, has 3 × 11 of them.
 _PLANE_FORMAT = torch.float16 if INTERPRETED else torch.bfloat16
+# Of a row's largest power of two: as fine as one plane can hold.
+_PLANE_STEP = torch.finfo(_PLANE_FORMAT).eps
 _PLANE_ALIGNMENT = 8
 _SPLIT_ROWS = 32
 _MOST_PREPARED = 4096
@@ -162,7 +164,7 @@ def _planes(x: Tensor) -> Tensor:
     programs = triton.cdiv(count, _SPLIT_ROWS)
     arguments = (
         x, made, *x.stride()[:3], heads, rows, head, count, wide,
-        _SPLIT_ROWS, triton.next_power_of_2(wide),
+        _PLANE_STEP, _SPLIT_ROWS, triton.next_power_of_2(wide),
     )  # fmt: skip
     key = (x.shape, x.stride(), x.device, x.data_ptr() % _TMA_ALIGNMENT)
     start = _SPLITTERS.get(key)

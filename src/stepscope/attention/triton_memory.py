@@ -2,9 +2,9 @@
 
 A tile is a tuple of four. The first is what there always is. The next two are its lower planes:
 float32 tensors come as three planes of a 16-bit format that sum to them (PLANES 3), so that tensor
-cores can multiply them; else they are not read. The last has the columns beyond BLOCK_D: 80 is
-64 + 16, so that no product is made with columns of zeros; BLOCK_E is 0 where one part suffices, and
-then it is not read.
+cores can multiply them (`split_kernel`); else they are not read. The last has the columns beyond
+BLOCK_D: 80 is 64 + 16, so that no product is made with columns of zeros; BLOCK_E is 0 where one
+part suffices, and then it is not read.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def held(tile, like, HOLD: tl.constexpr):
 
 @triton.jit
 def whole(tile, PLANES: tl.constexpr):
-    """The planes summed, lowest first, which gives back every bit."""
+    """The planes summed, lowest first."""
     x = tile[0]
     if PLANES == 3:
         x = tile[2].to(tl.float32) + tile[1].to(tl.float32) + tile[0].to(tl.float32)
@@ -118,9 +118,9 @@ def apart(product, rest):
 def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ over all columns; of the products of planes those above the last place.
 
-    Matrix units cut off what does not fit where other units round. In a sum from zero of the
-    highest planes hardly a bit is cut, and what the small products lose is small: so each of the
-    two is summed by itself.
+    Matrix units cut off what does not fit where other units round. The highest planes are made so
+    that nothing is cut in a sum of their products from zero, and what the small products lose is
+    small: so each of the two is summed by itself.
     """
     if PLANES == 3:
         product = tl.dot(a[2], b[0].T)
@@ -180,17 +180,29 @@ def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def split_kernel(
     x, planes, stride_b, stride_h, stride_r, H, M, D, count, wide,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Three planes of a 16-bit format that sum to x; `planes` is contiguous, `count` rows of `wide`
-    columns each, zero past D."""
+    columns each, zero past D.
+
+    The highest has whole multiples of one step per row: products of two such rows have a common
+    last bit, so that matrix units sum up to 128 of them without cutting any off. Every x is kept to
+    an eighth of a unit in the last place of its row's largest. Those below a step keep bits of
+    their own, and so does a row whose largest is not finite.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, BLOCK_D)
     bh = row // M
     at = (bh // H) * stride_b + (bh % H) * stride_h + (row % M) * stride_r
     there = (row < count)[:, None]
     value = tl.load(x + at[:, None] + j[None, :], mask=there & (j < D)[None, :], other=0.0)
-    high = value.to(planes.dtype.element_ty)
+    largest = tl.max(tl.abs(value), 1)[:, None]
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = power * STEP
+    # Beside so large a number there is no room for less than a step.
+    ballast = step * 12582912.0
+    on_grid = (tl.abs(value) >= step) & (ballast < float("inf"))
+    high = tl.where(on_grid, value + ballast - ballast, value).to(planes.dtype.element_ty)
     rest = value - high.to(tl.float32)
     middle = rest.to(planes.dtype.element_ty)
     low = (rest - middle.to(tl.float32)).to(planes.dtype.element_ty)
