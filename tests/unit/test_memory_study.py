@@ -18,12 +18,16 @@ from stepscope.records.memory import (
     KEPT_INPUT,
     MODEL_BUILT,
     OPTIMIZER,
+    PARAMETERS,
     RECOMPUTED,
+    SAVED,
     STEP_END,
     WEIGHT_COPIES,
+    PhasePeak,
     PostMortem,
     Remedy,
     SavedTensor,
+    Standing,
     decode_course,
     decode_peaks,
     decode_saved,
@@ -150,7 +154,7 @@ def test_a_residual_is_shown_and_judged() -> None:
     holed = memory_record(peak=1000, lines={"parameters": 300})
     assert accounted([whole])[0].residual_share == 0
     assert accounted([holed])[0].residual_share == pytest.approx(0.2)
-    assert "leaves 20.0 % at most on no line" in findings([holed])
+    assert "leaves 20.0 % of the peak at most on no line" in findings([holed])
     ledger = table([holed], "memory-ledger")
     assert ("residual", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
@@ -180,7 +184,60 @@ def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
         "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
         " later, and 922 MiB of CUDA context" in said
     )
-    assert "102 MiB (0.8 %) are left over" in said
+    assert "102 MiB (1.0 % of the peak) are left over" in said
+
+
+def test_every_case_is_held_against_the_drivers_figure() -> None:
+    large = memory_record(peak=10 * GIB)
+    open_ended = memory_record(
+        context=256, peak=GIB,
+        found={"driver_bytes": 2.0 * GIB, "reserved_bytes": 1.25 * GIB, "context_bytes": GIB / 2},
+    )  # fmt: skip
+    said = findings([large, open_ended])
+    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in said
+    rows = table([large, open_ended], "memory-driver").rows
+    assert rows[1][-6:] == (GIB, GIB / 4, GIB / 2, GIB / 4, 2.0 * GIB, 0.25)
+    on_cpu = memory_record(environment=environment(device_kind="cpu", device_name="Xeon"))
+    names = [b.name for b in find_study("memory").view([on_cpu]) if isinstance(b, Table)]
+    assert "memory-driver" not in names
+
+
+def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
+    end = PhasePeak(phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300},
+                    operator="")  # fmt: skip
+    held = Standing(allocated=900, reserved=1000, driver=1500)
+    whole = memory_record(peak=1000, found={"context_bytes": 480})
+    notes = {
+        "ends": msgspec.json.encode([end]).decode(),
+        "standing": msgspec.json.encode({"forward": held}).decode(),
+    }
+    on_gpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    assert table([on_gpu], "memory-moments").rows == (
+        ("parameters", 600),
+        ("saved for backward", 300),
+        ("allocated", 900),
+        ("free in the allocator", 100),
+        ("CUDA context, kernels and libraries", 480),
+        ("left over", 20),
+        ("driver (`nvidia-smi`)", 1500),
+    )
+    del notes["standing"]
+    on_cpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    assert table([on_cpu], "memory-moments").rows[-1] == ("allocated", 900)
+
+
+def test_it_says_up_to_which_context_a_step_fits() -> None:
+    ran = [memory_record(context=context, peak=context * GIB // 128) for context in (128, 256)]
+    full = [
+        memory_record(context=context, status="oom", reason="CUDA out of memory", notes={})
+        for context in (512, 1024)
+    ]
+    said = findings([*ran, *full, memory_record("forward", context=512, peak=GIB)])
+    assert (
+        "The longest contexts that fit this device: tiny at context 256 in float32 (2.00 GiB; 512"
+        " runs out)." in said
+    )
+    assert "longest contexts" not in findings(ran)
 
 
 def test_it_explains_why_bfloat16_can_need_more() -> None:

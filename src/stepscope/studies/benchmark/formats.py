@@ -15,7 +15,8 @@ from stepscope.analysis.limits import HostShare, host_bound
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Cell, Column, Finding, Table
 from stepscope.report.format import number, percent
-from stepscope.studies.benchmark.rows import Row, identity, identity_cells
+from stepscope.studies.benchmark.rows import Row
+from stepscope.studies.identity import identity, identity_cells
 
 _BASE = "float32"
 _PHASES = ("forward", "backward", "optimizer", "step")

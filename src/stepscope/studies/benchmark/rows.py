@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
@@ -13,7 +12,7 @@ from stepscope.model.config import ModelConfig
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
-from stepscope.report.blocks import Cell, Column
+from stepscope.report.blocks import Cell
 from stepscope.studies.workload import Workload
 
 _STATUS_TEXT = {"oom": "OOM", "error": "error", "timeout": "timeout", "skipped": "skipped"}
@@ -123,67 +122,3 @@ def common_context(rows: Sequence[Row]) -> int:
 def _summary(record: Record | None, name: str) -> Summary | None:
     series = record.find(name) if record is not None else None
     return summarize(series.values) if series is not None and series.values else None
-
-
-_ALWAYS = ("size", "context")
-_IDENTITY: dict[str, Column] = {
-    "size": Column(title="size"),
-    "context": Column(title="context", kind="count"),
-    "batch": Column(title="batch", kind="count"),
-    "dtype": Column(title="dtype"),
-    "attention": Column(title="attention"),
-    "compile": Column(title="compile"),
-    "optimizer": Column(title="optimizer"),
-    "compile_mode": Column(title="compile mode"),
-    "loss": Column(title="loss"),
-    "fused": Column(title="fused pieces"),
-    "graph": Column(title="graph"),
-    "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
-    "table": Column(title="table"),
-}
-
-
-def identity(rows: Sequence[Row]) -> tuple[dict[str, Column], str]:
-    """The columns that tell these rows apart, and in words what they have in common."""
-    varying, shared = {}, []
-    for name, column in _IDENTITY.items():
-        values = {getattr(row.workload, name) for row in rows}
-        if name in _ALWAYS or len(values) > 1:
-            varying[name] = column
-        else:
-            shared.append(_in_words(name, next(iter(values))))
-    changed = {f"{k}={v}" for row in rows for k, v in row.workload.overrides.items()}
-    if changed:
-        shared.append("overridden: " + ", ".join(sorted(changed)))
-    return varying, ", ".join(filter(None, shared))
-
-
-def identity_cells(row: Row, columns: dict[str, Column]) -> tuple[Cell, ...]:
-    def cell(name: str) -> Cell:
-        value: Cell = getattr(row.workload, name)
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        return f"{value} (changed)" if name == "size" and row.workload.overrides else value
-
-    return tuple(cell(name) for name in columns)
-
-
-def _in_words(name: str, value: Any) -> str:
-    if name == "compile":
-        return "eager" if value == "no" else f"compiled by {value}"
-    if name == "optimizer":
-        return {
-            "torch": "torch's AdamW",
-            "torch-fused": "torch's fused AdamW",
-            "stepscope-fused": "Stepscope's AdamW in one launch",
-        }.get(value, "Stepscope's AdamW")
-    if name in ("compile_mode", "loss"):
-        usual = {"compile_mode": "default", "loss": "plain"}[name]
-        return "" if value == usual else f"{name.replace('_', ' ')} {value}"
-    if name in ("fused", "graph"):
-        return {"fused": "fused pieces", "graph": "as a CUDA graph"}[name] if value else ""
-    if name == "checkpoint":
-        return "" if value == "no" else f"checkpointed: {value}"
-    if name == "table":
-        return f"sizes of {value}"
-    return {"batch": f"batch {value}", "attention": f"{value} attention"}.get(name, str(value))

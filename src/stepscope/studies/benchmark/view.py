@@ -22,10 +22,9 @@ from stepscope.studies.benchmark.formats import formats_table
 from stepscope.studies.benchmark.rows import (
     Row,
     common_context,
-    identity,
-    identity_cells,
     rows_of,
 )
+from stepscope.studies.identity import identity, identity_cells
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12

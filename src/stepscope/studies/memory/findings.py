@@ -19,9 +19,10 @@ from stepscope.records.memory import (
 )
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone
-from stepscope.report.format import bytes_, number, percent
+from stepscope.report.format import bytes_, count, number, percent
+from stepscope.studies.identity import OfStep
 from stepscope.studies.memory.regimes import regime_findings
-from stepscope.studies.memory.rows import Accounted
+from stepscope.studies.memory.rows import Accounted, Planned
 from stepscope.studies.plans import can_be_predicted
 from stepscope.studies.post_mortem import NOTE, examined, read_refusal
 from stepscope.studies.workload import Workload
@@ -41,6 +42,7 @@ def memory_findings(cases: Sequence[Accounted], lost: Sequence[Record]) -> tuple
         *_attention(cases),
         *regime_findings(cases),
         *_largest(cases),
+        *_first_to_run_out(cases, lost),
         *_post_mortems(lost),
     )
 
@@ -66,7 +68,10 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     worst = max(cases, key=lambda case: case.residual_share)
     share = worst.residual_share
     if worst.on_cuda:
-        text = f"The account of the peak leaves {percent(share)} at most on no line ({worst.name})."
+        text = (
+            f"The account leaves {percent(share)} of the peak at most on no line, at the peak and"
+            f" at the end of every phase ({worst.name})."
+        )
     else:
         text = (
             "On a CPU there is no allocator to ask: the peak is the count of all tensors itself,"
@@ -97,22 +102,25 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
     """Why `nvidia-smi` shows more than `memory_allocated`, in one sentence."""
-    asked = [case for case in cases if case.bytes("driver_bytes") is not None]
+    asked = [case for case in cases if case.driver_residual is not None]
     if not asked:
         return
     case = max(asked, key=lambda case: case.peak)
     driver, context = case.bytes("driver_bytes") or 0, case.bytes("context_bytes") or 0
-    reserved = case.bytes("reserved_bytes") or 0
-    residual = driver - context - reserved
-    yield Finding(
-        text=f"`nvidia-smi` and `memory_allocated` disagree because the driver counts what the"
+    reserved, left = case.bytes("reserved_bytes") or 0, case.driver_residual or 0
+    text = (
+        f"`nvidia-smi` and `memory_allocated` disagree because the driver counts what the"
         f" process holds: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
         f" at the peak, {bytes_(reserved - case.peak)} that the allocator keeps for later, and"
         f" {bytes_(context)} of CUDA context, kernels and libraries, measured before the model"
-        f" existed; {bytes_(residual)} ({percent(abs(residual) / driver if driver else 0)}) are"
-        " left over.",
-        tone="good" if driver and abs(residual) / driver <= _CLOSED else "warn",
+        f" existed; {bytes_(left)} ({percent(case.driver_residual_share or 0)} of the peak) are"
+        " left over."
     )
+    worst = max(asked, key=lambda case: case.driver_residual_share or 0)
+    share = worst.driver_residual_share or 0
+    if worst is not case:
+        text += f" Of {len(asked)} cases {percent(share)} at most are left over ({worst.name})."
+    yield Finding(text=text, tone="good" if share <= _CLOSED else "warn")
 
 
 def _pairs(
@@ -218,6 +226,29 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
     held = case.highest.lines.get(LIBRARIES, 0)
     text += f", the work space of cuBLAS {bytes_(held)}." if held else "."
     yield Finding(text=text)
+
+
+def _first_to_run_out(cases: Sequence[Accounted], lost: Sequence[Record]) -> Iterator[Finding]:
+    """Up to which context each step fits, where the sweep went on to one that does not."""
+    full = [Planned(record) for record in lost if record.status == "oom"]
+    told = []
+    for each in full:
+        fitting = [case for case in cases if _but_for_context(case, each)]
+        shorter = [c for c in fitting if c.workload.context < each.workload.context]
+        if not shorter or any(
+            _but_for_context(other, each) and other.workload.context < each.workload.context
+            for other in full
+        ):
+            continue
+        last = max(shorter, key=lambda case: case.workload.context)
+        told.append(f"{last.name} ({bytes_(last.peak)}; {count(each.workload.context)} runs out)")
+    if told:
+        yield Finding(text=f"The longest contexts that fit this device: {'; '.join(told)}.")
+
+
+def _but_for_context(one: OfStep, other: OfStep) -> bool:
+    alike = msgspec.structs.replace(one.workload, context=other.workload.context)
+    return alike == other.workload
 
 
 def _post_mortems(lost: Sequence[Record]) -> Iterator[Finding]:

@@ -16,9 +16,11 @@ from stepscope.records.memory import (
     PhasePeak,
     Point,
     SavedTensor,
+    Standing,
     decode_course,
     decode_peaks,
     decode_saved,
+    decode_standing,
     kind_of,
     saved_bytes,
 )
@@ -59,10 +61,23 @@ class Account:
     def highest(self) -> PhasePeak:
         return max(self.phases, key=lambda peak: peak.allocated)
 
+    @cached_property
+    def ends(self) -> tuple[PhasePeak, ...]:
+        """What is live at the end of each phase; empty in records from before it was kept."""
+        note = self.record.notes.get("ends")
+        return decode_peaks(note) if note else ()
+
+    @cached_property
+    def standing(self) -> dict[str, Standing]:
+        """What CUDA's allocator and driver hold at those moments of a plain step."""
+        note = self.record.notes.get("standing")
+        return decode_standing(note) if note else {}
+
     @property
     def residual_share(self) -> float:
-        """Of the account: what is on no line, as a share of the peak."""
-        return abs(self.highest.residual) / self.highest.allocated if self.highest.allocated else 0
+        """What is on no line at any peak or end of a phase, at most, as a share of the peak."""
+        left = max(abs(moment.residual) for moment in (*self.phases, *self.ends))
+        return left / self.highest.allocated if self.highest.allocated else 0
 
     def line(self, name: str) -> int:
         """The most that a line holds at the peak of any phase."""
@@ -84,6 +99,14 @@ class Account:
         return found
 
 
+class Planned:
+    """One case of the memory study, whether it ran or not."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.workload = msgspec.convert(record.config, Workload)
+
+
 class Accounted(Account):
     """One case of the memory study that ran."""
 
@@ -101,6 +124,19 @@ class Accounted(Account):
     def name(self) -> str:
         mode = "" if self.workload.mode == "train-step" else f", {self.workload.mode}"
         return f"{self.workload.name}{mode}"
+
+    @property
+    def driver_residual(self) -> float | None:
+        """What the driver counts beside the allocator and what was there before the model."""
+        driver = self.bytes("driver_bytes")
+        if driver is None:
+            return None
+        return driver - (self.bytes("reserved_bytes") or 0) - (self.bytes("context_bytes") or 0)
+
+    @property
+    def driver_residual_share(self) -> float | None:
+        left = self.driver_residual
+        return None if left is None or not self.peak else abs(left) / self.peak
 
     @property
     def prediction_off(self) -> float | None:

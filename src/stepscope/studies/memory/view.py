@@ -6,24 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
+from stepscope.studies.identity import identity, identity_cells
 from stepscope.studies.memory.course_view import course_figures
 from stepscope.studies.memory.findings import memory_findings
+from stepscope.studies.memory.moments_view import driver_table, moments_table
 from stepscope.studies.memory.regimes import regimes_table
-from stepscope.studies.memory.rows import Account, Accounted, accounted
+from stepscope.studies.memory.rows import Account, Accounted, Planned, accounted
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _BYTES: Kind = "bytes"
 _GIB = 2**30
 _PHASES = ("forward", "loss", "backward", "optimizer")
-_KEY = (
-    Column(title="size"),
-    Column(title="context", kind="count"),
-    Column(title="batch", kind="count"),
-    Column(title="dtype"),
-    Column(title="attention"),
-    Column(title="checkpoint"),
-    Column(title="mode"),
-)
 
 
 def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -37,6 +30,8 @@ def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             *course_figures(cases),
             stack_figure(lead),
             account_table(lead),
+            *moments_table(lead),
+            *driver_table(cases),
             regimes_table(cases),
             saved_table(lead),
             *published_tables("memory", [*_mine(cases)]),
@@ -53,21 +48,17 @@ def _mine(cases: Sequence[Accounted]) -> Iterator[Mine]:
             yield Mine(case.record, conditions, {"peak": case.peak})
 
 
-def _key(config: dict[str, Cell]) -> tuple[Cell, ...]:
-    # Records from before there was checkpointing do not name it.
-    return tuple(config.get(c.title, "no") for c in _KEY)
-
-
 def _peaks_table(cases: Sequence[Accounted]) -> Table:
+    columns, shared = identity(cases)
+
     def row(case: Accounted) -> tuple[Cell, ...]:
         return (
-            *_key(case.record.config),
+            *identity_cells(case, columns),
+            case.workload.mode,
             *(case.bytes(f"peak.{phase}") for phase in _PHASES),
             case.peak,
             case.bytes("predicted_bytes"),
             case.prediction_off,
-            case.bytes("reserved_bytes"),
-            case.bytes("driver_bytes"),
             case.residual_share,
         )
 
@@ -75,20 +66,23 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         name="memory-peaks",
         title="Peak memory of each phase, measured and predicted",
         columns=(
-            *_KEY,
+            *columns.values(),
+            Column(title="mode"),
             *(Column(title=phase, kind=_BYTES) for phase in _PHASES),
             Column(title="peak", kind=_BYTES),
             Column(
                 title="predicted", kind=_BYTES, hint="from the configuration alone, before the run"
             ),
             Column(title="off", kind="percent", hint="predicted over measured, less one"),
-            Column(title="reserved", kind=_BYTES, hint="what the allocator holds after the step"),
-            Column(title="driver", kind=_BYTES, hint="as `nvidia-smi` shows it"),
-            Column(title="residual", kind="percent", hint="share of the peak that is on no line"),
+            Column(
+                title="residual",
+                kind="percent",
+                hint="what is on no line at any peak or end of a phase, of the peak",
+            ),
         ),
         rows=tuple(row(case) for case in cases),
-        caption="On CUDA `max_memory_allocated` of plain steps; on a CPU the bytes of all tensors"
-        " that live, counted at the dispatcher.",
+        caption=f"{shared[:1].upper()}{shared[1:]}. On CUDA `max_memory_allocated` of plain steps;"
+        " on a CPU the bytes of all tensors that live, counted at the dispatcher.",
     )
 
 
@@ -161,9 +155,25 @@ def saved_table(
 
 
 def _lost_table(lost: Sequence[Record]) -> Table:
+    planned = [Planned(record) for record in lost]
+    columns, shared = identity(planned)
     return Table(
         name="memory-lost",
         title="Cases without a result",
-        columns=(*_KEY, Column(title="status"), Column(title="reason")),
-        rows=tuple((*_key(record.config), record.status, record.reason) for record in lost),
+        columns=(
+            *columns.values(),
+            Column(title="mode"),
+            Column(title="status"),
+            Column(title="reason"),
+        ),
+        rows=tuple(
+            (
+                *identity_cells(each, columns),
+                each.workload.mode,
+                each.record.status,
+                each.record.reason,
+            )
+            for each in planned
+        ),
+        caption=f"{shared[:1].upper()}{shared[1:]}.",
     )

@@ -1,0 +1,80 @@
+"""Which columns of a table tell training steps apart, and in words what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from stepscope.report.blocks import Cell, Column
+from stepscope.studies.workload import Workload
+
+
+class OfStep(Protocol):
+    """A row about one training step."""
+
+    @property
+    def workload(self) -> Workload: ...
+
+
+_ALWAYS = ("size", "context")
+_IDENTITY: dict[str, Column] = {
+    "size": Column(title="size"),
+    "context": Column(title="context", kind="count"),
+    "batch": Column(title="batch", kind="count"),
+    "dtype": Column(title="dtype"),
+    "attention": Column(title="attention"),
+    "compile": Column(title="compile"),
+    "optimizer": Column(title="optimizer"),
+    "compile_mode": Column(title="compile mode"),
+    "loss": Column(title="loss"),
+    "fused": Column(title="fused pieces"),
+    "graph": Column(title="graph"),
+    "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
+    "table": Column(title="table"),
+}
+
+
+def identity(rows: Sequence[OfStep]) -> tuple[dict[str, Column], str]:
+    """The columns that tell these rows apart, and in words what they have in common."""
+    varying, shared = {}, []
+    for name, column in _IDENTITY.items():
+        values = {getattr(row.workload, name) for row in rows}
+        if name in _ALWAYS or len(values) > 1:
+            varying[name] = column
+        else:
+            shared.append(_in_words(name, next(iter(values))))
+    changed = {f"{k}={v}" for row in rows for k, v in row.workload.overrides.items()}
+    if changed:
+        shared.append("overridden: " + ", ".join(sorted(changed)))
+    return varying, ", ".join(filter(None, shared))
+
+
+def identity_cells(row: OfStep, columns: dict[str, Column]) -> tuple[Cell, ...]:
+    def cell(name: str) -> Cell:
+        value: Cell = getattr(row.workload, name)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value} (changed)" if name == "size" and row.workload.overrides else value
+
+    return tuple(cell(name) for name in columns)
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "compile":
+        return "eager" if value == "no" else f"compiled by {value}"
+    if name == "optimizer":
+        return {
+            "torch": "torch's AdamW",
+            "torch-fused": "torch's fused AdamW",
+            "stepscope-fused": "Stepscope's AdamW in one launch",
+        }.get(value, "Stepscope's AdamW")
+    if name in ("compile_mode", "loss"):
+        usual = {"compile_mode": "default", "loss": "plain"}[name]
+        return "" if value == usual else f"{name.replace('_', ' ')} {value}"
+    if name in ("fused", "graph"):
+        return {"fused": "fused pieces", "graph": "as a CUDA graph"}[name] if value else ""
+    if name == "checkpoint":
+        return "" if value == "no" else f"checkpointed: {value}"
+    if name == "table":
+        return f"sizes of {value}"
+    return {"batch": f"batch {value}", "attention": f"{value} attention"}.get(name, str(value))
