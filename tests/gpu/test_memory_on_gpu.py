@@ -20,8 +20,8 @@ from stepscope.records.memory import (
     decode_standing,
 )
 from stepscope.studies.base import Measurement
-from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.registry import find_study
+from stepscope.studies.traced import TRACES
 
 pytestmark = [
     pytest.mark.gpu,

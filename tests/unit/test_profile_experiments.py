@@ -50,11 +50,29 @@ def test_a_larger_batch_has_the_same_model_and_leaves_the_step_as_it_was() -> No
     step = built("train-step")
     seen: list[torch.Size] = []
     step.model.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
-    timing = larger_batch(step, CpuDevice())
-    assert set(seen) == {torch.Size((2 * LARGER, 8))}
-    assert len(timing.series[0].values) == 3
+    tried = larger_batch(step, CpuDevice(), enough_seconds=60.0)
+    assert set(seen) == {torch.Size((2 * LARGER[0], 8))}
+    assert tried.times == LARGER[0]
+    assert len(tried.timing.series[0].values) == 3
     assert step.tokens.shape == (2, 8)
     assert all(p.grad is None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("fits", [*LARGER[1:], 1])
+def test_a_batch_that_does_not_fit_is_tried_smaller(fits: int) -> None:
+    step = built("train-step")
+
+    def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        if len(inputs[0]) > 2 * fits:
+            raise torch.OutOfMemoryError(f"no room for {len(inputs[0])} sequences")
+
+    step.model.register_forward_pre_hook(refuse)
+    if fits == 1:
+        with pytest.raises(torch.OutOfMemoryError, match=f"no room for {2 * LARGER[-1]}"):
+            larger_batch(step, CpuDevice(), enough_seconds=60.0)
+    else:
+        assert larger_batch(step, CpuDevice(), enough_seconds=60.0).times == fits
+    run(step)
 
 
 def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:

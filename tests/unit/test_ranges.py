@@ -101,6 +101,34 @@ class TestCapture:
         assert summary.doubt == ""
         assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
 
+    def test_the_profiler_starts_up_in_a_step_that_is_not_in_it(self, tmp_path: Path) -> None:
+        ran: list[int] = []
+
+        def step() -> None:
+            ran.append(len(ran))
+            torch.ones(3) * len(ran)
+
+        path = capture(step, CpuDevice(), tmp_path / "steps.json", steps=2)
+        trace = read_trace(path)
+        names = [trace.names[name] for name in trace.spans.name.tolist()]
+        assert len(ran) == 3
+        assert names.count("aten::mul") == 2
+
+    def test_a_step_that_fails_leaves_the_profiler_to_the_next(self, tmp_path: Path) -> None:
+        for fails_at in (0, 1):
+            ran: list[int] = []
+
+            def step(ran: list[int] = ran, fails_at: int = fails_at) -> None:
+                ran.append(len(ran))
+                torch.ones(3) * 2
+                if ran[-1] == fails_at:
+                    raise ValueError("planted")
+
+            with pytest.raises(ValueError, match="planted"):
+                capture(step, CpuDevice(), tmp_path / "steps.json", steps=2)
+        path = capture(lambda: torch.ones(3) * 2, CpuDevice(), tmp_path / "steps.json", steps=2)
+        assert len(summarize(read_trace(path)).steps) == 2
+
     def test_every_phase_and_part_is_named(self, trace: Path) -> None:
         work = find_work(read_trace(trace))
         assert {PHASES[p] for p in work.phase.tolist()} >= set(PHASES[:4])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from command_line import STUDIES, CommandLine
@@ -119,7 +120,7 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
 def test_a_failure_is_kept_before_its_worker_is_replaced(
     place: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(device: str) -> None:  # noqa: ARG001
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     cases = planted("raise", "ok")
@@ -139,7 +140,45 @@ def test_a_study_may_want_a_fresh_process_for_every_case(place: CommandLine) -> 
         store.add_run(made)
         runner.run(cases, made, store, Watcher())
         pids = {pid(r) for r in store.records(made.id)}
+        # The first one is a process of its own, the others are forked from one that has torch.
+        assert runner._nursery is not None
+        nursery = psutil.Process(runner._nursery._process.pid)
+        assert [child.pid for child in nursery.children()] == [runner._worker._process.pid]
+        assert nursery.children()[0].pid in pids
     assert len(pids) == 3
+    assert place.left_behind() == []
+
+
+@pytest.mark.parametrize("fault", [ConnectionError("gone"), StepscopeError("mute"), None])
+def test_where_forking_does_not_work_every_worker_is_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception | None
+) -> None:
+    """With no fault the forked one greets, but does not find the GPU that the first one has."""
+    made: list[object] = []
+    stopped: list[object] = []
+
+    class Worker:
+        def __init__(self, _: str, nursery: object = None) -> None:
+            made.append(nursery)
+            self.forked = nursery is not None
+            if self.forked and fault is not None:
+                raise fault
+            self.environment = environment(device_name=("NVIDIA H200", "CPU")[self.forked])
+
+        def stop(self) -> None:
+            stopped.append(self.forked)
+
+    nursery = SimpleNamespace(close=lambda: stopped.append("nursery"))
+    monkeypatch.setattr(runner_module, "WorkerProcess", Worker)
+    monkeypatch.setattr(runner_module, "Nursery", lambda _: nursery)
+    monkeypatch.setattr(runner_module, "can_fork", lambda: True)
+    with Runner("auto", 60.0) as runner:
+        for _ in range(2):
+            runner._replace_worker()
+            assert runner.environment.device_name == "NVIDIA H200"
+    assert made == [None, nursery, None, None]
+    tried = [] if fault else [True]
+    assert stopped == [False, *tried, False, False, "nursery"]
 
 
 def test_resume_repeats_nothing_and_retry_repeats_failures_alone(place: CommandLine) -> None:

@@ -133,6 +133,22 @@ def test_samples_are_taken_until_the_time_has_passed(clock: FakeClock) -> None:
     assert len(step.values) == 3
 
 
+def test_of_long_steps_fewer_are_enough(clock: FakeClock) -> None:
+    device = FakeDevice(clock)
+
+    def taken(length: float, warmup: int = 4) -> tuple[int, int]:
+        timing = time_step(
+            (device.work("step", length),), device, warmup=warmup, steps=9, enough_seconds=2.0
+        )
+        return len(timing.series[0].warmup), len(timing.series[0].values)
+
+    assert taken(0.1) == (4, 9)
+    assert taken(0.4) == (4, 5)
+    assert taken(1.0) == (2, 3)
+    assert taken(50.0) == (1, 3)
+    assert taken(50.0, warmup=0) == (0, 3)
+
+
 def test_quick_steps_stop_at_the_most_samples(clock: FakeClock) -> None:
     device = FakeDevice(clock, queue=False)
     (step,) = time_step([device.work("f", 1e-6)], device, warmup=0, min_seconds=9.0).series

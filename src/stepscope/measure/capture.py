@@ -8,10 +8,9 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stepscope.measure.device import Device
+from stepscope.measure.packing import pack
 
 STEP_MARK = "ProfilerStep#"
-_FIRST_STEPS = 1
-"""Profiled but not marked as steps: the profiler itself starts up in them."""
 
 
 class Tracer:
@@ -22,17 +21,38 @@ class Tracer:
         if kind == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Let the profiler start up: what runs until `start` is not in the trace."""
+        self._profiler.prepare_trace()
+        self._prepared = True
 
     def start(self) -> None:
-        self._profiler.start()
+        if self._prepared:
+            self._profiler.start_trace()
+            self._prepared = False
+        else:
+            self._profiler.start()
 
     def stop(self) -> None:
+        if self._prepared:
+            # One that was only prepared cannot be stopped.
+            self.start()
         self._profiler.stop()
 
     def write(self, path: Path) -> None:
         """Compressed where the name ends in .gz."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(path))
+        if path.suffix != ".gz":
+            self._profiler.export_chrome_trace(str(path))
+            return
+        plain = path.with_suffix("")
+        try:
+            self._profiler.export_chrome_trace(str(plain))
+            pack(plain, path)
+        finally:
+            plain.unlink(missing_ok=True)
 
 
 def capture(
@@ -46,22 +66,31 @@ def capture(
     """Run the step under the profiler and write its trace, compressed where the name ends in .gz.
 
     A marked step begins on an idle device and lasts until the device is idle again, as a sample of
-    the timer does. `before` runs ahead of each step, outside of it. Warming up is the caller's.
+    the timer does. The profiler starts up during a step that is not in the trace. `before` runs
+    ahead of each step, outside of it. Warming up is the caller's.
     """
+
+    def run() -> None:
+        step()
+        device.synchronize()
+
+    def rest() -> None:
+        if before:
+            before()
+        device.synchronize()
+
     tracer = Tracer(device.kind)
-    tracer.start()
+    rest()
+    tracer.prepare()
     try:
-        for number in range(-_FIRST_STEPS, steps):
-            if before:
-                before()
-            device.synchronize()
-            if number < 0:
-                step()
-                device.synchronize()
-                continue
+        run()
+        rest()
+        tracer.start()
+        for number in range(steps):
+            if number:
+                rest()
             with record_function(f"{STEP_MARK}{number}"):
-                step()
-                device.synchronize()
+                run()
     finally:
         tracer.stop()
     tracer.write(path)

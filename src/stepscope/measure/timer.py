@@ -8,6 +8,7 @@ long the host took to issue the work, and the wall time until the device was don
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from stepscope.records.schema import Clock, Reading, Series
 
 READING_EVERY_S = 0.25
 MAX_SAMPLES = 200
+ENOUGH_SAMPLES = 3
 
 
 class Phase:
@@ -59,6 +61,8 @@ def time_step(
     warmup: int = 5,
     steps: int = 10,
     min_seconds: float = 0.0,
+    enough_seconds: float = math.inf,
+    enough_samples: int = ENOUGH_SAMPLES,
     inner_marks: Literal["alternate", "always"] = "alternate",
     before: Callable[[], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -69,7 +73,8 @@ def time_step(
     that the series `step` is free of them and the phases can be held against it. `always` marks
     every step, for when the first steps themselves are the subject. `before` runs ahead of each
     sample, outside of it. Samples are taken until there are `steps` of them and `min_seconds`
-    have passed.
+    have passed; `enough_samples` of them, and one step of warm-up, are enough where they have taken
+    `enough_seconds`: long steps differ by little.
     """
     samples = Samples()
 
@@ -81,7 +86,10 @@ def time_step(
     readings = [device.read()]
     whole_too = inner_marks == "alternate"
     with no_collection():
+        started = time.monotonic()
         for done in range(warmup):
+            if done and time.monotonic() - started >= enough_seconds:
+                break
             take(warm=False, inner=not whole_too, outer=True)
             if progress:
                 progress(done + 1, warmup + steps)
@@ -99,6 +107,8 @@ def time_step(
                 progress(warmup + min(taken, steps), warmup + steps)
             if time.monotonic() - readings[-1].at_s > READING_EVERY_S:
                 readings.append(device.read())
+            if taken >= enough_samples and time.monotonic() - started >= enough_seconds:
+                break
     readings.append(device.read())
     return Timing(series=samples.series(), readings=tuple(readings))
 

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling
 from stepscope.studies import protocol
+from stepscope.studies.nursery import Forked, Nursery
 from stepscope.studies.protocol import (
     Ceilings,
     Dismissed,
@@ -72,18 +73,22 @@ class Lines:
 class WorkerProcess:
     """One worker process and the conversation with it."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, nursery: Nursery | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        # A session of its own: Ctrl-C reaches the runner alone, which then decides.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stepscope.studies.worker", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        self._replies = Lines(self._process.stdout.fileno())
+        theirs, ours = os.pipe()
+        self._requests = os.fdopen(ours, "wb")
+        self._reply_pipe, their_replies = os.pipe()
+        self._replies = Lines(self._reply_pipe)
+        files = (theirs, their_replies, self._errors.fileno())
+        self._process: subprocess.Popen[bytes] | Forked
+        try:
+            self._process = nursery.start(files) if nursery else _own_process(device, files)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(theirs)
+            os.close(their_replies)
         try:
             ready = self._next(time.monotonic() + START_TIMEOUT_S)
             if isinstance(ready, Failed) and ready.usage:
@@ -128,10 +133,9 @@ class WorkerProcess:
         self, request: Request, timeout_s: float, progress: Callable[[Progress], None]
     ) -> Ceilings | Measured | Dismissed | Failed:
         deadline = time.monotonic() + timeout_s
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(protocol.encode(request) + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(protocol.encode(request) + b"\n")
+            self._requests.flush()
         except BrokenPipeError:
             return Failed("error", self._epitaph())
         while True:
@@ -166,6 +170,21 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
+        self._close()
+
+    def _close(self) -> None:
+        for stream in (self._requests, self._errors):
             with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
+                stream.close()
+        if self._reply_pipe >= 0:
+            os.close(self._reply_pipe)
+            self._reply_pipe = -1
+
+
+def _own_process(device: str, files: Sequence[int]) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = files
+    # A session of its own: Ctrl-C reaches the runner alone, which then decides.
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepscope.studies.worker", device],
+        stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling, Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.studies.base import Case, Measurement
+from stepscope.studies.nursery import Nursery, can_fork
 from stepscope.studies.process import WorkerProcess
 from stepscope.studies.protocol import Failed, Measured, Progress
 from stepscope.studies.ranked import torchrun_size
@@ -70,6 +71,8 @@ class Runner:
         self._device = device
         self._timeout_s = timeout_s
         self._worker = WorkerProcess(device)
+        self._nursery: Nursery | None = None
+        self._forks = can_fork()
         self._used = False
         self._lost = False
 
@@ -88,6 +91,8 @@ class Runner:
                 self._replace_worker()
             self._worker.dismiss_followers()
         self._worker.stop()
+        if self._nursery is not None:
+            self._nursery.close()
 
     @property
     def environment(self) -> Environment:
@@ -181,9 +186,26 @@ class Runner:
 
     def _replace_worker(self) -> None:
         self._worker.stop()
-        self._worker = WorkerProcess(self._device)
+        self._worker = self._forked_worker() or WorkerProcess(self._device)
         self._used = False
         self._lost = False
+
+    def _forked_worker(self) -> WorkerProcess | None:
+        """None where forking does not work: what a library did at its import may forbid it."""
+        if not self._forks:
+            return None
+        try:
+            if self._nursery is None:
+                self._nursery = Nursery(self._device)
+            worker = WorkerProcess(self._device, self._nursery)
+        except (OSError, StepscopeError):
+            self._forks = False
+            return None
+        if worker.environment.device_name != self.environment.device_name:
+            worker.stop()
+            self._forks = False
+            return None
+        return worker
 
     def _refuse_other_device(self, store: Store, run: Run) -> None:
         for record in store.records(run.id)[:1]:

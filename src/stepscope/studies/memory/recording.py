@@ -16,8 +16,8 @@ from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.plans import prediction_for
-from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.step_peaks import one_step, plain_steps, steps_in_turns
+from stepscope.studies.traced import TRACES
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.analysis.trace.summarize import summarize_file
-from stepscope.analysis.trace.summary import encode
 from stepscope.records.memory import INPUTS
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own import OwnCase
-from stepscope.studies.profile.tracing import TRACES
+from stepscope.studies.traced import trace_step
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -25,6 +20,7 @@ _MOST_SAVED = 200
 
 
 def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.modules import ModuleRanges
     from stepscope.measure.timer import time_step
     from stepscope.studies.own.step import OwnStep
 
@@ -61,12 +57,15 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
     if peak is not None:
         found["peak_bytes"] = (peak, "B")
     bench.progress(0, 1, "trace")
-    traced = _trace(step, device, config["traced"], case.key, notes)
+    with ModuleRanges([step.model]).entered():
+        traced, noted = trace_step(
+            step.run, device, case.key, steps=config["traced"], before=step.reset
+        )
     return Measurement(
         series=(*timing.series, traced),
         quantities={name: Quantity(value=v, unit=unit) for name, (v, unit) in found.items()},
         readings=timing.readings,
-        notes=notes,
+        notes=notes | noted,
     )
 
 
@@ -100,21 +99,3 @@ def _account(step: OwnStep, device: Device, notes: dict[str, str]) -> None:
     notes["ledger"] = msgspec.json.encode(ledger.peaks).decode()
     largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
     notes["saved"] = msgspec.json.encode(largest).decode()
-
-
-def _trace(
-    step: OwnStep, device: Device, steps: int, key: str, notes: dict[str, str]
-) -> Series:  # fmt: skip
-    from stepscope.measure.capture import capture
-    from stepscope.measure.modules import ModuleRanges
-
-    with tempfile.TemporaryDirectory() as scratch:
-        kept = os.environ.get(TRACES)
-        path = Path(kept or scratch) / f"{key}.json.gz"
-        with ModuleRanges([step.model]).entered():
-            capture(step.run, device, path, steps=steps, before=step.reset)
-        summary = summarize_file(path)
-    if kept:
-        notes["trace"] = path.name
-    notes["profile"] = encode(summary)
-    return Series(name="traced", unit="ms", values=summary.steps)

@@ -32,6 +32,8 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Steps before the first sample."""
     steps: int = 10
     """Samples without the profiler."""
+    enough_seconds: float = 10.0
+    """After so many seconds one step of warm-up and three samples are enough."""
     traced: int = 3
     """Steps under the profiler."""
     experiments: bool = True
@@ -44,6 +46,8 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
             )
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        if not self.enough_seconds > 0:
+            raise UsageError(f"enough-seconds is {self.enough_seconds}", "it must be above 0")
 
 
 class Profile(Study[ProfileFlags]):
@@ -65,6 +69,7 @@ class Profile(Study[ProfileFlags]):
         effort = {
             "warmup": flags.warmup,
             "steps": flags.steps,
+            "enough_seconds": flags.enough_seconds,
             "traced": flags.traced,
             "experiments": flags.experiments,
         }
@@ -112,21 +117,28 @@ class Profile(Study[ProfileFlags]):
 
 
 def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
-    """Short cases, and what matters most first: a machine may be lent for minutes only."""
+    """Short cases, and what matters most first: a machine may be lent for minutes only.
+
+    Experiments are where they decide something: at the sizes and contexts at which the host limits
+    the step, and at the largest.
+    """
     change = msgspec.structs.replace
-    short = ProfileFlags(
-        size=("small", "xl", "2.7b"), mode=("forward", "train-step"), warmup=3, steps=5
-    )
-    return (
-        change(short, dtype=("float32", "bfloat16")),
-        change(short, dtype=("bfloat16",), compile=("block",)),
-        change(
-            short, size=every_size, context=(128,), batch=(4, 1), mode=("forward-backward",),
-            experiments=False,
-        ),
-        change(short, size=("small", "xl"), context=(256, 1024, 128)),
-        change(short, mode=("forward-backward",)),
+    both = ("float32", "bfloat16")
+    train = ProfileFlags(
+        size=("small", "xl", "2.7b"), mode=("train-step",), warmup=3, steps=5, traced=2,
+        enough_seconds=1.5,
     )  # fmt: skip
+    plain = change(train, experiments=False)
+    contexts = (128, 256, 1024)
+    return (
+        change(train, dtype=both),
+        change(plain, mode=("forward",), dtype=both),
+        change(train, mode=("forward", "train-step"), dtype=("bfloat16",), compile=("block",)),
+        change(plain, mode=("forward-backward",), size=every_size, context=(128,), batch=(4, 1)),
+        change(train, size=("small",), context=(128, 256), dtype=both),
+        change(plain, mode=("forward", "train-step"), size=("small", "xl"), context=contexts),
+        change(plain, mode=("forward-backward",)),
+    )
 
 
 STUDY = Profile()

@@ -9,6 +9,7 @@ import msgspec
 from stepscope.analysis.kernel_names import CLASSES
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table
+from stepscope.report.format import number
 from stepscope.studies.profile.findings import profile_findings
 from stepscope.studies.profile.rows import Group, Traced, groups
 from stepscope.studies.profile.tables import (
@@ -77,7 +78,7 @@ def _ledger_table(found: Sequence[Group]) -> Table:
         return (
             *key_cells(group, found), traced.workload.mode, wall, summary.busy_ms / wall,
             summary.residual_ms / wall, summary.launches, *(share or None for share in idle),
-            traced.idle_without_profiler, traced.graph_ratio(), traced.larger_batch_ratio(),
+            traced.idle_without_profiler, traced.graph_ratio(), _larger_batch(traced),
         )  # fmt: skip
 
     table = Table(
@@ -100,12 +101,18 @@ def _ledger_table(found: Sequence[Group]) -> Table:
                 hint="of the step without the profiler: what the same kernels do not fill",
             ),
             Column(title="as a graph", kind="number", hint="time of a replay over the time now"),
-            Column(title="batch × 4", kind="number", hint="time with it over the time now"),
+            Column(title="larger batch", hint="time with that many times the batch over now"),
         ),
         rows=tuple(row(group, traced) for group in found for traced in group.modes.values()),
         caption="What works, what is idle and the residual add up to the step.",
     )
     return _without_empty_columns(table)
+
+
+def _larger_batch(traced: Traced) -> str | None:
+    """`1.1 at ×4`: the same launches with four times the work."""
+    ratio, times = traced.larger_batch_ratio(), traced.larger_batch()
+    return f"{number(ratio, 2)} at ×{number(times, 2)}" if ratio and times else None
 
 
 def _without_empty_columns(table: Table) -> Table:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.analysis.trace.summarize import summarize_file
-from stepscope.analysis.trace.summary import encode
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.profile.experiments import first_cause
-from stepscope.studies.profile.tracing import TRACES
 from stepscope.studies.timed_step import measure_step
+from stepscope.studies.traced import trace_step
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -40,7 +35,6 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
 
     The same kernels run in all three; only the trace of the first says what each is for.
     """
-    from stepscope.measure.capture import capture
     from stepscope.measure.timer import time_step
 
     workload = msgspec.convert(config, Workload)
@@ -58,13 +52,10 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
         min_seconds=config["min_seconds"], before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
     )  # fmt: skip
-    series, notes = list(timing.series), {}
+    series = list(timing.series)
     bench.progress(0, 1, "trace")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(os.environ.get(TRACES) or scratch)
-        path = folder / f"step-{config['rung']}_{step.workload.key}.json.gz"
-        capture(whole, device, path, steps=config["traced"], before=step.reset)
-        notes["profile"] = encode(summarize_file(path))
+    name = f"step-{config['rung']}_{step.workload.key}"
+    _, notes = trace_step(whole, device, name, steps=config["traced"], before=step.reset)
     if workload.graph:
         del step, phases
         device.release()

@@ -1,0 +1,45 @@
+"""A step under the profiler: its trace read and added up, and kept where a run keeps traces."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.analysis.trace.summarize import summarize_file
+from stepscope.analysis.trace.summary import encode
+from stepscope.records.schema import Series
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+TRACES = "STEPSCOPE_TRACES"
+"""The environment variable that names the folder in which traces are kept."""
+
+
+def trace_step(
+    run: Callable[[], object],
+    device: Device,
+    name: str,
+    *,
+    steps: int,
+    before: Callable[[], None] | None = None,
+) -> tuple[Series, dict[str, str]]:
+    """The lengths of the traced steps, and the notes of a record: `profile`, and `trace` where it
+    was kept."""
+    from stepscope.measure.capture import capture
+    from stepscope.measure.packing import pack
+
+    notes = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        # Read as it is: to unpack what was just packed takes longer than to write it twice.
+        plain = Path(scratch) / "trace.json"
+        capture(run, device, plain, steps=steps, before=before)
+        summary = summarize_file(plain)
+        if kept := os.environ.get(TRACES):
+            notes["trace"] = f"{name}.json.gz"
+            pack(plain, Path(kept) / notes["trace"])
+    notes["profile"] = encode(summary)
+    return Series(name="traced", unit="ms", values=summary.steps), notes
