@@ -9,16 +9,14 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import msgspec
+from page_parts import bullets, figure_files, origin, shown
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Figure, Finding, Table
-from stepscope.report.plots import svg
-from stepscope.report.svg import standalone_svg
+from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.text import markdown
 from stepscope.studies.flash import STUDY, FlashFlags
 from stepscope.studies.flash.cases import Shape, left_out
 
-FIGURES = "figures"
 SECTIONS = {
     "Lengths": ("flash-rate-", "flash-lengths-"),
     "Several heads": ("flash-shapes", "flash-fastest-peer"),
@@ -32,13 +30,7 @@ SECTIONS = {
 def flash_pages(grid: Sequence[Record], races: Sequence[Record]) -> dict[str, str]:
     """Path under docs/ and text of the page and of each figure; races go on top where there are."""
     blocks = STUDY.view([*races, *grid])
-    figures = [block for block in blocks if isinstance(block, Figure)]
-    drawn = {f"{FIGURES}/{figure.name}.svg": _file(figure) for figure in figures}
-    return {"flash.md": "\n\n".join(_parts(grid, races, blocks)) + "\n"} | drawn
-
-
-def _file(figure: Figure) -> str:
-    return standalone_svg(svg(figure, prefix=figure.name))
+    return {"flash.md": "\n\n".join(_parts(grid, races, blocks)) + "\n"} | figure_files(blocks)
 
 
 def _parts(
@@ -51,30 +43,21 @@ def _parts(
     )
     tables = {block.name: block for block in blocks if isinstance(block, Table)}
     if races:
-        yield f"Races: {_origin('flash-race_h200.jsonl', races)}"
+        yield f"Races: {origin('flash-race_h200.jsonl', races)}"
         yield from (
             markdown(tables[name]).strip()
             for name in ("flash-speed", "flash-race")
             if name in tables
         )
-    yield f"Grid and tiles: {_origin('flash_h200.jsonl', grid)} {_outcome(grid)}"
+    yield f"Grid and tiles: {origin('flash_h200.jsonl', grid)} {_outcome(grid)}"
     yield f"Not in the grid: {'; '.join(_not_measured())}."
     yield "## Findings"
-    yield "\n".join(f"- {block.text}" for block in blocks if isinstance(block, Finding))
+    yield bullets(blocks)
     for title, names in SECTIONS.items():
         held = [b for b in blocks if not isinstance(b, Finding) and b.name.startswith(names)]
         if held:
             yield f"## {title}"
-            yield from _shown(held)
-
-
-def _origin(name: str, records: Sequence[Record]) -> str:
-    here = records[0].environment
-    return (
-        f"`results/{name}`, {len(records)} records, {here.device_name}, driver {here.driver}, torch"
-        f" {here.torch}, Triton {here.triton}, cuDNN {here.cudnn}, commit"
-        f" `{str(here.commit)[:12]}`."
-    )
+            yield from shown(_by_kernels(block) for block in held)
 
 
 def _outcome(records: Sequence[Record]) -> str:
@@ -95,28 +78,14 @@ def _not_measured() -> list[str]:
     return list(dict.fromkeys(reason for reason in reasons if reason))
 
 
-def _shown(blocks: Sequence[Block]) -> Iterator[str]:
-    """Tables and figures; what several of them say below is said once."""
-    said: set[str] = set()
-    for block in blocks:
-        assert isinstance(block, Table | Figure)
-        if block.caption in said:
-            block = msgspec.structs.replace(block, caption="")
-        said.add(block.caption)
-        if isinstance(block, Table):
-            shown = _by_kernels(block) if block.name == "flash-fastest-peer" else block
-            yield markdown(shown).strip()
-        else:
-            yield f"![{block.title}]({FIGURES}/{block.name}.svg)"
-            yield from filter(None, (block.caption,))
-
-
-def _by_kernels(table: Table) -> Table:
-    """The shapes at which kernels decide; the report has all."""
-    place = next(i for i, column in enumerate(table.columns) if column.title == "decided by")
-    rows = tuple(row for row in table.rows if row[place] == "device")
+def _by_kernels(block: Block) -> Block:
+    """Of the table of peers the shapes at which kernels decide; the report has all."""
+    if not isinstance(block, Table) or block.name != "flash-fastest-peer":
+        return block
+    place = next(i for i, column in enumerate(block.columns) if column.title == "decided by")
+    rows = tuple(row for row in block.rows if row[place] == "device")
     caption = (
-        f"{table.caption} The {len(rows)} shapes at which kernels decide; at the other"
-        f" {len(table.rows) - len(rows)} it is the host."
+        f"{block.caption} The {len(rows)} shapes at which kernels decide; at the other"
+        f" {len(block.rows) - len(rows)} it is the host."
     )
-    return msgspec.structs.replace(table, rows=rows, caption=caption)
+    return msgspec.structs.replace(block, rows=rows, caption=caption)

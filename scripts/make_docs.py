@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_page import flash_pages
+from memory_page import memory_pages
 from parallel_page import parallel_page
 from published_figures import published_h200
 
@@ -195,13 +196,14 @@ def main() -> int:
         "docs/attention-tiles.md": tiles_page(),
         "docs/parallel.md": parallel_page(ROOT),
         **{f"docs/{name}": made for name, made in _flash().items()},
+        **{f"docs/{name}": made for name, made in memory_pages(ROOT / "results").items()},
     }
     stale = [
         name
         for name, made in pages.items()
         if not (ROOT / name).exists() or (ROOT / name).read_text() != made
     ]
-    figures = (ROOT / "docs" / "figures").glob("flash-*.svg")
+    figures = (ROOT / "docs" / "figures").glob("*.svg")
     stale += [name for path in figures if (name := f"docs/figures/{path.name}") not in pages]
     if "--check" in sys.argv[1:]:
         for name in dict.fromkeys((*pages, *stale)):

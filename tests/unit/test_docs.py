@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from precision_records import autocast_record
 from stepscope.cli import COMMANDS
+from stepscope.records.jsonl import write_records
 from stepscope.studies.registry import all_studies
-from study_records import flash_record, race_record
+from study_records import (
+    benchmark_record,
+    checkpointing_record,
+    flash_record,
+    memory_record,
+    race_record,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
@@ -48,6 +57,44 @@ def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatc
     assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
     failed = [*grid, flash_record("flex", status="oom", reason="too large")]
     assert "oom, too large." in flash_pages(failed, ())["flash.md"]
+
+
+def test_pages_of_memory_and_precision_appear_with_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from memory_page import memory_pages
+
+    assert memory_pages(tmp_path) == {}
+    write_records([memory_record()], tmp_path / "memory_h200.jsonl")
+    pages = memory_pages(tmp_path)
+    assert set(pages) >= {"memory.md", "figures/memory-course-train-step.svg"}
+    for target in re.findall(r"\]\((figures/[^)]+)", pages["memory.md"]):
+        assert target in pages
+    for part in ("Peak memory of each phase", "From tensors to what nvidia-smi shows"):
+        assert part in pages["memory.md"]
+    assert "Activation checkpointing" not in pages["memory.md"]
+    assert "precision.md" not in pages
+
+    write_records([checkpointing_record("1")], tmp_path / "checkpointing_h200.jsonl")
+    rows = [benchmark_record(dtype=form, step=ms) for form, ms in (("float32", 9), ("tf32", 3))]
+    write_records(rows, tmp_path / "formats_h200.jsonl")
+    write_records([autocast_record(), autocast_record("small")], tmp_path / "autocast_h200.jsonl")
+    planted = {"case": "small", "limit": 1 << 30, "needed": 2 << 30, "phase": "loss", "fits": True,
+               "remedy": "batch 2", "remedy_peak": 1 << 29, "asked": 0, "device": "H200",
+               "torch": "2.11"}  # fmt: skip
+    (tmp_path / "planted-ooms_h200.jsonl").write_text(json.dumps(planted) + "\n")
+    cost = {"case": "small", "ms": {"plain": [10.0] * 5, "history": [10.5] * 5}, "device": "H200",
+            "torch": "2.11"}  # fmt: skip
+    (tmp_path / "recording-cost_h200.jsonl").write_text(json.dumps(cost) + "\n")
+    pages = memory_pages(tmp_path)
+    memory, precision = pages["memory.md"], pages["precision.md"]
+    assert memory.index("## Activation checkpointing") < memory.index("## Is the first change")
+    assert "with the first change that was named 1 fitted" in memory
+    assert "| small | 5 | 10.00 | 1.050 [1.050, 1.050] |" in memory
+    assert "tf32 against float32 makes the step 3.00× as fast" in precision
+    assert "the small net of the course" in precision
+    assert "Operators by format: the small model" not in precision
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

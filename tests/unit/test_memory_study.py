@@ -219,7 +219,7 @@ def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
         ("free in the allocator", 100),
         ("CUDA context, kernels and libraries", 480),
         ("left over", 20),
-        ("driver (`nvidia-smi`)", 1500),
+        ("driver (nvidia-smi)", 1500),
     )
     del notes["standing"]
     on_cpu = msgspec.structs.replace(whole, notes=whole.notes | notes)

@@ -12,7 +12,7 @@ from stepscope.studies.memory.rows import Account, Accounted
 _KEPT_FREE = "free in the allocator"
 _CONTEXT = "CUDA context, kernels and libraries"
 _LEFT_OVER = "left over"
-_DRIVER = "driver (`nvidia-smi`)"
+_DRIVER = "driver (nvidia-smi)"
 
 
 def moments_table(case: Account) -> Iterator[Table]:
@@ -87,7 +87,7 @@ def driver_table(cases: Sequence[Accounted]) -> Iterator[Table]:
 
     yield Table(
         name="memory-driver",
-        title="From tensors to what `nvidia-smi` shows",
+        title="From tensors to what nvidia-smi shows",
         columns=(
             *columns.values(),
             Column(title="mode"),

@@ -1,0 +1,53 @@
+"""What the generated pages have in common: where records come from, tables and figures as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Figure, Finding, Table
+from stepscope.report.plots import svg
+from stepscope.report.svg import standalone_svg
+from stepscope.report.text import markdown
+
+FIGURES = "figures"
+
+
+def origin(name: str, records: Sequence[Record]) -> str:
+    here = records[0].environment
+    return (
+        f"`results/{name}`, {len(records)} records, {here.device_name}, driver {here.driver}, torch"
+        f" {here.torch}, Triton {here.triton}, cuDNN {here.cudnn}, commit"
+        f" `{str(here.commit)[:12]}`."
+    )
+
+
+def figure_files(blocks: Iterable[Block]) -> dict[str, str]:
+    """Path under docs/ and text of every figure."""
+    return {
+        f"{FIGURES}/{block.name}.svg": standalone_svg(svg(block, prefix=block.name))
+        for block in blocks
+        if isinstance(block, Figure)
+    }
+
+
+def bullets(blocks: Iterable[Block]) -> str:
+    return "\n".join(f"- {block.text}" for block in blocks if isinstance(block, Finding))
+
+
+def shown(blocks: Iterable[Block]) -> Iterator[str]:
+    """Tables and figures; what several of them say below is said once."""
+    said: set[str] = set()
+    for block in blocks:
+        if not isinstance(block, Table | Figure):
+            continue
+        if block.caption in said:
+            block = msgspec.structs.replace(block, caption="")
+        said.add(block.caption)
+        if isinstance(block, Table):
+            yield markdown(block).strip()
+        else:
+            yield f"![{block.title}]({FIGURES}/{block.name}.svg)"
+            yield from filter(None, (block.caption,))
