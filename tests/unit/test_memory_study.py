@@ -81,7 +81,8 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
         assert held[f"predicted.{phase.phase}"] == pytest.approx(phase.allocated, abs=200)
     modules = {tensor.module.split(".")[0] for tensor in decode_saved(measured.notes["saved"])}
     assert modules == {"blocks", "norm", "head", "loss"}
-    assert {s.name for s in measured.series} == {"step", "recorded"}
+    timed = {"step", "forward", "loss", "backward", "optimizer", "recorded"}
+    assert {s.name for s in measured.series} == timed
     ends = decode_peaks(measured.notes["ends"])
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
     assert all(end.residual == 0 for end in ends)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.records.memory import INPUTS, Standing
+from stepscope.records.schema import Series
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
@@ -20,33 +21,48 @@ class PlainSteps(NamedTuple):
     """Milliseconds of each step, and what the allocator says of the last one."""
 
     took: list[float]
+    phases: dict[str, list[float]]
+    """The same for each phase; the device is idle when one begins."""
     peaks: dict[str, int]
     """Most that was allocated in each phase; empty without an allocator to ask."""
     ends: dict[str, Standing]
     """When each phase had ended."""
+
+    def series(self) -> tuple[Series, ...]:
+        """Of the step and of its phases; the first step warms up."""
+        named = {"step": self.took} | self.phases
+        return tuple(
+            Series(name=name, unit="ms", values=tuple(ms[1:]), warmup=(ms[0],))
+            for name, ms in named.items()
+        )
 
 
 def plain_steps(
     step: TrainingStep, device: Device, allocator: CudaAllocator | None, steps: int, bench: Bench
 ) -> PlainSteps:
     took = []
+    phases: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     ends: dict[str, Standing] = {}
     for number in range(steps):
         step.reset()
         device.synchronize()
-        start = time.perf_counter()
+        spent = 0.0
         for phase in step.phases():
             if allocator is not None:
                 allocator.reset_peak()
+            start = time.perf_counter()
             phase.run()
             device.synchronize()
+            ms = (time.perf_counter() - start) * 1e3
+            phases.setdefault(phase.name, []).append(ms)
+            spent += ms
             if allocator is not None:
                 peaks[phase.name] = allocator.peak()
                 ends[phase.name] = allocator.standing()
-        took.append((time.perf_counter() - start) * 1e3)
+        took.append(spent)
         bench.progress(number + 1, steps, "steps")
-    return PlainSteps(took, peaks, ends)
+    return PlainSteps(took, phases, peaks, ends)
 
 
 def one_step(step: TrainingStep, device: Device) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.strategies import chosen_for
 from stepscope.studies.plans import prediction_for
@@ -38,9 +38,7 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
         found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
         found["predicted_bytes"] = told.peak.allocated
     return Measurement(
-        series=(
-            Series(name="step", unit="ms", values=tuple(plain.took[1:]), warmup=(plain.took[0],)),
-        ),
+        series=plain.series(),
         quantities=workload.quantities()
         | {name: Quantity(value=value, unit="B") for name, value in found.items()},
         notes={"strategy": workload.checkpoint},

@@ -79,10 +79,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     }
     if standing:
         notes["standing"] = msgspec.json.encode(standing).decode()
-    series = [
-        Series(name="step", unit="ms", values=tuple(plain.took[1:]), warmup=(plain.took[0],)),
-        Series(name="recorded", unit="ms", values=(recorded,)),
-    ]
+    series = [*plain.series(), Series(name="recorded", unit="ms", values=(recorded,))]
     if config.get("snapshot", "yes") == "yes":
         noted, turns = _snapshot(step, device, workload)
         notes |= noted
