@@ -178,14 +178,18 @@ def _gather_queries(
             grad, grad_e, g_strides, batch, head, m, M, D, B,
             BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
         )  # fmt: skip
-        grad_v, grad_v_e = add_product(grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION)
+        grad_v, grad_v_e = add_product(
+            grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION, APART=WHOLE
+        )
         grad_p = outer_product(value, g, BLOCK_E, PLANES, PRECISION)
         drop = tl.sum(p * grad_p, 0) if WHOLE else tl.load(delta + i, mask=i < M, other=0.0)
         grad_p = grad_p - drop[None, :]
         if EXACT and not WHOLE:
             grad_p -= tl.load(lean + i, mask=i < M, other=0.0)[None, :]
         grad_s = p * grad_p
-        grad_k, grad_k_e = add_product(grad_k, grad_k_e, grad_s, query, BLOCK_E, PLANES, PRECISION)
+        grad_k, grad_k_e = add_product(
+            grad_k, grad_k_e, grad_s, query, BLOCK_E, PLANES, PRECISION, APART=WHOLE
+        )
     return grad_k, grad_k_e, grad_v, grad_v_e
 
 
