@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from sample_records import environment
+from sample_records import environment, times
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Figure, Finding
+from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.checkpointing import CheckpointingFlags
 from stepscope.studies.checkpointing.strategies import chosen_for, worth_running
 from stepscope.studies.registry import find_study
@@ -89,6 +90,18 @@ def test_it_says_what_is_saved_and_what_nesting_costs() -> None:
     assert "The peak of the step stays at 300 MiB: it is in the backward phase" in text
     assert "As few as 2 inputs are possible" in text
     assert "for 3.62 forwards of each block" in text
+
+
+def test_the_time_is_predicted_from_the_forwards_share_and_what_runs_again() -> None:
+    kept = checkpointing_record("no", step=10.0)
+    records = [
+        msgspec.structs.replace(kept, series=(times("step", 10.0), times("forward", 2.5))),
+        checkpointing_record("1", peak=300 * MIB, step=13.0),
+        checkpointing_record("nested", peak=300 * MIB, step=17.0),
+    ]
+    assert "1.30× the time (1.25× predicted, as the forward is 25.0 % of the step)" in said(records)
+    (table,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Table))
+    assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (1.3, 1.25), (1.7, 1.5)]
 
 
 def test_times_that_cannot_be_are_not_believed() -> None:

@@ -36,7 +36,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory import MemoryFlags
-from stepscope.studies.memory.rows import accounted
+from stepscope.studies.memory.rows import accounted, leading
 from stepscope.studies.registry import find_study
 from stepscope.studies.step_peaks import steps_in_turns
 from stepscope.studies.workload import TrainingStep, Workload
@@ -124,6 +124,27 @@ def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> Non
     ]  # fmt: skip
     assert whole.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
     assert whole.marks[0].value == 1000.0
+
+
+def test_pictures_are_of_the_highest_step_that_has_its_forward_beside_it() -> None:
+    records = [
+        memory_record("forward", peak=1 << 30),
+        memory_record(peak=2 << 30),
+        memory_record(context=512, peak=9 << 30),
+    ]
+    lead, forward = leading(accounted(records))
+    assert (lead.peak, forward.peak if forward else None) == (2 << 30, 1 << 30)
+    lead, forward = leading(accounted(records[1:]))
+    assert (lead.peak, forward) == (9 << 30, None)
+    assert leading(accounted(records[:1]))[0].workload.mode == "forward"
+
+
+def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
+    on_cpu = environment(device_kind="cpu", device_name="Xeon")
+    held = memory_record(environment=on_cpu, found={"resident_bytes": 123 << 20})
+    assert table([held], "memory-peaks").columns[-1].title == "resident"
+    assert table([held], "memory-peaks").rows[0][-1] == 123 << 20
+    assert table([memory_record()], "memory-peaks").columns[-1].title == "residual"
 
 
 def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:

@@ -56,9 +56,19 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
             tone="warn",
         )
         return
+    expected = sweep.predicted_slower(least)
+    if expected is None:
+        text += (
+            f"; one forward more is {number(4 / 3, 3)}× where the forward is a third of the step"
+            " and the optimizer costs nothing"
+        )
+    else:
+        text += (
+            f" ({number(expected, 3)}× predicted, as the forward is"
+            f" {percent(kept.forward_share or 0)} of the step)"
+        )
     yield Finding(
-        text=f"{text}; one forward more is {number(4 / 3, 3)}× where the forward is a third of"
-        " the step and the optimizer costs nothing.",
+        text=f"{text}.",
         tone="good" if least.peak < kept.peak else "info",
     )
 

@@ -66,7 +66,16 @@ class Tried:
 
     @property
     def ms(self) -> float | None:
-        series = self.record.find("step")
+        return self._median("step")
+
+    @property
+    def forward_share(self) -> float | None:
+        """Of the step; None in records that have no phases."""
+        forward = self._median("forward")
+        return forward / self.ms if forward and self.ms else None
+
+    def _median(self, name: str) -> float | None:
+        series = self.record.find(name)
         return summarize(series.values).median if series is not None and series.values else None
 
 
@@ -81,6 +90,18 @@ class Sweep:
 
     def of(self, strategy: str) -> Tried | None:
         return next((each for each in self.ran if each.strategy == strategy), None)
+
+    def slower(self, each: Tried) -> float | None:
+        """Time of its step over that with all activations kept."""
+        kept = self.of(NONE)
+        return each.ms / kept.ms if kept and kept.ms and each.ms else None
+
+    def predicted_slower(self, each: Tried) -> float | None:
+        """The same as it should be: the forwards that run again, at the forward's share of the step
+        with all activations kept."""
+        kept = self.of(NONE)
+        share = kept.forward_share if kept else None
+        return None if share is None else 1 + each.again * share
 
     @property
     def front(self) -> list[Tried]:

@@ -62,7 +62,6 @@ def _suffix(place: int) -> str:
 
 
 def _table(place: int, sweep: Sweep) -> Table:
-    kept = sweep.of(NONE)
     best = {each.strategy for each in sweep.front}
 
     def row(each: Tried) -> tuple[Cell, ...]:
@@ -74,9 +73,8 @@ def _table(place: int, sweep: Sweep) -> Table:
         )
         if not each.ok:
             status = _STATUS.get(each.record.status, each.record.status)
-            return (each.strategy, *facts, status, *(None,) * 8)
+            return (each.strategy, *facts, status, *(None,) * 9)
         quantity = each.record.quantity
-        slower = each.ms / kept.ms if kept and kept.ms and each.ms else None
         return (
             each.strategy,
             *facts,
@@ -87,7 +85,8 @@ def _table(place: int, sweep: Sweep) -> Table:
             quantity("peak.loss"),
             quantity("peak.backward"),
             each.ms,
-            slower,
+            sweep.slower(each),
+            sweep.predicted_slower(each),
             "yes" if each.strategy in best and each.budget is None else "",
         )
 
@@ -109,7 +108,12 @@ def _table(place: int, sweep: Sweep) -> Table:
             Column(title="peak of loss", kind=_BYTES, hint="all that is kept, no gradient yet"),
             Column(title="peak of backward", kind=_BYTES),
             Column(title="step", kind="number", unit="ms", hint="median"),
-            Column(title="× without", kind="number"),
+            Column(title="× without", kind="number", hint="step with all activations kept"),
+            Column(
+                title="× predicted",
+                kind="number",
+                hint="1 + forwards run again × the forward's share of the step without",
+            ),
             Column(title="on the front", hint="no other has a lower peak and a shorter step"),
         ),
         rows=tuple(row(each) for each in (*sweep.all, *sweep.budgets)),

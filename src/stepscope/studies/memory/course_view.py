@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from stepscope.records.memory import (
     GRADIENTS,
     INPUTS,
@@ -29,23 +27,13 @@ _ORDER = (PARAMETERS, OPTIMIZER, GRADIENTS, WEIGHT_COPIES, SAVED_KIND, RECOMPUTE
 _BESIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
 
 
-def course_figures(cases: Sequence[Accounted]) -> Iterator[Figure]:
-    """The highest train step, and before it the forward alone of the same model, if it ran."""
-    drawn = [case for case in cases if case.course]
-    whole = [case for case in drawn if case.workload.mode == "train-step"]
-    lead = max(whole or drawn, key=lambda case: case.peak, default=None)
-    if lead is None:
-        return
-    alone = [case for case in drawn if _forward_of(case, lead)][:1]
-    # The same kinds in the same order, so that their colours are the same.
-    kinds = _kinds([*alone, lead])
-    for case in (*alone, lead):
-        yield _figure(case, kinds)
-
-
-def _forward_of(case: Accounted, lead: Accounted) -> bool:
-    same = msgspec.structs.replace(case.workload, mode=lead.workload.mode)
-    return case.workload.mode == "forward" and same.key == lead.workload.key
+def course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figure]:
+    """One step, and before it the forward alone of the same model, if it ran."""
+    drawn = [case for case in (forward, lead) if case is not None and case.course]
+    if drawn:
+        # The same kinds in the same order, so that their colours are the same.
+        kinds = _kinds(drawn)
+        yield from (_figure(case, kinds) for case in drawn)
 
 
 def _figure(case: Accounted, kinds: Sequence[str]) -> Figure:

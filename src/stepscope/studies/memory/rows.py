@@ -173,3 +173,19 @@ def accounted(records: Sequence[Record]) -> list[Accounted]:
         for record in records
         if record.status == "ok" and "ledger" in record.notes and "saved" in record.notes
     ]
+
+
+def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
+    """The case that pictures and accounts are drawn of, and the forward alone of the same step: the
+    highest train step that has one beside it, else the highest."""
+    whole = [case for case in cases if case.workload.mode == "train-step"]
+    forwards = {
+        _as_train_step(case.workload): case for case in cases if case.workload.mode == "forward"
+    }
+    paired = [case for case in whole if case.workload.key in forwards]
+    lead = max(paired or whole or cases, key=lambda case: (len(case.phases), case.peak))
+    return lead, forwards.get(lead.workload.key) if lead in paired else None
+
+
+def _as_train_step(workload: Workload) -> str:
+    return msgspec.structs.replace(workload, mode="train-step").key

@@ -11,7 +11,7 @@ from stepscope.studies.memory.course_view import course_figures
 from stepscope.studies.memory.findings import memory_findings
 from stepscope.studies.memory.moments_view import driver_table, moments_table
 from stepscope.studies.memory.regimes import regimes_table
-from stepscope.studies.memory.rows import Account, Accounted, Planned, accounted
+from stepscope.studies.memory.rows import Account, Accounted, Planned, accounted, leading
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _BYTES: Kind = "bytes"
@@ -24,10 +24,10 @@ def memory_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     lost = [record for record in records if record.status != "ok"]
     blocks: list[Block] = [*memory_findings(cases, lost)]
     if cases:
-        lead = max(cases, key=lambda case: (len(case.phases), case.peak))
+        lead, forward = leading(cases)
         blocks += [
             _peaks_table(cases),
-            *course_figures(cases),
+            *course_figures(lead, forward),
             stack_figure(lead),
             account_table(lead),
             *moments_table(lead),
@@ -50,6 +50,8 @@ def _mine(cases: Sequence[Accounted]) -> Iterator[Mine]:
 
 def _peaks_table(cases: Sequence[Accounted]) -> Table:
     columns, shared = identity(cases)
+    # Only a CPU's process has the tensors in its own resident memory.
+    resident = any(case.bytes("resident_bytes") is not None for case in cases)
 
     def row(case: Accounted) -> tuple[Cell, ...]:
         return (
@@ -60,6 +62,7 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
             case.bytes("predicted_bytes"),
             case.prediction_off,
             case.residual_share,
+            *([case.bytes("resident_bytes")] if resident else []),
         )
 
     return Table(
@@ -78,6 +81,11 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
                 title="residual",
                 kind="percent",
                 hint="what is on no line at any peak or end of a phase, of the peak",
+            ),
+            *(
+                [Column(title="resident", kind=_BYTES, hint="growth of the process, at most")]
+                if resident
+                else []
             ),
         ),
         rows=tuple(row(case) for case in cases),
