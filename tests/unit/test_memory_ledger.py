@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -192,6 +193,20 @@ def test_with_an_allocator_its_own_shares_are_lines_too() -> None:
     assert peak.lines[LIBRARIES] == end.lines[LIBRARIES] == 1000
     assert peak.residual == end.residual == 0
     assert end.allocated == peak.allocated - 500 - 2 * (2 * 8 * 4)
+
+
+def test_a_forward_without_backward_leaves_nothing() -> None:
+    """The graph of a forward is not let go by a backward; softmax and exp keep their outputs."""
+    ledger = StorageLedger(CPU, None)
+    model = torch.nn.Linear(8, 8)
+    with ledger.watching(model, torch.optim.SGD(model.parameters())):
+        before = ledger.now
+        ledger.phase("forward", lambda: model(torch.randn(2, 8)).softmax(-1).exp().sum())
+        assert ledger.now == before
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_thread_without_code_of_its_own_is_named_by_what_the_program_waits_in() -> None:

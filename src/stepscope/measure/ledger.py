@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.course import Course
@@ -221,7 +222,9 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                     code=_line_of_code(),
                 )
             )  # fmt: skip
-        return tensor
+        # An operator that kept its own output would keep itself alive, out of the collector's reach.
+        with _disable_current_modes():
+            return tensor.detach()
 
     def _hook(self, name: str, module: torch.nn.Module) -> list[Any]:
         def enter(*_: Any) -> None:
