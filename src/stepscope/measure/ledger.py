@@ -222,7 +222,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                     code=_line_of_code(),
                 )
             )  # fmt: skip
-        # An operator that kept its own output would keep itself alive, out of the collector's reach.
+        # An operator that kept its very output would keep itself alive, beyond any collector.
         with _disable_current_modes():
             return tensor.detach()
 
