@@ -16,8 +16,8 @@ With `compute_dtype`, weights travel and compute in that format (and inputs of t
 what the optimizer sees, weights and gradients, keeps its own. Each backward adds its average to the
 gradients, so accumulating needs nothing special.
 
-Every rank must take the same way through the model: at the end of a step the ranks compare what
-they gathered and reduced, and in which order.
+Every rank must take the same way through the model (`order.py`): one that strays is an error with
+its number and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
 torch's MultiheadAttention does with its output projection) is refused.
@@ -26,6 +26,7 @@ torch's MultiheadAttention does with its output projection) is refused.
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ from stepscope.parallel.broadcast import broadcast
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import refuse_early_steps
 from stepscope.parallel.layout import require_same_layout
-from stepscope.parallel.sharded_parameter import Gather, Order, ShardedParameter
+from stepscope.parallel.order import Order
+from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
 
 
 class FSDP(nn.Module):
@@ -59,15 +61,16 @@ class FSDP(nn.Module):
         self.compute_dtype = compute_dtype
         self._group = group
         self._size = dist.get_world_size(group)
+        self.order = Order(group)
         self._agreement = Agreement(
             group,
             zlib.crc32(str(compute_dtype).encode()),
             [name for name, p in module.named_parameters() if p.dim() >= 2],
             "another compute_dtype than rank 0",
             "it must be the same on all ranks",
+            self.order,
         )
         broadcast(list(module.buffers()), group)
-        self.order = Order()
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
         self._replicated: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():
@@ -100,7 +103,7 @@ class FSDP(nn.Module):
     def used(self, held: ShardedParameter) -> None:
         """Remember the order of this forward; fetch what came next in the last one."""
         if held.after is not None:
-            held.after.prefetch()
+            held.after.prefetch("gather")
         if self._last_used is not None and self._last_used is not held:
             self._last_used.after, held.before = held, self._last_used
         self._last_used = held
@@ -113,8 +116,7 @@ class FSDP(nn.Module):
                 "there is no gradient to synchronize",
                 "finish_gradient_synchronization follows a backward, once",
             )
-        self._agreement.exchange(used, order=self.order.digest)
-        self.order.digest = 0
+        self._agreement.exchange(used)
         for held in self.sharded.values():
             held.finish()
         small = [p for p in self._replicated if p.requires_grad]
@@ -135,11 +137,13 @@ class Unit:
     def __init__(self, owner: nn.Module, root: FSDP) -> None:
         self._root = root
         self._names = [name for name, _ in owner.named_parameters(recurse=False)]
-        self._notes: list[saved_tensors_hooks] = []
+        self._notes: list[AbstractContextManager[Any]] = []
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, always_call=True)
 
     def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
+        # In its place even if a gather fails: `_after` is called then, too.
+        self._notes.append(nullcontext())
         wholes: dict[int, ShardedParameter] = {}
         dtype = self._root.compute_dtype
         for name in self._names:
@@ -158,13 +162,13 @@ class Unit:
             owner.__dict__[name] = shown
         notes = saved_tensors_hooks(lambda t: _note(t, wholes), _from_note)
         notes.__enter__()
-        self._notes.append(notes)
+        self._notes[-1] = notes
         if dtype is None:
             return inputs, named
         return tree_map(lambda t: _cast(t, dtype), (inputs, named))  # type: ignore[no-any-return]
 
     def _after(self, owner: nn.Module, *_: Any) -> None:
-        self._notes.pop().__exit__()
+        self._notes.pop().__exit__(None, None, None)
         for name in self._names:
             owner.__dict__.pop(name, None)
             parameter = owner._parameters[name]
@@ -184,9 +188,9 @@ def _from_note(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     held, shape, stride, offset = kept
-    whole: Tensor = held.whole()
+    whole: Tensor = held.whole("regather")
     if held.before is not None:
-        held.before.prefetch()
+        held.before.prefetch("regather")
     if not held.parameter.requires_grad:
         # No gradient will come that says when it is done with.
         held.release()

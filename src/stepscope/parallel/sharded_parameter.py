@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -13,16 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stepscope.parallel.collectives import all_gather, reduce_scatter
 from stepscope.parallel.heartbeat import HEARTBEAT
-
-
-class Order:
-    """The collectives of a step as one number, which is the same where names and order are."""
-
-    def __init__(self) -> None:
-        self.digest = 0
-
-    def add(self, what: str) -> None:
-        self.digest = zlib.crc32(what.encode(), self.digest)
+from stepscope.parallel.order import Order, Verb
 
 
 class ShardedParameter:
@@ -59,19 +49,18 @@ class ShardedParameter:
     def reducing(self) -> bool:
         return bool(self._reducing)
 
-    def prefetch(self) -> None:
+    def prefetch(self, verb: Verb) -> None:
         if self._whole is None and self._coming is None:
-            self._order.add(f"gather {self.name}")
+            self._order.use(verb, self.name)
             self._coming = self._start_gather(self._dtype)
 
-    def whole(self) -> Tensor:
+    def whole(self, verb: Verb) -> Tensor:
         """All rows in the compute format, gathered now unless they are on their way."""
         if self._whole is None:
-            self.prefetch()
+            self.prefetch(verb)
             assert self._coming is not None
             (padded, work), self._coming = self._coming, None
-            with HEARTBEAT.waiting():
-                work.wait()
+            self._order.wait(work)
             self._whole = padded[: self.shape[0]]
         return self._whole
 
@@ -93,7 +82,7 @@ class ShardedParameter:
 
     def reduce(self, gradient: Tensor) -> None:
         """Start to average a gradient of the whole; each rank receives that of its rows."""
-        self._order.add(f"reduce {self.name}")
+        self._order.use("reduce", self.name)
         scaled = self._padded(gradient, self._size * self._chunk) / self._size
         own = scaled.new_empty((self._chunk, *self.shape[1:]))
         work = reduce_scatter(own, scaled, group=self._group, async_op=True)
@@ -113,7 +102,7 @@ class ShardedParameter:
         self.release()
         if self._coming is not None:
             # Fetched ahead of a use that did not come.
-            self._coming[1].wait()
+            self._order.wait(self._coming[1])
             self._coming = None
 
     @staticmethod
@@ -141,7 +130,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, held: ShardedParameter) -> Tensor:  # noqa: ARG004
         ctx.held = held
-        return held.whole().view(held.shape)
+        return held.whole("gather").view(held.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
