@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -301,13 +303,25 @@ def count_reductions(strategy: str) -> tuple[int, int]:
     return early, counted
 
 
+def is_let_go(strategy: str) -> bool:
+    """Whether a wrapper that nobody needs any more takes its parameters with it."""
+    model = DDP(small(), strategy, TINY_BUCKET_MB)
+    loss_of(model, *next(iter(batches()))).backward()
+    model.finish_gradient_synchronization()
+    parameter = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    return parameter() is None
+
+
 def facts(_: World) -> dict[str, Any]:
-    return {s: (unused_everywhere(s), count_reductions(s)) for s in STRATEGIES}
+    return {s: (unused_everywhere(s), count_reductions(s), is_let_go(s)) for s in STRATEGIES}
 
 
 def test_strategies_send_what_and_when_they_say() -> None:
     held = launch(facts, ranks=2, limits=LIMITS)
-    for strategy, (unused, (early, total)) in held[0].items():
+    for strategy, (unused, (early, total), let_go) in held[0].items():
+        assert let_go, strategy
         assert [name for name in unused if "frozen" not in name] == ["unused.weight", "unused.bias"]
         if strategy == "naive":
             assert (early, total) == (0, 8)

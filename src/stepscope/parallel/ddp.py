@@ -17,6 +17,7 @@ weights are then the ranks' shares of all samples, and a rank without any takes 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -80,13 +81,19 @@ class DDP(nn.Module):
         self._samples: int | None = None
         self._factor = 1.0 / self._world
         for place, (_, parameter) in enumerate(named):
-            parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+            weakref.finalize(self, hook.remove)
         refuse_early_steps(self, module.parameters())
 
     def _hook(self, place: int) -> Callable[[Tensor], None]:
+        # A parameter keeps its hooks where no collector looks: a strong reference to the module, and
+        # so to the parameter itself, would never be let go.
+        held = weakref.ref(self)
+
         def ready(_: Tensor) -> None:
-            if self._synchronize:
-                self._reducer.gradient_is_ready(place, self._factor)
+            wrapper = held()
+            if wrapper is not None and wrapper._synchronize:
+                wrapper._reducer.gradient_is_ready(place, wrapper._factor)
 
         return ready
 
