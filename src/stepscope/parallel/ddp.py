@@ -86,8 +86,8 @@ class DDP(nn.Module):
         refuse_early_steps(self, module.parameters())
 
     def _hook(self, place: int) -> Callable[[Tensor], None]:
-        # A parameter keeps its hooks where no collector looks: a strong reference to the module, and
-        # so to the parameter itself, would never be let go.
+        # A parameter keeps its hooks where no collector looks: what they hold to, it would itself
+        # be held by for ever.
         held = weakref.ref(self)
 
         def ready(_: Tensor) -> None:
