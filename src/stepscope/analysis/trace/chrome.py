@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -16,20 +17,17 @@ import numpy as np
 
 from stepscope.analysis.trace.model import (
     NO_ARROWS,
-    NO_CALLS,
-    NO_KERNELS,
     NO_NUMBER,
-    NO_SPANS,
     Arrows,
     Calls,
     Ints,
-    Kernels,
     Names,
-    Spans,
     Trace,
+    ints,
     ordered_kernels,
     ordered_spans,
 )
+from stepscope.analysis.trace.pieces import possible_cuts
 from stepscope.errors import StepscopeError
 
 MOST_OBJECTS = 12_000_000
@@ -68,9 +66,15 @@ class _File(msgspec.Struct):
     deviceProperties: list[_Device] = []  # noqa: N815
 
 
-_Flat = list[Any]
-"""The fields of one event after those of the other: no object for an event that is passed on."""
-_FIELDS = 9
+_Fields = tuple[tuple[str, ...], tuple[str, ...]]
+_SPAN: _Fields = (("tid",), ("sequence", "forward_thread"))
+_FIELDS: dict[str, _Fields] = {
+    "kernel": ((), ("correlation", "device", "stream")),
+    "call": (("tid",), ("correlation",)),
+    "operator": _SPAN,
+    "range": _SPAN,
+}
+"""What is kept of each kind beside its times and name: of the event, and of its arguments."""
 _End = tuple[str, Identity | float, Identity, float]
 _KINDS = {
     "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
@@ -91,23 +95,16 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
             f"{where} has more than {MOST_OBJECTS // 2:,} events", "trace fewer steps"
         )
     with _no_collection():
-        events, device_name = _decoded(data, where)
-        held, ends = _split(events)
-        del events
-        if not held["kernel"] and not held["operator"]:
-            raise StepscopeError(
-                f"{where} has no kernels and no operators",
-                "was the profiler told to record CPU or CUDA activities?",
-            )
-        names = Names()
         try:
-            kernels = _kernels(held.pop("kernel"), names)
-            calls = _calls(held.pop("call"), names)
-            spans = _spans(held.pop("operator"), held.pop("range"), names)
-            arrows = _arrows(ends)
+            events, device_name = _in_pieces(data) or _at_once(data, where)
+            if not events.count("kernel") and not events.count("operator"):
+                raise StepscopeError(
+                    f"{where} has no kernels and no operators",
+                    "was the profiler told to record CPU or CUDA activities?",
+                )
+            return events.trace(device_name)
         except (ValueError, OverflowError, TypeError) as error:
             raise StepscopeError(f"{where} has a time or number that is none: {error}") from error
-    return Trace("torch.profiler", names.all(), kernels, calls, spans, device_name, arrows)
 
 
 def _objects(data: bytes | bytearray) -> int:
@@ -118,11 +115,29 @@ def _objects(data: bytes | bytearray) -> int:
     return sum(int(np.count_nonzero(part == ord("{"))) for part in parts)
 
 
-def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
+def _in_pieces(data: bytes | bytearray) -> tuple[_Events, str] | None:
+    """None where the file is not laid out for it, or has a fault that the whole will show."""
+    faults = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+    for cut in possible_cuts(data):
+        try:
+            inside, device_name = _decoded(cut.around())
+        except faults:
+            continue
+        if inside:
+            return None
+        events = _Events()
+        try:
+            for piece in cut.pieces():
+                events.add(_LIST.decode(piece))
+        except faults:
+            return None
+        return events, device_name
+    return None
+
+
+def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, str]:
     try:
-        if bytes(data[:256]).lstrip()[:1] == b"[":
-            return _LIST.decode(data), ""
-        file = _FILE.decode(data)
+        decoded, device_name = _decoded(data)
     except RecursionError:
         raise StepscopeError(f"{where} is nested too deeply to be a trace") from None
     except msgspec.ValidationError as error:
@@ -131,89 +146,93 @@ def _decoded(data: bytes | bytearray, where: str) -> tuple[list[_Event], str]:
         raise StepscopeError(
             f"{where} is not JSON to its end: {error}", "was the trace written to its end?"
         ) from error
+    events = _Events()
+    events.add(decoded)
+    return events, device_name
+
+
+def _decoded(data: bytes | bytearray) -> tuple[list[_Event], str]:
+    if bytes(data[:256]).lstrip()[:1] == b"[":
+        return _LIST.decode(data), ""
+    file = _FILE.decode(data)
     return file.traceEvents, next((d.name for d in file.deviceProperties), "")
 
 
-def _split(events: list[_Event]) -> tuple[dict[str, _Flat], list[_End]]:
-    """What is needed of each event by its kind, in one pass while the event is at hand."""
-    held: dict[str, _Flat] = {kind: [] for kind in _KINDS.values()}
-    ends: list[_End] = []
-    keep = {category: held[kind].extend for category, kind in _KINDS.items()}.get
-    nothing = _Arguments()
-    for event in events:
-        add = keep(event.cat)
-        if add is not None:
-            if event.ph == "X":
-                own = event.args or nothing
-                add(
-                    (event.ts, event.dur, event.name, event.tid, own.correlation, own.device,
-                     own.stream, own.sequence, own.forward_thread)
-                )  # fmt: skip
-        elif event.cat == _ARROW:
-            ends.append((event.ph, event.id, event.tid, event.ts))
-    return held, ends
+class _Events:
+    """Columns of what is needed of each kind of event."""
 
+    def __init__(self) -> None:
+        self._names = Names()
+        self._identity = _Identities()
+        self._parts: dict[str, list[list[Ints]]] = {kind: [] for kind in _FIELDS}
+        self._ends: list[_End] = []
 
-def _arrows(ends: list[_End]) -> Arrows:
-    tails = {number: (thread, ts) for ph, number, thread, ts in ends if ph == "s"}
-    whole = [
-        (*tails[number], thread, ts)
-        for ph, number, thread, ts in ends
-        if ph == "f" and number in tails
-    ]
-    if not whole:
-        return NO_ARROWS
-    tail_thread, tail, thread, start = zip(*whole, strict=True)
-    return Arrows(_moments(tail), _identities(tail_thread), _moments(start), _identities(thread))
+    def count(self, kind: str) -> int:
+        return sum(len(part[0]) for part in self._parts[kind])
 
+    def add(self, events: list[_Event]) -> None:
+        held: dict[str, list[_Event]] = {kind: [] for kind in self._parts}
+        keep = {category: held[kind].append for category, kind in _KINDS.items()}.get
+        for event in events:
+            add = keep(event.cat)
+            if add is not None:
+                if event.ph == "X":
+                    add(event)
+            elif event.cat == _ARROW:
+                self._ends.append((event.ph, event.id, event.tid, event.ts))
+        for kind, members in held.items():
+            if members:
+                self._parts[kind].append(self._columns(members, *_FIELDS[kind]))
 
-def _kernels(rows: _Flat, names: Names) -> Kernels:
-    if not rows:
-        return NO_KERNELS
-    ts, dur, name, _, correlation, device, stream, _, _ = _columns(rows)
-    start, end = _times(ts, dur)
-    return ordered_kernels(
-        name=names.numbers(name),
-        start=start,
-        end=end,
-        device=_identities(device),
-        stream=_identities(stream),
-        correlation=_column(correlation),
-    )
+    def _columns(
+        self, events: list[_Event], own: Sequence[str], arguments: Sequence[str]
+    ) -> list[Ints]:
+        nothing = _Arguments()
+        given = [event.args or nothing for event in events]
+        start = _moments([event.ts for event in events])
+        return [
+            start,
+            start + np.maximum(_moments([event.dur for event in events]), 0),
+            self._names.numbers([event.name for event in events]),
+            *(self._identity.numbers(list(map(attrgetter(name), events))) for name in own),
+            *(self._identity.numbers(list(map(attrgetter(name), given))) for name in arguments),
+        ]
 
+    def _joined(self, *kinds: str) -> tuple[Ints, ...]:
+        parts = [part for kind in kinds for part in self._parts[kind]]
+        if not parts:
+            return (ints(),) * (3 + sum(map(len, _FIELDS[kinds[0]])))
+        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
-def _calls(rows: _Flat, names: Names) -> Calls:
-    if not rows:
-        return NO_CALLS
-    ts, dur, name, tid, correlation, *_ = _columns(rows)
-    start, end = _times(ts, dur)
-    return Calls(names.numbers(name), start, end, _identities(tid), _column(correlation))
+    def trace(self, device_name: str) -> Trace:
+        operators = self.count("operator")
+        start, end, name, correlation, device, stream = self._joined("kernel")
+        kernels = ordered_kernels(
+            name=name, start=start, end=end, device=device, stream=stream, correlation=correlation
+        )
+        start, end, name, thread, correlation = self._joined("call")
+        calls = Calls(name, start, end, thread, correlation)
+        start, end, name, thread, sequence, back = self._joined("operator", "range")
+        spans = ordered_spans(
+            name=name, start=start, end=end, thread=thread,
+            is_range=np.arange(len(start)) >= operators, sequence=sequence, in_backward=back > 0,
+        )  # fmt: skip
+        return Trace(
+            "torch.profiler", self._names.all(), kernels, calls, spans, device_name, self._arrows()
+        )
 
-
-def _spans(operators: _Flat, ranges: _Flat, names: Names) -> Spans:
-    rows = operators + ranges
-    if not rows:
-        return NO_SPANS
-    ts, dur, name, tid, _, _, _, sequence, forward_thread = _columns(rows)
-    start, end = _times(ts, dur)
-    return ordered_spans(
-        name=names.numbers(name),
-        start=start,
-        end=end,
-        thread=_identities(tid),
-        is_range=np.arange(len(ts)) >= len(operators) // _FIELDS,
-        sequence=_column(sequence),
-        in_backward=_column(forward_thread) > 0,
-    )
-
-
-def _columns(rows: _Flat) -> Iterator[_Flat]:
-    return (rows[field::_FIELDS] for field in range(_FIELDS))
-
-
-def _times(ts: Sequence[float], dur: Sequence[float]) -> tuple[Ints, Ints]:
-    start = _moments(ts)
-    return start, start + np.maximum(_moments(dur), 0)
+    def _arrows(self) -> Arrows:
+        tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}
+        whole = [
+            (*tails[number], thread, ts)
+            for ph, number, thread, ts in self._ends
+            if ph == "f" and number in tails
+        ]
+        if not whole:
+            return NO_ARROWS
+        tail_thread, tail, thread, start = zip(*whole, strict=True)
+        numbers = self._identity.numbers
+        return Arrows(_moments(tail), numbers(tail_thread), _moments(start), numbers(thread))
 
 
 def _moments(microseconds: Sequence[float]) -> Ints:
@@ -223,22 +242,25 @@ def _moments(microseconds: Sequence[float]) -> Ints:
     return np.rint(values * 1e3).astype(np.int64)
 
 
-def _column(values: Sequence[int]) -> Ints:
-    return np.fromiter(values, np.int64, len(values))
-
-
-def _identities(values: Sequence[Any]) -> Ints:
+class _Identities:
     """Numbers as they are; words (`stream 7`) by their last number, or one of their own."""
-    try:
-        return _column(values)
-    except (TypeError, ValueError):
-        own: dict[Any, int] = {}
-        return _column([own.setdefault(v, _last_number(v, -2 - len(own))) for v in values])
 
+    def __init__(self) -> None:
+        self._own: dict[Any, int] = {}
 
-def _last_number(word: object, otherwise: int) -> int:
-    last = str(word).rpartition(" ")[2]
-    return int(last) if last.isascii() and last.isdigit() and len(last) < 18 else otherwise
+    def numbers(self, values: Sequence[Any]) -> Ints:
+        try:
+            return np.fromiter(values, np.int64, len(values))
+        except (TypeError, ValueError):
+            return np.fromiter(map(self._number, values), np.int64, len(values))
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, int):
+            return value
+        last = str(value).rpartition(" ")[2]
+        if last.isascii() and last.isdigit() and len(last) < 18:
+            return int(last)
+        return self._own.setdefault(value, -2 - len(self._own))
 
 
 @contextmanager

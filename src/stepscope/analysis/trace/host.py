@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from operator import or_
 from typing import Literal
 
 import numpy as np
 
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY, parents
+from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "outside", ""]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "")
@@ -19,6 +18,7 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outsid
 stands for work that nothing says the phase of."""
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER, OUTSIDE, UNKNOWN = range(6)
+_SAYS_NONE = -1
 STEP_EDGE = re.compile(r"^StepEdge#\d+$")
 """A moment at which one step ends and the next begins; a program that is only watched has no
 range around its step."""
@@ -54,41 +54,59 @@ class Host:
 def read_host(trace: Trace) -> Host:
     spans, names = trace.spans, trace.names
     parent = parents(spans)
-    own_phase = [_own_phase(name) for name in names]
-    marked = _has_forward_mark(trace)
     is_step = [STEP_MARK.match(name) is not None for name in names]
     is_edge = [STEP_EDGE.match(name) is not None for name in names]
-    says_module = [
-        own in (None, LOSS) and not mark and not name.startswith(_MACHINERY)
-        for name, own, mark in zip(names, own_phase, map(or_, is_step, is_edge), strict=True)
-    ]
-    phase, path = [UNKNOWN] * len(spans), [0] * len(spans)
-    paths: dict[tuple[str, ...], int] = {(): 0}
-    listed: list[tuple[str, ...]] = [()]
-    is_range, name_of, above = spans.is_range.tolist(), spans.name.tolist(), parent.tolist()
-    in_backward = spans.in_backward.tolist()
-    default = (OUTSIDE if any(is_edge) else UNKNOWN) if marked else FORWARD
-    for index, name in enumerate(name_of):
-        over = above[index]
-        outer = default if over == NOBODY else phase[over]
-        own = BACKWARD if in_backward[index] else own_phase[name]
-        # A range that only says `forward` does not turn a recomputation within backward around.
-        phase[index] = outer if own is None or (own < BACKWARD == outer) else own
-        route = 0 if over == NOBODY else path[over]
-        if is_range[index] and says_module[name]:
-            longer = (*listed[route], names[name])
-            route = paths.setdefault(longer, len(listed))
-            if route == len(listed):
-                listed.append(longer)
-        path[index] = route
+    phase = _phases(trace, parent, watched=any(is_edge))
+    path, paths = _paths(trace, parent, [a or b for a, b in zip(is_step, is_edge, strict=True)])
     ranges = sorted(np.flatnonzero(spans.is_range).tolist(), key=lambda i: int(spans.start[i]))
-    found = np.array(phase, np.int64)
+    name_of = spans.name.tolist()
     return Host(
-        parent, found, np.array(path, np.int64), tuple(listed),
-        forward_of(trace, parent, found == BACKWARD),
+        parent, phase, path, paths, forward_of(trace, parent, phase == BACKWARD),
         steps=tuple(i for i in ranges if is_step[name_of[i]]),
         edges=tuple(i for i in ranges if is_edge[name_of[i]]),
     )  # fmt: skip
+
+
+def _phases(trace: Trace, parent: Ints, *, watched: bool) -> Ints:
+    """Of every span; one that says none is of the phase around it."""
+    spans = trace.spans
+    by_name = np.array([_SAYS_NONE if (own := _own_phase(n)) is None else own for n in trace.names])
+    said = np.where(spans.in_backward, BACKWARD, by_name[spans.name])
+    holder = nearest(parent, said != _SAYS_NONE)
+    marked = _has_forward_mark(trace)
+    default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
+    # A range that only says `forward` does not turn a recomputation within backward around.
+    for index in np.flatnonzero((said >= 0) & (said < BACKWARD)).tolist():
+        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
+        if above != NOBODY and said[above] == BACKWARD:
+            said[index] = BACKWARD
+    return np.where(holder == NOBODY, default, said[holder])
+
+
+def _paths(
+    trace: Trace, parent: Ints, is_mark: list[bool]
+) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
+    """The named ranges around every span as a number, and what each number stands for."""
+    spans, names = trace.spans, trace.names
+    says_module = np.array(
+        [
+            not mark and _own_phase(name) in (None, LOSS) and not name.startswith(_MACHINERY)
+            for name, mark in zip(names, is_mark, strict=True)
+        ],
+        np.bool_,
+    )
+    named = spans.is_range & says_module[spans.name]
+    holder = nearest(parent, named)
+    path = np.zeros(len(spans), np.int64)
+    numbers: dict[tuple[str, ...], int] = {(): 0}
+    listed: list[tuple[str, ...]] = [()]
+    for index in np.flatnonzero(named).tolist():
+        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
+        longer = (*listed[path[above] if above != NOBODY else 0], names[spans.name[index]])
+        path[index] = numbers.setdefault(longer, len(listed))
+        if path[index] == len(listed):
+            listed.append(longer)
+    return np.where(holder == NOBODY, 0, path[holder]), tuple(listed)
 
 
 def _own_phase(name: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepscope.analysis.trace.model import EVERY_THREAD, Ints, Spans
 
@@ -14,20 +15,16 @@ def parents(spans: Spans) -> Ints:
 
     The outermost spans of a thread have the ranges that hold for every thread around them.
     """
-    starts, ends, threads = spans.start.tolist(), spans.end.tolist(), spans.thread.tolist()
-    found = [NOBODY] * len(starts)
-    open_spans: list[int] = []
-    thread = None
-    for index, start in enumerate(starts):
-        if threads[index] != thread:
-            thread = threads[index]
-            open_spans.clear()
-        while open_spans and ends[open_spans[-1]] <= start:
-            open_spans.pop()
-        if open_spans:
-            found[index] = open_spans[-1]
-        open_spans.append(index)
-    parent = np.array(found, np.int64)
+    parent = np.arange(len(spans), dtype=np.int64) - 1
+    first = np.searchsorted(spans.thread, spans.thread, side="left")
+    parent[parent < first] = NOBODY
+    seek = np.flatnonzero(parent != NOBODY)
+    while len(seek):
+        # One that has ended is passed over with all that had ended before it.
+        above = parent[seek]
+        seek = seek[spans.end[above] <= spans.start[seek]]
+        parent[seek] = parent[parent[seek]]
+        seek = seek[parent[seek] != NOBODY]
     if len(spans) and spans.thread[0] == EVERY_THREAD:
         outer = np.flatnonzero((parent == NOBODY) & (spans.thread != EVERY_THREAD))
         parent[outer] = _innermost_of(spans, parent, EVERY_THREAD, spans.start[outer])
@@ -63,3 +60,15 @@ def _innermost_of(spans: Spans, parent: Ints, thread: int, moment: Ints) -> Ints
         above = parent[found[over]]
         above[above < first] = NOBODY
         found[over] = above
+
+
+def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
+    """For every span itself or the innermost one around it that is wanted; NOBODY for none."""
+    none = len(parent)
+    above = np.where(parent == NOBODY, none, parent)
+    up = np.append(np.where(wanted, np.arange(none), above), none)
+    while True:
+        further = up[up]
+        if np.array_equal(further, up):
+            return np.where(up == none, NOBODY, up)[:-1]
+        up = further
