@@ -18,6 +18,7 @@ from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import WORTH, advise, applicable
 from stepscope.analysis.advice.facts import Facts
+from stepscope.cli.verification import OF_MODELS, OF_SCRIPTS
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
@@ -79,7 +80,7 @@ def test_written_out_attention() -> None:
     )
     (advice,) = advise(step)
     assert (advice.code, advice.gain_ms, advice.gain_bytes) == ("fused-attention", 17.0, 1 << 30)
-    assert advice.setting == {}
+    assert advice.setting == {"attention": "fused"}
 
 
 def test_memory_alone_is_worth_a_change() -> None:
@@ -106,7 +107,8 @@ def test_launches_and_memory_bound_kernels_call_for_a_compiler() -> None:
 def test_habits_of_a_loop() -> None:
     step = facts(wait_idle_ms=10.0, pageable_ms=5.0, cleared_ms=4.0)
     assert gains(step) == {"no-read-back": 10.0, "pinned-data": 5.0, "set-to-none": 4.0}
-    assert list(applicable(advise(step))) == []
+    assert [one.code for one in applicable(advise(step), OF_SCRIPTS)] == list(gains(step))
+    assert list(applicable(advise(step), OF_MODELS)) == []
     starved = facts(data_ms=30.0, host_idle_ms=20.0)
     assert gains(starved) == {"data-ahead": 20.0, "cuda-graph": 18.0}
 
@@ -265,7 +267,7 @@ def test_the_command_lists_advice_from_records(
     [
         ((), "there is no step to advise on"),
         (("a.jsonl", "--model", "a:b"), "there is no step to advise on"),
-        (("a.jsonl", "--verify"), "only a model can be tried again"),
+        (("a.jsonl", "--verify"), "records cannot be tried again"),
         (("--model", "a:b", "--rounds", "1"), "at least 5 rounds"),
         (("--model", "a.py"), "not of the form"),
     ],
@@ -309,7 +311,7 @@ def test_a_trial_runs_both_steps_on_the_same_data() -> None:
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
-    found = measure_trial(msgspec.to_builtins(trial), QuietBench())
+    found = measure_trial(trial, QuietBench())
     losses = {s.name: s.values for s in found.series if s.name.startswith("loss.")}
     assert losses["loss.base"] == pytest.approx(losses["loss.changed"], rel=1e-4)
     assert len(losses["loss.base"]) == 4

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.cli.inspect_command import split_words
+from stepscope.cli.inspect_command import InspectOptions
+from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError
 from stepscope.scope.anchor import Anchor
 from stepscope.scope.arrival import when_imported
@@ -93,7 +94,7 @@ def test_an_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> Non
 def test_words_after_the_script_are_the_scripts(
     words: list[str], own: list[str], target: str | None, rest: list[str]
 ) -> None:
-    assert split_words(words) == (own, target, rest)
+    assert split_words(words, InspectOptions) == (own, target, rest)
 
 
 @pytest.mark.parametrize(

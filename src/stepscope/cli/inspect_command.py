@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import typing
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from stepscope.cli.common import Place, parse, write_text
+from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.studies.inspected.order import Order
@@ -42,7 +41,7 @@ class InspectOptions(Place, frozen=True, kw_only=True):
 
 
 def main(words: list[str]) -> int:
-    own, target, rest = split_words(words)
+    own, target, rest = split_words(words, InspectOptions)
     options = parse(
         InspectOptions,
         own,
@@ -68,27 +67,6 @@ def main(words: list[str]) -> int:
     finally:
         if leads:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
-    """Our own options, the script, and all that belongs to the script."""
-    kinds = typing.get_type_hints(InspectOptions)
-    place = 0
-    own: list[str] = []
-    while place < len(words) and words[place].startswith("-"):
-        word = words[place]
-        if word == "--":
-            place += 1
-            break
-        own.append("--module" if word == "-m" else word)
-        name = word.lstrip("-").replace("-", "_")
-        if "=" not in word and kinds.get(name) not in (None, bool):
-            own += words[place + 1 : place + 2]
-            place += 1
-        place += 1
-    if place >= len(words):
-        return own, None, []
-    return own, words[place], list(words[place + 1 :])
 
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:

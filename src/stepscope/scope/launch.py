@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from stepscope.scope.stages import Effort
+from stepscope.scope.trial.contender import Contender
 from stepscope.scope.watching import Watcher
 from stepscope.studies.inspected.order import Order
 
@@ -28,10 +29,7 @@ _QUIET = "KINETO_LOG_LEVEL"
 
 def main(folder: str, text: str) -> None:
     order = msgspec.json.decode(text, type=Order)
-    effort = Effort(
-        warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
-    )
-    watcher = Watcher(Path(folder), effort, order.name, list(order.words), stop=order.stop)
+    watcher = _watcher(order, Path(folder))
     watcher.start()
     # The profiler's library writes lines of its own to standard error, which is the script's.
     silenced = os.environ.setdefault(_QUIET, "6") == "6"
@@ -51,6 +49,15 @@ def main(folder: str, text: str) -> None:
         watcher.finish()
         if silenced:
             os.environ.pop(_QUIET, None)
+
+
+def _watcher(order: Order, folder: Path) -> Watcher | Contender:
+    if order.channel is not None:
+        return Contender(order.channel, order.settings, order.warmup)
+    effort = Effort(
+        warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
+    )
+    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop)
 
 
 def _run_script(order: Order) -> None:

@@ -109,6 +109,10 @@ class Runner:
                 if need in self.lacks:
                     raise UsageError(f"{case.study} {case.key}: {self.lacks[need]}")
 
+    def ceilings(self, observer: Observer) -> tuple[Ceiling, ...]:
+        """This machine's, for whoever needs them beside those in the records."""
+        return self._worker.ceilings(observer.calibrating, again=False)
+
     def run(
         self,
         cases: Sequence[Case],

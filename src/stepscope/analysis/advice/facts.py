@@ -41,7 +41,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Kept for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    optimizer: str = "adam"
+    """Its family: `adam`, `sgd`, or empty where that is not known."""
+    optimizer_of_torch: bool = True
     fused_optimizer: bool = False
+    forward_ms: float = 0.0
+    """Of all that the forward does, idle time included."""
+    recomputed_bytes: int = 0
+    """What would be kept for backward if the backward ran no forward again; 0 where it does not."""
+    state_bytes: int = 0
+    """Of the optimizer."""
+    ranks: int = 1
+    exposed_ms: float = 0.0
+    """Communication that no other work hides."""
+    messages: float = 0.0
+    """Reductions in a step."""
     batch: int | None = None
     rates: dict[str, float] = {}
     """FLOP/s by number format, as measured on this machine."""
@@ -49,3 +63,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """B/s, as measured on this machine."""
     lacks: tuple[str, ...] = ()
     """What this machine does not have: a number format, `compiler`."""
+
+    def is_tight(self, share: float) -> bool:
+        """More than this share of the device's memory is in use at the peak."""
+        return bool(self.memory_bytes) and self.peak_bytes > share * self.memory_bytes

@@ -1,9 +1,11 @@
 """Is a change of a training step worth it: predicted from its ledgers, then tried?
 
     stepscope advise --model lab.net:build --verify
+    stepscope advise --verify train.py --batch-size 8
 
-A case is a model with some settings changed against the same model without, in turns, in a process
-of its own. Both begin with the same weights and see the same data, and their losses are compared.
+A case is a model, or a script, with some settings changed against the same without, in turns, in
+processes of its own. Both begin with the same weights and see the same data, and their losses are
+compared.
 """
 
 from __future__ import annotations
@@ -24,23 +26,54 @@ from stepscope.studies.own import OwnCase
 STUDY_NAME = "advise"
 
 
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """A training program as somebody starts it, in the folder where we are."""
+
+    target: str
+    module: bool = False
+    words: tuple[str, ...] = ()
+    warmup: int = 5
+    """Steps before the first turn."""
+
+    @property
+    def key(self) -> str:
+        name = self.target.rpartition("/")[2]
+        return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+
+    @property
+    def name(self) -> str:
+        return self.target
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One change, or several together, against the step without them."""
 
-    base: OwnCase
+    base: OwnCase | None = None
+    """A model of one's own; else `program`."""
+    program: Script | None = None
     advice: tuple[Advice, ...]
     rounds: int = 15
     loss_steps: int = 20
     """Steps over which the losses are compared."""
+    step_ms: float
+    """Of the base, from which the gains were predicted."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {name: value for one in self.advice for name, value in one.setting.items()}
 
     @property
     def changed(self) -> OwnCase:
-        new: dict[str, Any] = {}
-        for one in self.advice:
-            new |= one.setting
+        assert self.base is not None
+        new: dict[str, Any] = dict(self.settings)
         if "batch" in new:
             new["batch"] = int(new["batch"])
         return msgspec.structs.replace(self.base, **new)
+
+    @property
+    def more_samples(self) -> float:
+        """Samples of the changed step for each of the base."""
+        return 1.0 if self.base is None else self.changed.batch / self.base.batch
 
     @property
     def code(self) -> str:
@@ -54,15 +87,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
             left *= 1 - min(0.95, one.gain_ms / self.step_ms)
         return self.step_ms * (1 - left)
 
-    step_ms: float
-    """Of the base, from which the gains were predicted."""
-
     def case(self) -> Case:
-        needs = [precision(self.changed.dtype).compute]
-        needs += [] if self.changed.compile == "no" else ["compiler"]
+        subject = self.base or self.program
+        assert subject is not None
+        settings = self.settings
+        needs = [precision(settings["dtype"]).compute] if "dtype" in settings else []
+        needs += ["compiler"] if settings.get("compile", "no") != "no" else []
+        needs += ["graph"] if settings.get("compile") == "graphs" else []
         return Case(
             study=STUDY_NAME,
-            key=f"{self.base.key}_{self.code}",
+            key=f"{subject.key}_{self.code}",
             config=msgspec.to_builtins(self),
             needs=tuple(needs),
         )
@@ -84,9 +118,14 @@ class Advise(Study[NoFlags]):
         raise UsageError("trials follow from a step's ledgers", f"use {self.recorded_by}")
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+        trial = msgspec.convert(config, Trial)
+        if trial.program is not None:
+            from stepscope.studies.advice.script_trial import measure_script_trial
+
+            return measure_script_trial(trial, trial.program, bench)
         from stepscope.studies.advice.measuring import measure_trial
 
-        return measure_trial(config, bench)
+        return measure_trial(trial, bench)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.advice.view import trial_blocks

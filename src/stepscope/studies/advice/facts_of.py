@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.errors import StepscopeError
+from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED
 from stepscope.records.schema import Ceiling, Record
+from stepscope.records.stats import summarize
 from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.trace_findings import host_idle
 
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_WAITS = 0.05
+"""From this share of a step on, the host's waits show that no full queue holds it up."""
 _PAGEABLE = "pageable"
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
@@ -31,11 +37,7 @@ def facts_of(
     core = _attention(summary)
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    fused = (
-        any(one.fused for one in setting.optimizers)
-        if setting
-        else record.config.get("optimizer") == "adamw-fused"
-    )
+    exposed = summary.class_ms("communication")
     return Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
@@ -45,7 +47,7 @@ def facts_of(
         host_idle_ms=host_idle(summary, step_ms) * step_ms if summary.on_device else 0.0,
         # In a step of ours the host waits at the end, on purpose; in a program, where it waits.
         wait_idle_ms=summary.idle_of("synchronisation") if record.study == "inspect" else 0.0,
-        issue_ms=summary.wall_ms - summary.waited_ms if record.study == "own" else None,
+        issue_ms=_issue_ms(record, summary),
         attention_ms=sum(use.ms for use in core),
         attention_matmul_ms=sum(use.ms for use in core if use.kind == "matmul"),
         score_bytes=_scores(account),
@@ -57,12 +59,51 @@ def facts_of(
         saved_bytes=account.kept if account else 0,
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,
-        fused_optimizer=fused,
+        **_optimizer(record, setting),
+        forward_ms=summary.phases.get("forward", summary.phase_ms("forward")),
+        recomputed_bytes=_recomputed(account),
+        state_bytes=account.line(OPTIMIZER) if account else 0,
+        ranks=int(record.config.get("ranks", 1)),
+        exposed_ms=exposed,
+        messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         batch=record.config.get("batch"),
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
         lacks=tuple(lacks),
     )
+
+
+def _issue_ms(record: Record, summary: Summary) -> float | None:
+    """Host time of a step. Where the host never waits, a full queue holds it up instead, and
+    nothing says how long it would take by itself."""
+    alone = summary.wall_ms - summary.waited_ms
+    if record.study == "own":
+        on_host = record.find("step", "host")
+        held = [alone, summarize(on_host.values).median] if on_host else [alone]
+        return min(held)
+    return alone if summary.waited_ms > _WAITS * summary.wall_ms else None
+
+
+def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
+    if setting is None:
+        name = str(record.config.get("optimizer", ""))
+        return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
+                "fused_optimizer": name.endswith("-fused")}  # fmt: skip
+    names = {one.name.lower() for one in setting.optimizers}
+    family = "adam" if any("adam" in name for name in names) else ""
+    return {
+        "optimizer": family or ("sgd" if names == {"sgd"} else ""),
+        "optimizer_of_torch": all(one.of_torch for one in setting.optimizers),
+        "fused_optimizer": any(one.fused for one in setting.optimizers),
+    }
+
+
+def _recomputed(account: Account | None) -> int:
+    """What one stretch makes again, for every stretch that keeps its input."""
+    if account is None or not account.line(RECOMPUTED):
+        return 0
+    stretches = sum(KEPT_INPUT in tensor.operator for tensor in account.saved)
+    return account.line(RECOMPUTED) * max(1, stretches)
 
 
 def _classes(summary: Summary) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.advice import Trial
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 BASE, CHANGED = "base", "changed"
 
 
-def measure_trial(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_trial(trial: Trial, bench: Bench) -> Measurement:
     from stepscope.measure.turns import time_in_turns
     from stepscope.studies.own.step import OwnStep
 
-    trial = msgspec.convert(config, Trial)
+    assert trial.base is not None
     device = bench.device
-    losses, peaks = {}, {}
-    for name, case in ((BASE, trial.base), (CHANGED, trial.changed)):
+    cases = {BASE: trial.base, CHANGED: trial.changed}
+    losses: dict[str, Sequence[float | None]] = {}
+    peaks: dict[str, int | None] = {}
+    for name, case in cases.items():
         bench.progress(0, 1, f"losses, {name}")
         # Alone, so that its peak is its own.
         losses[name], peaks[name] = _losses(case, device, trial.loss_steps)
         device.release()
-    steps = {
-        name: OwnStep(case, device) for name, case in ((BASE, trial.base), (CHANGED, trial.changed))
-    }
+    steps = {name: OwnStep(case, device) for name, case in cases.items()}
     for step in steps.values():
         step.compile()
     timing = time_in_turns(
@@ -43,19 +43,39 @@ def measure_trial(config: dict[str, Any], bench: Bench) -> Measurement:
         rounds=trial.rounds,
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
+    return Measurement(
+        series=(*timing.series, *loss_series(losses)),
+        quantities=trial_quantities(losses, peaks),
+        readings=timing.readings,
+    )
+
+
+def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, ...]:
+    """Up to the first that is not a finite number."""
+    sound = {
+        name: tuple(itertools.takewhile(lambda v: v is not None, values))
+        for name, values in losses.items()
+    }
+    return tuple(
+        Series(name=f"loss.{name}", unit="nats", values=values)  # type: ignore[arg-type]
+        for name, values in sound.items()
+        if values
+    )
+
+
+def trial_quantities(
+    losses: Mapping[str, Sequence[float | None]], peaks: Mapping[str, int | None]
+) -> dict[str, Quantity]:
     found = {
         f"peak.{name}": Quantity(value=peak, unit="B")
         for name, peak in peaks.items()
         if peak is not None
     }
-    return Measurement(
-        series=(
-            *timing.series,
-            *(Series(name=f"loss.{n}", unit="nats", values=v) for n, v in losses.items()),
-        ),
-        quantities=found,
-        readings=timing.readings,
-    )
+    for name, values in losses.items():
+        # A program without a loss that we could see has none at all.
+        if None in values and any(v is not None for v in values):
+            found[f"loss_lost.{name}"] = Quantity(value=values.index(None), unit="steps")
+    return found
 
 
 def _in_its_format(step: OwnStep) -> Callable[[], None]:
@@ -71,7 +91,7 @@ def _in_its_format(step: OwnStep) -> Callable[[], None]:
 
 def _losses(
     case: OwnCase, device: Device, steps: int
-) -> tuple[tuple[float, ...], int | None]:  # fmt: skip
+) -> tuple[list[float | None], int | None]:  # fmt: skip
     import torch
 
     from stepscope.studies.own.step import OwnStep
@@ -79,12 +99,13 @@ def _losses(
     step = OwnStep(case, device)
     step.compile()
     device.reset_peak()
-    found = []
+    found: list[float | None] = []
     for number in range(steps):
         torch.manual_seed(1000 + number)
         step.next_batch()
         step.run()
         assert step.loss is not None
-        found.append(float(step.loss.detach()))
+        value = float(step.loss.detach())
+        found.append(value if math.isfinite(value) else None)
         step.reset()
-    return tuple(found), device.peak_bytes() if device.kind == "cuda" else None
+    return found, device.peak_bytes() if device.kind == "cuda" else None

@@ -34,7 +34,7 @@ class Tried:
         base, changed = (self._times(name) for name in (BASE, CHANGED))
         if not base or not changed:
             return None
-        scale = self.trial.base.batch / self.trial.changed.batch
+        scale = 1 / self.trial.more_samples
         return ratio_interval(base, tuple(scale * value for value in changed))
 
     def _times(self, name: str) -> tuple[float, ...]:
@@ -64,10 +64,11 @@ class Tried:
     def loss_off(self) -> float | None:
         """Between the means of the last quarter of the steps."""
         base, changed = (self.record.find(f"loss.{name}") for name in (BASE, CHANGED))
-        if base is None or changed is None or self.trial.base.batch != self.trial.changed.batch:
+        if base is None or changed is None or self.trial.more_samples != 1:
             return None
-        last = max(1, len(base.values) // 4)
-        means = [sum(one.values[-last:]) / last for one in (base, changed)]
+        steps = min(len(base.values), len(changed.values))
+        last = max(1, steps // 4)
+        means = [sum(one.values[steps - last : steps]) / last for one in (base, changed)]
         travelled = abs(base.values[0] - means[0])
         return abs(means[1] - means[0]) / max(travelled, abs(means[0]), 1e-12)
 
@@ -79,15 +80,21 @@ class Tried:
     def verdict(self) -> str:
         if self.record.status != "ok" or self.ratio is None:
             return f"not tried: {self.record.reason or self.record.status}"
+        if self.record.notes.get("without_effect"):
+            return f"dropped: {self.record.notes['without_effect']}"
+        lost = self.record.quantity("loss_lost.changed")
+        if lost is not None and self.record.quantity("loss_lost.base") is None:
+            return f"dropped: the loss is no number from step {lost:.0f} on"
         if not self.same_loss:
             return "dropped: the loss differs"
         if self.ratio.high < 1:
-            return "kept"
+            seen = self.trial.more_samples != 1 or self.record.find("loss.base") is not None
+            return "kept" if seen else "kept, without a loss to compare"
         return "dropped: slower" if self.ratio.low > 1 else "dropped: no gain shown"
 
     @property
     def kept(self) -> bool:
-        return self.verdict == "kept"
+        return self.verdict.startswith("kept")
 
     def verified(self) -> Verified | None:
         """For the calibration: single changes only."""

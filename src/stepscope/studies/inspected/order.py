@@ -17,6 +17,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     memory: bool
     stop: bool = False
     """End the script once its steps are recorded."""
+    channel: int | None = None
+    """Where it is told to go on, when it takes turns with another run of the same script."""
+    settings: dict[str, str] = {}
+    """What is changed in it from outside."""
 
     @property
     def name(self) -> str:

@@ -24,8 +24,10 @@ from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
 
 STUDY_NAME = "own"
-COMPILE = ("no", "block", "model")
-OPTIMIZERS = ("adamw", "adamw-loop", "adamw-fused", "sgd")
+COMPILE = ("no", "block", "model", "graphs")
+OPTIMIZERS = ("adamw", "adamw-loop", "adamw-fused", "sgd", "sgd-fused")
+ATTENTION = ("as-is", "fused")
+CHECKPOINT = ("as-is", "blocks")
 
 
 class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +40,14 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     dtype: tuple[str, ...] = ("float32",)
     """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
     compile: tuple[str, ...] = ("no",)
-    """torch.compile: no (eager), block (each entry of its ModuleLists alone), model (whole)."""
+    """torch.compile: no (eager), block (each entry of its ModuleLists alone), model (whole),
+    graphs (whole, replayed as CUDA graphs)."""
     optimizer: tuple[str, ...] = ("adamw",)
-    """adamw (torch's default), adamw-loop (tensor by tensor), adamw-fused, sgd."""
+    """adamw (torch's default), adamw-loop (tensor by tensor), adamw-fused, sgd, sgd-fused."""
+    attention: tuple[str, ...] = ("as-is",)
+    """as-is, or fused: attention that the model writes out is done as one kernel."""
+    checkpoint: tuple[str, ...] = ("as-is",)
+    """as-is, or blocks: each entry of its ModuleLists runs again in the backward."""
     warmup: int = 5
     """Steps before the first sample."""
     steps: int = 10
@@ -65,6 +72,8 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     compile: str
     optimizer: str
+    attention: str = "as-is"
+    checkpoint: str = "as-is"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.]+:[\w.]+", self.model):
@@ -75,6 +84,8 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         for kind, value, known in (
             ("compile", self.compile, COMPILE),
             ("optimizer", self.optimizer, OPTIMIZERS),
+            ("attention", self.attention, ATTENTION),
+            ("checkpoint", self.checkpoint, CHECKPOINT),
         ):
             if value not in known:
                 raise unknown_name(kind, value, known)
@@ -83,13 +94,18 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         extras = [] if self.compile == "no" else [f"compile={self.compile}"]
+        extras += [] if self.attention == "as-is" else [f"attention={self.attention}"]
+        extras += [] if self.checkpoint == "as-is" else [f"checkpoint={self.checkpoint}"]
         name = self.model.replace(":", ".")
         return "_".join((name, f"b{self.batch}", self.dtype, *extras, self.optimizer))
 
     @property
     def name(self) -> str:
         compiled = "" if self.compile == "no" else f", compiled by {self.compile}"
-        return f"{self.model} in {self.dtype} at batch {self.batch}, {self.optimizer}{compiled}"
+        fused = "" if self.attention == "as-is" else ", attention fused"
+        again = "" if self.checkpoint == "as-is" else ", blocks checkpointed"
+        words = f"{self.model} in {self.dtype} at batch {self.batch}, {self.optimizer}"
+        return f"{words}{compiled}{fused}{again}"
 
 
 class Own(Study[OwnFlags]):
@@ -114,10 +130,11 @@ class Own(Study[OwnFlags]):
         made = (
             OwnCase(
                 model=flags.model, batch=batch, dtype=precision(dtype).name, compile=compiled,
-                optimizer=optimizer,
+                optimizer=optimizer, attention=attention, checkpoint=checkpoint,
             )
-            for batch, dtype, compiled, optimizer in itertools.product(
-                flags.batch, flags.dtype, flags.compile, flags.optimizer
+            for batch, dtype, compiled, optimizer, attention, checkpoint in itertools.product(
+                flags.batch, flags.dtype, flags.compile, flags.optimizer, flags.attention,
+                flags.checkpoint,
             )
         )  # fmt: skip
         return tuple(
@@ -128,6 +145,7 @@ class Own(Study[OwnFlags]):
                 needs=(
                     precision(case.dtype).compute,
                     *([] if case.compile == "no" else ["compiler"]),
+                    *(["graph"] if case.compile == "graphs" else []),
                 ),
             )
             for case in made

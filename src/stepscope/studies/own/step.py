@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stepscope.model.config import precision
+from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own import OwnCase
 from stepscope.studies.own.building import Built, build, call, loss_of
+from stepscope.studies.own.changing import checkpoint_blocks, compile_own, one_kernel_attention
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,10 @@ class OwnStep:
         self.built: Built = build(case.model)
         self.model = self.built.model.to(device.torch_device, getattr(torch, form.weights))
         self.model.train()
+        if case.checkpoint == "blocks" and not checkpoint_blocks(self.model):
+            raise CaseSkipped(f"the model of {case.model} has no ModuleList of blocks")
+        self.attention = one_kernel_attention() if case.attention == "fused" else None
+        self._compiled = False
         self.optimizer = make_own_optimizer(case.optimizer, self.model)
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
         self.batch = self.built.make_batch(case.batch, device.torch_device)
@@ -50,7 +56,14 @@ class OwnStep:
 
     def compile(self) -> None:
         """As the case asks for it. Until then the step is eager, and its FLOPs can be counted."""
-        compile_own(self.model, self.case.compile)
+        if self.case.compile == "no":
+            return
+        if self.attention is not None:
+            # Shows what masks its attention has, which the compiler cannot see.
+            self._forward()
+            self.reset()
+        compile_own(self.model, self.case.compile, self.attention)
+        self._compiled = True
 
     def phases(self) -> tuple[Phase, ...]:
         from stepscope.measure.timer import Phase
@@ -75,8 +88,15 @@ class OwnStep:
     def _forward(self) -> None:
         from stepscope.ranges import named
 
+        eager = None if self._compiled else self.attention
+        if eager is None and self.case.compile == "graphs":
+            import torch
+
+            # What the step before left may be overwritten now.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with named("forward"), self._autocast():
-            output = call(self.model, self.batch)
+            with eager or nullcontext():
+                output = call(self.model, self.batch)
             self.loss = loss_of(output, self.batch, self.built.loss, self.case.model)
 
     def _backward(self) -> None:
@@ -95,24 +115,13 @@ class OwnStep:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def compile_own(model: torch.nn.Module, how: str) -> None:
-    import torch
-
-    if how == "model":
-        model.compile()
-    elif how == "block":
-        for part in model.modules():
-            if isinstance(part, torch.nn.ModuleList):
-                for block in part:
-                    block.compile()
-
-
 def make_own_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     import torch
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    if name.startswith("sgd"):
+        fused = name == "sgd-fused"
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=fused or None)
     ways: dict[str, dict[str, bool]] = {
         "adamw": {},
         "adamw-loop": {"foreach": False},

@@ -1,0 +1,105 @@
+"""Changes of a training program, made from outside: no line of it is touched.
+
+What the program does not have yet when torch arrives (optimizers, data loaders) is changed as it is
+made. What needs its models is changed after its first step, when they are known, and compiled after
+its second, which has shown what masks its attention has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from stepscope.scope.trial import habits
+from stepscope.scope.trial.backwards import Backwards
+from stepscope.scope.trial.optimizers import fuse_optimizers
+from stepscope.studies.own.changing import (
+    call_within,
+    checkpoint_blocks,
+    compile_own,
+    one_kernel_attention,
+)
+
+_EARLY = {
+    "optimizer": fuse_optimizers,
+    "gradients": habits.drop_gradients,
+    "data": habits.load_ahead,
+    "copies": habits.copy_from_pinned_memory,
+    "read_back": habits.read_back_later,
+}
+COMPILED_AFTER = 2
+
+
+class Changes:
+    """`settings` are those of the advice that is tried; see `analysis/advice/changes.py`."""
+
+    def __init__(self, settings: Mapping[str, str], backwards: Backwards) -> None:
+        self._settings = settings
+        self._applied: Counter[str] = Counter()
+        self._attention = one_kernel_attention() if "attention" in settings else None
+        self._models: Sequence[torch.nn.Module] = ()
+        self._within = ExitStack()
+        self._is_within = False
+        self._compiled = False
+        backwards.before.append(self._leave)
+
+    def when_torch_is_there(self) -> None:
+        if self._settings.get("dtype") == "tf32":
+            torch.set_float32_matmul_precision("high")
+        for name, change in _EARLY.items():
+            if name in self._settings:
+                change(self._applied)
+        if self._settings.get("checkpoint") == "no":
+            habits.run_nothing_again(self._applied)
+
+    def when_models_are_known(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        for model in models:
+            if self._settings.get("checkpoint") == "blocks":
+                self._applied["checkpoint"] += checkpoint_blocks(model)
+            if self._attention is not None or self._format() is not None:
+                kind = next((p.device.type for p in model.parameters()), "cpu")
+                call_within(model, partial(self._around, kind))
+
+    def end_step(self, steps: int) -> None:
+        self._leave()
+        if steps == COMPILED_AFTER and "compile" in self._settings:
+            for model in self._models:
+                compile_own(model, self._settings["compile"], self._attention)
+            self._compiled = True
+
+    def without_effect(self) -> list[str]:
+        """Settings that found nothing to change in the steps so far."""
+        counted = {*_EARLY, "checkpoint"} & set(self._settings)
+        found = sorted(name for name in counted if not self._applied[name])
+        if self._attention is not None and not self._attention.substituted:
+            found.append("attention")
+        return found
+
+    def _format(self) -> torch.dtype | None:
+        name = self._settings.get("dtype", "")
+        return getattr(torch, name) if name in ("bfloat16", "float16") else None
+
+    @contextmanager
+    def _around(self, kind: str) -> Iterator[None]:
+        """Autocast goes on until the backward, so that the loss is within, as it should be."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        form = self._format()
+        if form is not None and not self._is_within:
+            self._is_within = True
+            self._within.enter_context(torch.autocast(kind, form))
+        if self._attention is None or self._compiled:
+            yield
+            return
+        with self._attention:
+            yield
+
+    def _leave(self) -> None:
+        self._within.close()
+        self._is_within = False

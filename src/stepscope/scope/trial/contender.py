@@ -1,0 +1,145 @@
+"""One of two runs of a script that take turns: it waits at the end of a step until it is told on.
+
+Says over its channel, a line of JSON each: `Ready` once its warm-up is over, `Taken` after each
+turn. Is told how many steps the next turn has; 0 ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.scope.anchor import Anchor
+from stepscope.scope.arrival import when_imported
+from stepscope.studies.advice.turns import Ready, Taken
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device, Mark
+    from stepscope.scope.trial.backwards import Backwards
+    from stepscope.scope.trial.changes import Changes
+
+_SEED = 0
+_SET_DEATH_SIGNAL = 1
+_LEAD = 1
+"""Steps of a turn before its sample: the first begins on a device without work."""
+
+
+class Contender:
+    def __init__(self, channel: int, settings: dict[str, str], warmup: int) -> None:
+        self._channel = socket.socket(fileno=channel)
+        self._lines = self._channel.makefile("rb")
+        self._settings = settings
+        self._warmup = warmup
+        self._anchor = Anchor()
+        self._optimizers: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._steps = 0
+        self._left = 0
+        self._turn = 0
+        self._warm_since = 0.0
+        self._begun: Mark | None = None
+        self._device: Device
+        self._backwards: Backwards
+        self._changes: Changes
+
+    def start(self) -> None:
+        # Stopped between its turns, it would outlive whoever could wake it.
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        random.seed(_SEED)
+        when_imported("numpy", _seed_numpy)
+        when_imported("torch", self._attach)
+
+    def finish(self) -> None:
+        """The script ended before it was told to: who listens sees that the channel closes."""
+
+    def _attach(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        from stepscope.scope.trial.backwards import Backwards
+        from stepscope.scope.trial.changes import Changes
+
+        torch.manual_seed(_SEED)
+        self._backwards = Backwards()
+        self._backwards.attach()
+        self._changes = Changes(self._settings, self._backwards)
+        self._changes.when_torch_is_there()
+        register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._optimizers.setdefault(id(optimizer), optimizer)
+        if not self._anchor.ends_step(id(optimizer)):
+            return
+        self._steps += 1
+        self._backwards.end_step()
+        if self._steps == 1:
+            self._know_models()
+        self._changes.end_step(self._steps)
+        if self._steps == self._warmup - 1:
+            self._anchor.freeze()
+            self._device.synchronize()
+            self._warm_since = time.perf_counter()
+        elif self._steps == self._warmup:
+            self._device.synchronize()
+            took = time.perf_counter() - self._warm_since
+            self._device.reset_peak()
+            missing = self._changes.without_effect()
+            self._say(Ready(step_ms=1e3 * took, losses=self._backwards.take(), missing=missing))
+            self._await_turn()
+        elif self._steps > self._warmup:
+            self._within_turn()
+
+    def _know_models(self) -> None:
+        from stepscope.measure.device import CpuDevice, CudaDevice
+        from stepscope.measure.modules import trained_models
+
+        groups = [group for one in self._optimizers.values() for group in one.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        place = parameters[0].device
+        self._device = CudaDevice(place.index or 0) if place.type == "cuda" else CpuDevice()
+        self._changes.when_models_are_known(trained_models(parameters))
+
+    def _within_turn(self) -> None:
+        self._left -= 1
+        if self._left == self._turn:
+            self._begun = self._device.mark()
+        elif self._left == 0:
+            assert self._begun is not None
+            end = self._device.mark()
+            self._device.synchronize()
+            on_device = self._device.device_ms(self._begun, end)
+            on_host = 1e3 * (end.host_s - self._begun.host_s)
+            took = on_host if on_device is None else on_device
+            peak = self._device.peak_bytes() if self._device.kind == "cuda" else None
+            self._say(
+                Taken(step_ms=took / self._turn, losses=self._backwards.take(), peak_bytes=peak)
+            )
+            self._await_turn()
+
+    def _await_turn(self) -> None:
+        line = self._lines.readline()
+        self._turn = msgspec.json.decode(line, type=int) if line else 0
+        if not self._turn:
+            # At once: a script that catches an exception would go on, or write its last checkpoint.
+            sys.stdout.flush()
+            os._exit(0)
+        self._left = self._turn + _LEAD
+
+    def _say(self, message: Ready | Taken) -> None:
+        self._channel.sendall(msgspec.json.encode(message) + b"\n")
+
+
+def _seed_numpy() -> None:
+    import numpy as np
+
+    np.random.seed(_SEED)

@@ -1,0 +1,124 @@
+"""Habits of training loops, changed where torch is called: data, copies, values read back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.data import DataLoader
+
+_MOST_WORKERS = 8
+Applied = Counter[str]
+"""How often each change found something to change."""
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def drop_gradients(applied: Applied) -> None:
+    """`zero_grad` lets go of gradients instead of filling them with zeros."""
+    for kind in (torch.optim.Optimizer, torch.nn.Module):
+        plain = kind.zero_grad
+
+        def zero_grad(self: Any, set_to_none: bool = True, plain: Any = plain) -> None:
+            applied["gradients"] += not set_to_none
+            plain(self, set_to_none=True)
+
+        kind.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def load_ahead(applied: Applied) -> None:
+    """Loaders without workers get some."""
+    plain = DataLoader.__init__
+    workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))
+
+    def made(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+        if not keywords.get("num_workers") and len(arguments) < 5:
+            applied["data"] += 1
+            keywords |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": 4}
+        plain(self, dataset, *arguments, **keywords)
+
+    DataLoader.__init__ = made  # type: ignore[method-assign]
+
+
+def copy_from_pinned_memory(applied: Applied) -> None:
+    """Copies to the GPU go through memory that the driver can read by itself, and do not wait."""
+    to, cuda = torch.Tensor.to, torch.Tensor.cuda
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        applied["copies"] += 1
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def to_device(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if self.device.type == "cpu" and _names_a_gpu((*arguments, keywords.get("device"))):
+            return to(pinned(self), *arguments, **keywords | {"non_blocking": True})
+        return to(self, *arguments, **keywords)
+
+    def to_gpu(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return cuda(pinned(self), *arguments[:1], **keywords | {"non_blocking": True})
+        return cuda(self, *arguments, **keywords)
+
+    torch.Tensor.to = to_device  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = to_gpu  # type: ignore[method-assign, assignment]
+
+
+def _names_a_gpu(words: tuple[Any, ...]) -> bool:
+    return any(
+        (isinstance(word, torch.device) and word.type == "cuda")
+        or (isinstance(word, str) and word.startswith("cuda"))
+        or (isinstance(word, int) and not isinstance(word, bool))
+        for word in words[:1] + words[-1:]
+    )
+
+
+class _Late:
+    """The value that one place in the program read back last, on its way to the host."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._held = value.detach().cpu().pin_memory()
+        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last = self._held.tolist()
+
+    def send(self, value: torch.Tensor) -> Any:
+        """What arrived so far; the value itself is sent for the next time."""
+        if self._there.query():  # type: ignore[no-untyped-call]
+            self._last = self._held.tolist()
+            self._held.copy_(value.detach(), non_blocking=True)
+            self._there.record()
+        return self._last
+
+
+def read_back_later(applied: Applied) -> None:
+    """`.item()` and `float()` of a number on the GPU give the value of a step before, at once."""
+    held: dict[tuple[str, int], _Late] = {}
+    item = torch.Tensor.item
+
+    def late(self: torch.Tensor) -> Any:
+        frame = sys._getframe(1)
+        place = frame.f_code.co_filename, frame.f_lineno
+        if self.device.type != "cuda" or self.dim() or place[0].startswith(_TORCH):
+            return item(self)
+        if place not in held:
+            applied["read_back"] += 1
+            held[place] = _Late(self)
+        return held[place].send(self)
+
+    torch.Tensor.item = late  # type: ignore[method-assign, assignment]
+    torch.Tensor.__float__ = late  # type: ignore[method-assign, assignment]
+
+
+def run_nothing_again(applied: Applied) -> None:
+    """Checkpointed parts of the program keep their activations."""
+
+    def once(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        applied["checkpoint"] += 1
+        for own in ("use_reentrant", "context_fn", "determinism_check", "debug",
+                    "preserve_rng_state", "early_stop"):  # fmt: skip
+            keywords.pop(own, None)
+        return function(*arguments, **keywords)
+
+    torch.utils.checkpoint.checkpoint = once

@@ -1,0 +1,138 @@
+"""Two runs of one script that take turns, seen from whoever lets them: no torch here.
+
+Between its turns a run is stopped with all its processes, so that a loader cannot work ahead while
+the other one is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.studies.inspected.order import Order
+
+_LOOK_UP_EVERY_S = 0.5
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The warm-up is over."""
+
+    step_ms: float
+    """Of its last step."""
+    losses: list[float | None]
+    missing: list[str] = []
+    """Settings that found nothing to change."""
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn is over."""
+
+    step_ms: float
+    """Mean of its steps but the first."""
+    losses: list[float | None]
+    """Of each of its steps."""
+    peak_bytes: int | None = None
+
+
+class ScriptEndedError(StepscopeError):
+    """The script is no more, and how it ended."""
+
+
+Message = TypeVar("Message", Ready, Taken)
+
+
+class Contestant:
+    """A run of the script, with some settings changed or none."""
+
+    def __init__(
+        self, order: Order, settings: dict[str, str], alive: Callable[[], None] = lambda: None
+    ) -> None:
+        self.losses: list[float | None] = []
+        self.peak_bytes: int | None = None
+        self._alive = alive
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._channel, theirs = socket.socketpair()
+        order = msgspec.structs.replace(order, channel=theirs.fileno(), settings=settings)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stepscope.scope.launch", "", msgspec.json.encode(order)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(theirs.fileno(),),
+            process_group=0,
+            # A set is walked in the same order by both.
+            env=os.environ | {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+        )
+        theirs.close()
+        self._begun = bytearray()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+        self._log.close()
+
+    def ready(self) -> Ready:
+        """Waits for the end of its warm-up, and stops it there."""
+        found = self._next(Ready)
+        self.losses += found.losses
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def turn(self, steps: int) -> float:
+        """Milliseconds of a step, in the mean."""
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.sendall(f"{steps}\n".encode())
+        found = self._next(Taken)
+        self._signal(signal.SIGSTOP)
+        self.losses += found.losses
+        self.peak_bytes = found.peak_bytes
+        return found.step_ms
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _next(self, kind: type[Message]) -> Message:
+        while b"\n" not in self._begun:
+            readable, _, _ = select.select([self._channel], [], [], _LOOK_UP_EVERY_S)
+            self._alive()
+            chunk = self._channel.recv(1 << 16) if readable else b""
+            self._begun += chunk
+            # A process that the script left behind may hold the channel open.
+            if not chunk and (readable or self._process.poll() is not None):
+                raise ScriptEndedError(self._epitaph())
+        line, _, self._begun = self._begun.partition(b"\n")
+        return msgspec.json.decode(line, type=kind)
+
+    def _epitaph(self) -> str:
+        code = self._wait_a_little()
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()
+        last = f": {said[-1]}" if said and code else ""
+        if code is not None and code < 0:
+            return f"the script was ended by {signal.Signals(-code).name}{last}"
+        return f"the script ended with exit code {code}{last}" if code else "the script ended"
+
+    def _wait_a_little(self) -> int | None:
+        deadline = time.monotonic() + 10
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._process.poll()

@@ -1,0 +1,44 @@
+"""Runs a script once to record some of its steps, with its output out of the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Record
+from stepscope.studies.inspected.child import describe_end
+from stepscope.studies.inspected.gather import gather, parts
+from stepscope.studies.inspected.order import Order
+from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress, why_nothing
+
+_LAST_LINES = 3
+
+
+def record_script(order: Order) -> Record:
+    """The record of its steps; one line says why there is none."""
+    with tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name, \
+            tempfile.TemporaryFile() as log:  # fmt: skip
+        folder = Path(name)
+        command = [sys.executable, "-m", "stepscope.scope.launch", name,
+                   msgspec.json.encode(order).decode()]  # fmt: skip
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            _, status, _ = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+        if not parts(folder):
+            stepped = (folder / CHILD_STEPPED).exists()
+            why = why_nothing(read_progress(folder), order.name, describe_end(status), stepped)
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+            raise StepscopeError("\n  ".join((why, *(said if status else ()))))
+        return gather(folder)[0]

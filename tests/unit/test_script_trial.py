@@ -1,0 +1,255 @@
+"""A script against itself with changes from outside: turns, losses, ends, and each change alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_own_study import QuietBench
+from torch.utils.data import DataLoader
+
+from command_line import CommandLine
+from own_records import advice, tried
+from stepscope.analysis.advice.changes import compatible
+from stepscope.records.schema import Ceiling, Quantity
+from stepscope.scope.trial import habits
+from stepscope.scope.trial.backwards import Backwards
+from stepscope.scope.trial.changes import COMPILED_AFTER, Changes
+from stepscope.scope.trial.optimizers import fuse_optimizers
+from stepscope.studies.advice import Script, Trial
+from stepscope.studies.advice.script_trial import measure_script_trial
+from stepscope.studies.advice.turns import Contestant, ScriptEndedError
+from stepscope.studies.advice.view import Tried
+from stepscope.studies.inspected.order import Order
+from watched_models import Network, batch
+
+SCRIPT = """
+import random, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+for step in range(int(sys.argv[1])):
+    x = torch.randn(64, 16) + random.random()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+print("wrote a checkpoint")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def torch_as_it_was() -> Iterator[None]:
+    """Changes last for a process: here they end with the test."""
+    held = [
+        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"),
+        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "zero_grad"),
+        (torch.nn.Module, "zero_grad"), (DataLoader, "__init__"),
+        (torch.utils.checkpoint, "checkpoint"),
+    ]  # fmt: skip
+    before = [(place, name, getattr(place, name)) for place, name in held]
+    yield
+    for place, name, value in before:
+        setattr(place, name, value)
+
+
+def trial(script: Path, steps: int, **setting: str) -> Trial:
+    return Trial(
+        program=Script(target=str(script), words=(str(steps),)),
+        step_ms=1.0, rounds=5, loss_steps=8, advice=(advice("a-change", 0.5, **setting),),
+    )  # fmt: skip
+
+
+def test_a_script_takes_turns_with_itself(script: Path) -> None:
+    made = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
+    assert made.program is not None
+    before = script.read_bytes()
+    found = measure_script_trial(made, made.program, QuietBench())
+    series = {one.name: one.values for one in found.series}
+    assert len(series["base"]) == len(series["changed"]) == 5
+    # Neither the script nor its data is seeded: both runs see the same all the same.
+    assert series["loss.base"] == pytest.approx(series["loss.changed"], rel=1e-4)
+    assert len(series["loss.base"]) >= 8
+    assert series["loss.base"][-1] < series["loss.base"][0]
+    assert found.notes == {}
+    assert script.read_bytes() == before
+    assert made.case().key == "train.py_a-change"
+
+
+def test_a_script_that_ends_early_says_so(script: Path) -> None:
+    made = trial(script, 7, data="workers")
+    assert made.program is not None
+    with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
+        measure_script_trial(made, made.program, QuietBench())
+    order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
+    with Contestant(order, {}) as run, pytest.raises(ScriptEndedError, match="code 1: ValueError"):
+        run.ready()
+
+
+def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
+    idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
+    assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"
+    lost = tried(30.0, quantities={"loss_lost.changed": Quantity(value=3, unit="steps")})
+    assert Tried(lost).verdict == "dropped: the loss is no number from step 3 on"
+    bare = tried(30.0)
+    series = tuple(one for one in bare.series if not one.name.startswith("loss."))
+    unseen = Tried(msgspec.structs.replace(bare, series=series))
+    assert unseen.verdict == "kept, without a loss to compare"
+    assert unseen.kept
+
+
+def test_of_two_changes_for_one_setting_the_first_is_made() -> None:
+    several = [advice("compile", compile="model"), advice("tf32", dtype="tf32"),
+               advice("cuda-graph", compile="graphs"), advice(dtype="bfloat16")]  # fmt: skip
+    assert [one.code for one in compatible(several)] == ["compile", "tf32"]
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_losses_add_up_over_micro_batches_and_without_their_scale() -> None:
+    seen = Backwards()
+    seen.attach()
+    x = torch.ones(3, requires_grad=True)
+    (2 * x).sum().backward()
+    torch.autograd.backward(x.mean())
+    seen.end_step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(x.sum()).backward()
+    seen.end_step()
+    seen.end_step()
+    (x.sum() * float("nan")).backward()
+    seen.end_step()
+    assert seen.take() == [7.0, 3.0, None, None]
+    assert seen.take() == []
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_optimizers_are_fused_and_hand_written_adam_is_taken_for_adam() -> None:
+    applied: Counter[str] = Counter()
+    fuse_optimizers(applied)
+
+    class MyAdam(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+            raise AssertionError("replaced")
+
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    plain = torch.optim.AdamW([weights[0]], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    mine = MyAdam([weights[1]])
+    assert plain.param_groups[0]["fused"]
+    torch.optim.lr_scheduler.ConstantLR(mine, factor=0.5, total_iters=100)
+    plain.param_groups[0]["lr"] = 0.05
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = weight.detach() * 2
+        plain.step()
+        mine.step()
+    assert applied["optimizer"] == 3
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_habits_of_a_loop_are_changed() -> None:
+    applied: Counter[str] = Counter()
+    model = Network()
+    x, y = batch()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    habits.drop_gradients(applied)
+    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    assert next(model.parameters()).grad is None
+    habits.load_ahead(applied)
+    assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
+    assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
+    habits.run_nothing_again(applied)
+    assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
+    assert applied == {"gradients": 1, "data": 1, "checkpoint": 1}
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_model_is_changed_once_it_is_known() -> None:
+    seen = Backwards()
+    seen.attach()
+    changes = Changes(
+        {"dtype": "bfloat16", "attention": "fused", "checkpoint": "blocks", "optimizer": "fused"},
+        seen,
+    )
+    model = Network()
+    changes.when_models_are_known([model])
+    formats = []
+    model.head.register_forward_hook(lambda *given: formats.append(given[-1].dtype))
+    x, y = batch()
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    # The loss is within autocast, which makes it in float32; the backward is not.
+    assert loss.dtype == torch.float32
+    assert torch.is_autocast_enabled("cpu")
+    loss.backward()
+    assert not torch.is_autocast_enabled("cpu")
+    assert formats == [torch.bfloat16]
+    with torch.no_grad():
+        model(x)
+    assert formats[-1] == torch.float32
+    changes.end_step(COMPILED_AFTER)
+    assert changes.without_effect() == ["optimizer", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--verify", "nowhere.py"), "there is no script nowhere.py"),
+        (("--verify", "--model", "a:b", "{script}"), "there are a script and a model"),
+        (("--warmup", "1", "{script}"), "4 steps of warm-up"),
+    ],
+)
+def test_bad_words_are_refused(
+    words: tuple[str, ...], said: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli import main
+
+    assert main(["advise", *(word.format(script=script) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_advises_on_a_script_and_tries_it(script: Path, tmp_path: Path) -> None:
+    command = CommandLine(tmp_path)
+    command.environment["PATH"] = os.fspath(tmp_path)
+    command.know_ceilings(
+        Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured", detail="planted")
+    )
+    done = command("advise", "--verify", "--rounds", "5", "--json", str(script), "100000")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert "fused-optimizer" in [one["code"] for one in told["advice"]]
+    assert all(one["predicted_ms"] > 0 for one in told["tried"])
+    assert not any(one["verdict"].startswith("not tried") for one in told["tried"])
+    page = (command.out / "advice.html").read_text()
+    assert "Advice for train.py" in page
+    assert "Predicted against realised" in page
+    assert command.left_behind() == []
+
+
+def test_a_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:
+    path = tmp_path / "quiet.py"
+    path.write_text("import torch\nraise SystemExit(3)\n")
+    done = CommandLine(tmp_path)("advise", "--verify", str(path))
+    assert done.returncode == 1
+    assert "quiet.py ended with exit code 3 without an optimizer step" in done.stderr
