@@ -70,10 +70,10 @@ def test_the_largest_of_each_format_and_beyond() -> None:
 
 def test_the_smaller_number_is_shifted_out() -> None:
     drawn = align(1000.0, 0.01, FORMATS["float16"])
-    assert drawn.larger == "1.1111010000 × 2^9"
-    assert drawn.smaller == "1.0100011111 × 2^-7"
-    assert drawn.gap == 16
-    assert drawn.kept == "0.0000000000"
+    assert (drawn.larger, drawn.exponent) == ("1.1111010000", 9)
+    assert (drawn.smaller, drawn.exponent - drawn.gap) == ("1.0100011111", -7)
+    assert drawn.shifted == "0.0000000000|0000010100011111"
+    assert drawn.total == drawn.larger
     assert drawn.result == 1000.0
     near = align(1000.0, 1.0, FORMATS["float16"])
     assert near.gap == 9
@@ -116,8 +116,10 @@ def test_squares_overflow_and_vanish() -> None:
 
 def test_findings_say_when_and_why_a_sum_stops() -> None:
     said = findings([sum_record()])
-    assert "stops at 32.00 after 2,798 additions" in said
-    assert "the step between neighbours is 0.03125" in said
+    assert "1,000 additions of 0.01 should give 10: " in said
+    assert "stops at 32 after 2,798 additions" in said
+    assert "The exponents of sum and term are 12 apart and the format has 10 digits" in said
+    assert "neighbours are 0.03125 apart there" in said
     assert "stops" not in findings([sum_record("float32", "float32", total=100.0, moved=10_000)])
 
 
@@ -128,9 +130,24 @@ def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
 
 def test_findings_name_the_ends_of_the_range() -> None:
     said = findings([square_record()])
-    assert "squares vanish from 0.0001000 down, overflow from 300.0 up" in said
+    assert "squares vanish from 0.0001 down, overflow from 300 up" in said
     assert "comes out as 0 where it is 1.000" in said
     assert "need float32" not in findings([square_record("float32", variance=1.001)])
+
+
+def test_the_bits_of_a_sum_stand_below_one_another() -> None:
+    (table,) = (
+        block
+        for block in find_study("accumulation").view([square_record()])
+        if isinstance(block, Table) and block.name == "accumulation-alignment"
+    )
+    assert [column.kind for column in table.columns] == ["text", "text", "code", "code"]
+    assert [row[1:] for row in table.rows if row[0] == "bfloat16"] == [
+        ("1000", "1.1111010", "2^9"),
+        ("0.01", "1.0100100", "2^-7"),
+        ("0.01, 16 places later", "0.0000000|0000000010100100", "2^9"),
+        ("sum: 1000", "1.1111010", "2^9"),
+    ]
 
 
 def test_an_overflow_is_a_word_in_the_table() -> None:
@@ -139,7 +156,7 @@ def test_an_overflow_is_a_word_in_the_table() -> None:
         for block in find_study("accumulation").view([square_record()])
         if isinstance(block, Table) and block.name == "accumulation-squares"
     )
-    assert table.rows[-1] == (300.0, "overflow")
+    assert table.rows[-1] == ("300", "overflow")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from precision_records import autocast_record
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.measure.dtypes import DtypeRecorder
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.autocast import AutocastFlags
 from stepscope.studies.autocast.dtype_rows import (
@@ -84,6 +84,30 @@ def test_findings_say_the_formats_and_the_cost_of_casts() -> None:
     assert "fc1 output float16" in said
     assert "7 casts, 4.00 KiB read and written; alone they take 10" in said
     assert "keeps in float32: pow" in said
+
+
+def test_formats_of_one_subject_are_told_together() -> None:
+    said = findings([autocast_record(), autocast_record(dtype="bfloat16"), autocast_record("tiny")])
+    assert (
+        "The small net of the course under float16 and bfloat16 autocast: parameters float32,"
+        " logits float16 / bfloat16, loss float32." in said
+    )
+    assert said.count("7 casts, 4.00 KiB") == 2
+    assert "The tiny model under float16 autocast: " in said
+
+
+def test_it_says_why_a_norm_reduces_in_float32() -> None:
+    errors = {"float16": 0.005, "bfloat16": 0.037, "float32": 2e-7}
+    held = {f"norm_error.{form}": Quantity(value=v, unit="1") for form, v in errors.items()}
+    lost_less = {name: Quantity(value=q.value / 2, unit="1") for name, q in held.items()}
+    said = findings(
+        [autocast_record(quantities=lost_less), autocast_record("tiny", quantities=held)]
+    )
+    assert (
+        "what the norms of the tiny model really read is off by 3.7 % at most when the sum is kept"
+        " in bfloat16 and by 0.5 % in float16, against 2e-5 % in float32" in said
+    )
+    assert "A norm's reductions" not in findings([autocast_record()])
 
 
 def test_an_operator_that_only_casts_is_not_kept_wide() -> None:

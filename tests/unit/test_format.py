@@ -99,6 +99,8 @@ def test_rate(value: float, unit: str, text: str) -> None:
         (-0.02, "-2.0 %"),
         (0.99996, "100.0 %"),
         (12.5, "1,250.0 %"),
+        (4e-7, "4e-5 %"),
+        (-6e-9, "-6e-7 %"),
     ],
 )
 def test_percent(fraction: float, text: str) -> None:

@@ -16,6 +16,7 @@ from sample_page import HOSTILE, hostile_page, kernel_table, sample_page, sectio
 from stepscope.report.blocks import Column, Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.svg import VARIABLES
+from stepscope.report.text import markdown
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -137,7 +138,19 @@ def test_numbers_carry_their_raw_value_and_missing_ones_none() -> None:
     made = html_page(Page(title="p", subtitle="", headline=table, sections=()))
     cells = [attrs for tag, attrs in Reader(made).elements if tag == "td"]
     assert [cell.get("data-value") for cell in cells] == ["1234.5678", None, None, None]
-    assert [cell["class"] for cell in cells] == ["number", "word", "none", "number"]
+    assert [cell["class"] for cell in cells] == ["number", "word", "none number", "number"]
+
+
+def test_words_of_a_program_and_digits_are_set_apart() -> None:
+    table = Table(
+        name="t", title="T", caption="`a<b>` and ` alone", rows=(("0.1|0", None),),
+        columns=(Column(title="c", kind="code"), Column(title="d")),
+    )  # fmt: skip
+    made = html_page(Page(title="p", subtitle="", headline=table, sections=()))
+    assert '<p class="caption"><code>a&lt;b&gt;</code> and ` alone</p>' in made
+    assert '<td class="code">0.1|0</td>' in made
+    assert '<td class="none">–</td>' in made
+    assert markdown(table).splitlines()[4] == r"| `0.1\|0` | – |"
 
 
 def test_only_long_tables_have_a_filter(page: str) -> None:

@@ -74,11 +74,14 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
     """Two numbers as an adder sees them: the smaller is shifted until exponents agree."""
 
     larger: str
+    """Its digits, one before the point."""
     smaller: str
     shifted: str
-    """The smaller one's digits in the places of the larger one."""
-    kept: str
-    """What of it lies within the larger one's last place."""
+    """The smaller one's digits in the places of the larger one, a bar behind the last of these."""
+    total: str
+    """The sum's digits as they are kept."""
+    exponent: int
+    """Of the larger one and of all that stands in its places."""
     gap: int
     result: float
 
@@ -88,14 +91,16 @@ def align(larger: float, smaller: float, form: Format) -> Alignment:
     high, low = _exponent(form.nearest(larger)), _exponent(form.nearest(smaller))
     digits = _digits(form.nearest(smaller), form)
     gap = high - low
-    shifted = ("0" * gap + digits)[: form.mantissa_bits + 1 + gap]
+    shifted, places = "0" * gap + digits, form.mantissa_bits + 1
+    result = form.nearest(form.nearest(larger) + form.nearest(smaller))
     return Alignment(
-        larger=_written(form.nearest(larger), form),
-        smaller=_written(form.nearest(smaller), form),
-        shifted=f"{shifted[0]}.{shifted[1:]}",
-        kept=f"{shifted[0]}.{shifted[1 : form.mantissa_bits + 1]}",
+        larger=_pointed(_digits(form.nearest(larger), form)),
+        smaller=_pointed(digits),
+        shifted=f"{_pointed(shifted[:places])}|{shifted[places:]}",
+        total=_pointed(_digits(result, form)),
+        exponent=high,
         gap=gap,
-        result=form.nearest(form.nearest(larger) + form.nearest(smaller)),
+        result=result,
     )
 
 
@@ -108,6 +113,5 @@ def _digits(value: float, form: Format) -> str:
     return format(int(scaled), f"0{form.mantissa_bits + 1}b")
 
 
-def _written(value: float, form: Format) -> str:
-    digits = _digits(value, form)
-    return f"{digits[0]}.{digits[1:]} × 2^{_exponent(value)}"
+def _pointed(digits: str) -> str:
+    return f"{digits[0]}.{digits[1:]}"

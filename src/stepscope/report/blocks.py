@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["text", "number", "count", "percent", "bytes", "rate"]
+Kind = Literal["text", "code", "number", "count", "percent", "bytes", "rate"]
+"""`code` is text whose letters must stand below one another."""
 Tone = Literal["good", "info", "warn"]
 
 

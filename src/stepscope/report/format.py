@@ -25,6 +25,8 @@ _PREFIXES: Sequence[tuple[float, str]] = tuple(
     (1000.0**power, name) for power, name in enumerate(("", "k", "M", "G", "T", "P", "E"))
 )
 _PERCENT: Scale = (0.01, " %")
+_LEAST_PERCENT = 0.5e-4
+"""Below, four decimals would be zeros."""
 _MOST_DECIMALS = 12
 
 
@@ -64,6 +66,8 @@ def percent(fraction: float) -> str:
     """One decimal; a share below a tenth of a percent keeps its first digit."""
     divisor, suffix = _PERCENT
     value = fraction / divisor
+    if 0 < abs(value) < _LEAST_PERCENT:
+        return number(value, 1) + suffix
     return _fixed(value, max(1, min(_decimals(value, 1), 4))) + suffix
 
 
@@ -100,7 +104,7 @@ def cell_text(cell: Cell, column: Column) -> str:
     if isinstance(cell, Interval):
         return _interval_text(cell, column)
     match column.kind:
-        case "text":
+        case "text" | "code":
             return str(cell) if isinstance(cell, int) else number(cell)
         case "number":
             return number(cell)

@@ -33,6 +33,7 @@ from stepscope.report.text import is_numeric
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 FILTER_FROM = 20
 """Tables with more rows than this get a filter box."""
@@ -195,11 +196,13 @@ def html_page(page: Page) -> str:
 
 def _cell(cell: Cell, column: Column) -> CellView:
     text = cell_text(cell, column)
+    if column.kind == "code" and cell is not None:
+        return CellView(text, "", "code")
     if isinstance(cell, str):
         look = "long" if len(text) > LONG_TEXT else "word" if is_numeric(column) else ""
         return CellView(text, "", look)
     if cell is None:
-        return CellView(text, "", "none")
+        return CellView(text, "", "none number" if is_numeric(column) else "none")
     value = cell.value if isinstance(cell, Spread | Interval) else cell
     look = "number" if is_numeric(column) else ""
     return CellView(text, repr(value) if math.isfinite(value) else "", look)
@@ -219,13 +222,22 @@ def _asset(name: str) -> str:
     return resources.files("stepscope.report").joinpath("templates", name).read_text("utf-8")
 
 
+def prose(text: str) -> Markup:
+    """Text in which `words of a program` are set apart."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
 def _templates() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    return Environment(
+    made = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    made.filters["prose"] = prose
+    return made

@@ -59,7 +59,7 @@ _LATEX = {
 
 
 def is_numeric(column: Column) -> bool:
-    return column.kind != "text"
+    return column.kind not in ("text", "code")
 
 
 def markdown(table: Table) -> str:
@@ -147,6 +147,10 @@ def _md_grid(table: Table) -> list[str]:
 
 def _md_cell(cell: Cell, column: Column) -> str:
     text = cell_text(cell, column)
+    if column.kind == "code" and cell is not None:
+        # In a table a bar ends the cell even within code.
+        inside = _one_line(text).replace("`", "'").replace("|", r"\|")
+        return f"`{inside}`"
     # The brackets of an interval are no link, but a unit may hold anything.
     return _md(text) if isinstance(cell, str) or column.kind == "rate" else text
 

@@ -50,9 +50,7 @@ def _sum_findings(sums: Sequence[Record]) -> Iterator[Finding]:
     term = sums[0].config["term"]
     exact = _COURSE * term
     listed = "; ".join(f"{_name(r)} {_held(r, 'sum_1000'):.4f}" for r in sums)
-    yield Finding(
-        text=f"{count(_COURSE)} additions of {number(term)} should give {number(exact)}: {listed}."
-    )
+    yield Finding(text=f"{count(_COURSE)} additions of {term:g} should give {exact:g}: {listed}.")
     rounded = [r for r in sums if r.config["accumulator"] == "float32"]
     narrow = [r for r in rounded if not r.config["terms"].startswith("float32")]
     if narrow:
@@ -67,12 +65,15 @@ def _sum_findings(sums: Sequence[Record]) -> Iterator[Finding]:
         moved, planned = _held(record, "last_moved"), record.config["count"]
         form = FORMATS[record.config["accumulator"]]
         if moved < planned:
-            total = _held(record, "sum")
+            total, term = _held(record, "sum"), _held(record, "term_held")
+            gap = align(total, term, form).gap
             yield Finding(
-                text=f"{_name(record)[:1].upper()}{_name(record)[1:]}: the sum stops at"
-                f" {number(total)} after {count(moved)} additions and stays there for the other"
-                f" {count(planned - moved)}: the step between neighbours is"
-                f" {number(form.step_at(total))} there, and half of it is not below the term.",
+                text=f"{_name(record)[:1].upper()}{_name(record)[1:]}: the sum stops at {total:g}"
+                f" after {count(moved)} additions and stays there for the other"
+                f" {count(planned - moved)}. The exponents of sum and term are {gap} apart and the"
+                f" format has {form.mantissa_bits} digits behind the point: neighbours are"
+                f" {form.step_at(total):g} apart there, and what is below half of that is rounded"
+                " away.",
                 tone="warn",
             )
 
@@ -106,9 +107,9 @@ def _square_findings(squares: Sequence[Record]) -> Iterator[Finding]:
         pairs = list(zip(value.values, square.values, strict=True))
         lost = [v for v, s in pairs if s == 0.0]
         burst = [v for v, s in pairs if s == OVERFLOWED]
-        text = f"{form.name}: squares vanish from {number(max(lost))} down" if lost else form.name
+        text = f"{form.name}: squares vanish from {max(lost):g} down" if lost else form.name
         if burst:
-            text += f"{',' if lost else ':'} overflow from {number(min(burst))} up"
+            text += f"{',' if lost else ':'} overflow from {min(burst):g} up"
         if naive is not None and exact:
             text += (
                 f"{';' if lost or burst else ':'} the variance of numbers around 100 comes out as"
@@ -212,10 +213,12 @@ def _square_table(squares: Sequence[Record]) -> Table:
         name="accumulation-squares",
         title="Squares near the ends of the range",
         columns=(
-            Column(title="x", kind="number"),
+            Column(title="x"),
             *(Column(title=f"x² in {form}", kind="number") for form in found),
         ),
-        rows=tuple((x, *(cell(form, place) for form in found)) for place, x in enumerate(values)),
+        rows=tuple(
+            (f"{x:g}", *(cell(form, place) for form in found)) for place, x in enumerate(values)
+        ),
         caption="Gradients and deviations are squared in norms, variances and AdamW.",
     )
 
@@ -250,34 +253,27 @@ def _formats_table() -> Table:
 def _alignment_table() -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name in ("float32", "float16", "bfloat16"):
-        form = FORMATS[name]
-        drawn = align(1000.0, 0.01, form)
-        rows.append(
-            (
-                name,
-                drawn.larger,
-                drawn.smaller,
-                drawn.gap,
-                drawn.shifted,
-                drawn.kept,
-                f"{drawn.result:.7g}",
-            )
-        )
+        drawn = align(1000.0, 0.01, FORMATS[name])
+        own = drawn.exponent - drawn.gap
+        rows += [
+            (name, "1000", drawn.larger, f"2^{drawn.exponent}"),
+            (name, "0.01", drawn.smaller, f"2^{own}"),
+            (name, f"0.01, {drawn.gap} places later", drawn.shifted, f"2^{drawn.exponent}"),
+            (name, f"sum: {drawn.result:.7g}", drawn.total, f"2^{drawn.exponent}"),
+        ]
     return Table(
         name="accumulation-alignment",
         title="1000 + 0.01, bit by bit",
         columns=(
             Column(title="format"),
-            Column(title="1000"),
-            Column(title="0.01"),
-            Column(title="shifted by", kind="count", unit="places"),
-            Column(title="0.01 in the places of 1000"),
-            Column(title="what fits"),
-            Column(title="sum"),
+            Column(title="number"),
+            Column(title="digits", kind="code"),
+            Column(title="times", kind="code"),
         ),
         rows=tuple(rows),
-        caption="An adder shifts the smaller number until the exponents agree. Where the gap is"
-        " larger than the mantissa, nothing of it is left.",
+        caption="An adder moves the smaller number to the right until the exponents agree; the bar"
+        " is where the format's digits end. What stands behind it only decides the rounding:"
+        " float16 and bfloat16 have nothing left before it.",
     )
 
 

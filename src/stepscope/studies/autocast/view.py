@@ -19,8 +19,9 @@ def autocast_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     done = [r for r in records if r.status == "ok" and "formats" in r.notes]
     lost = [record for record in records if record.status != "ok"]
     blocks: list[Block] = []
-    for record in done:
-        blocks += [*_findings(record)]
+    for subject in dict.fromkeys(record.config["subject"] for record in done):
+        blocks += _findings([record for record in done if record.config["subject"] == subject])
+    blocks += _norm_finding(done)
     if done:
         blocks += [_formats_table(done), _reductions_table(done)]
         blocks += [_operators_table(record) for record in done]
@@ -36,10 +37,13 @@ def autocast_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _title(record: Record) -> str:
+def _subject(record: Record) -> str:
     subject = record.config["subject"]
-    what = "the small net of the course" if subject == "toy" else f"the {subject} model"
-    return f"{what} under {record.config['dtype']} autocast"
+    return "the small net of the course" if subject == "toy" else f"the {subject} model"
+
+
+def _title(record: Record) -> str:
+    return f"{_subject(record)} under {record.config['dtype']} autocast"
 
 
 def kept_wide(record: Record) -> list[str]:
@@ -50,27 +54,65 @@ def kept_wide(record: Record) -> list[str]:
     )
 
 
-def _findings(record: Record) -> Iterator[Finding]:
-    named = decode_formats(record.notes["formats"])
-    title = _title(record)
+def _findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Of one subject, its formats of autocast together."""
+    under = " and ".join(record.config["dtype"] for record in records)
+    subject = _subject(records[0])
+    held = [decode_formats(record.notes["formats"]) for record in records]
+    named = {
+        name: " / ".join(dict.fromkeys(formats.get(name, "") for formats in held))
+        for name in held[0]
+    }
     ends = ", ".join(f"{name} {named[name]}" for name in _ENDS if name in named)
     inner = [name for name in named if name not in _ENDS]
     listed = (
         " Its modules give: " + ", ".join(f"{name} {named[name]}" for name in inner) + "."
-        if record.config["subject"] == "toy"
+        if records[0].config["subject"] == "toy"
         else ""
     )
-    yield Finding(text=f"{title[:1].upper()}{title[1:]}: {ends}.{listed}")
-    casts, size = record.quantity("casts") or 0, record.quantity("cast_bytes") or 0
-    step, replayed = record.find("step"), record.find("casts")
-    text = f"In one step of {title} there are {count(casts)} casts, {bytes_(size)} read and written"
-    if step is not None and replayed is not None and step.values and replayed.values:
-        share = summarize(replayed.values).median / summarize(step.values).median
-        text += f"; alone they take {percent(share)} of the step's time"
-    wide = kept_wide(record)
+    yield Finding(
+        text=f"{subject[:1].upper()}{subject[1:]} under {under} autocast: {ends}.{listed}"
+    )
+    told = dict.fromkeys(_casts(record) for record in records)
+    shares = [percent(share) for record in records if (share := _casts_share(record)) is not None]
+    text = f"In one step of {subject} there are {' / '.join(told)} read and written"
+    if shares:
+        text += f"; alone they take {' / '.join(dict.fromkeys(shares))} of the step's time"
+    wide = sorted({name for record in records for name in kept_wide(record)})
     if wide:
         text += f". The forward keeps in float32: {', '.join(wide)}"
     yield Finding(text=text + ".")
+
+
+def _casts(record: Record) -> str:
+    casts, size = record.quantity("casts") or 0, record.quantity("cast_bytes") or 0
+    return f"{count(casts)} casts, {bytes_(size)}"
+
+
+def _casts_share(record: Record) -> float | None:
+    step, replayed = record.find("step"), record.find("casts")
+    if step is None or replayed is None or not step.values or not replayed.values:
+        return None
+    return summarize(replayed.values).median / summarize(step.values).median
+
+
+def _norm_finding(records: Sequence[Record]) -> Iterator[Finding]:
+    """Why a norm's reductions stay in float32, on the activations that lose the most."""
+    judged = [
+        record
+        for record in records
+        if all(record.quantity(f"norm_error.{form}") is not None for form in _FORMATS)
+    ]
+    if not judged:
+        return
+    worst = max(judged, key=lambda record: record.quantity("norm_error.bfloat16") or 0)
+    half, brain, wide = (worst.quantity(f"norm_error.{form}") or 0.0 for form in _FORMATS)
+    yield Finding(
+        text=f"A norm's reductions need float32: the mean square of what the norms of"
+        f" {_subject(worst)} really read is off by {percent(brain)} at most when the sum is kept in"
+        f" bfloat16 and by {percent(half)} in float16, against {percent(wide)} in float32. A sum"
+        " grows until the next term is below half of its last digit."
+    )
 
 
 def _formats_table(records: Sequence[Record]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.records.memory import (
     GRADIENTS,
@@ -24,6 +24,7 @@ from stepscope.studies.memory.rows import Accounted
 _FEW = 0.004
 """Kinds that never hold this share of the peak are drawn as one."""
 _ORDER = (PARAMETERS, OPTIMIZER, GRADIENTS, WEIGHT_COPIES, SAVED_KIND, RECOMPUTED, TEMPORARIES)
+_OTHER = "other"
 _BESIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
 
 
@@ -32,7 +33,7 @@ def course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figur
     drawn = [case for case in (forward, lead) if case is not None and case.course]
     if drawn:
         # The same kinds in the same order, so that their colours are the same.
-        kinds = _kinds(drawn)
+        kinds = shown_kinds([point.kinds for case in drawn for point in case.course])
         yield from (_figure(case, kinds) for case in drawn)
 
 
@@ -60,7 +61,7 @@ def _figure(case: Accounted, kinds: Sequence[str]) -> Figure:
             Curve(
                 label=kind,
                 x=x,
-                y=tuple(_of(point.kinds, kind, kinds) / unit for point in points),
+                y=tuple(held_by(kind, point.kinds, kinds) / unit for point in points),
             )
             for kind in kinds
         ),
@@ -72,19 +73,19 @@ def _figure(case: Accounted, kinds: Sequence[str]) -> Figure:
     )
 
 
-def _kinds(cases: Sequence[Accounted]) -> list[str]:
+def shown_kinds(moments: Sequence[Mapping[str, int]]) -> list[str]:
     """What stays first, so that it lies at the bottom; what is never large in one."""
     most: dict[str, int] = {}
-    for point in (point for case in cases for point in case.course):
-        for kind, size in point.kinds.items():
+    for kinds in moments:
+        for kind, size in kinds.items():
             most[kind] = max(most.get(kind, 0), size)
-    held = max(sum(point.kinds.values()) for case in cases for point in case.course)
+    held = max(sum(kinds.values()) for kinds in moments)
     large = [kind for kind in most if most[kind] >= _FEW * held and kind != INPUTS]
     large.sort(key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
-    return [*large, "other"] if len(large) < len(most) else large
+    return [*large, _OTHER] if len(large) < len(most) else large
 
 
-def _of(kinds: dict[str, int], kind: str, shown: Sequence[str]) -> float:
-    if kind != "other":
+def held_by(kind: str, kinds: Mapping[str, int], shown: Sequence[str]) -> int:
+    if kind != _OTHER:
         return kinds.get(kind, 0)
     return sum(size for name, size in kinds.items() if name not in shown)

@@ -54,12 +54,17 @@ def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
     worst, case = max(off, key=lambda pair: pair[0])
     middle = statistics.median(share for share, _ in off)
     yield Finding(
-        text=f"Peaks were known before the run: predicted from the configuration alone,"
-        f" {len(off)} of them are off by {percent(middle)} in the median and {percent(worst)} at"
-        f" most ({case.name}: {bytes_(case.bytes('predicted_bytes') or 0)} predicted,"
-        f" {bytes_(case.peak)} measured).",
+        text=f"Peaks were known before the run: {_predictions(len(off))} off by"
+        f" {percent(middle)} in the median and {percent(worst)} at most ({case.name}:"
+        f" {bytes_(case.bytes('predicted_bytes') or 0)} predicted, {bytes_(case.peak)} measured).",
         tone="good" if worst <= _PREDICTED else "warn",
     )
+
+
+def _predictions(number: int) -> str:
+    if number == 1:
+        return "the prediction from the configuration alone is"
+    return f"{number} predictions from the configuration alone are"
 
 
 def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -158,7 +163,7 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
     yield Finding(
         text=f"bfloat16 autocast needs more than float32 in {len(above)} of {len(pairs)} forwards:"
         f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
-        f" context. For {narrow.name} the copies are {bytes_(copies)}, while the activations kept"
+        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the activations kept"
         f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
         f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}. Longer contexts turn that around."
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
 from stepscope.studies.identity import identity, identity_cells
-from stepscope.studies.memory.course_view import course_figures
+from stepscope.studies.memory.course_view import course_figures, held_by, shown_kinds
 from stepscope.studies.memory.findings import memory_findings
 from stepscope.studies.memory.moments_view import driver_table, moments_table
 from stepscope.studies.memory.regimes import regimes_table
@@ -119,7 +119,7 @@ def account_table(case: Account) -> Table:
 
 def stack_figure(case: Account) -> Figure:
     groups = [case.groups(peak) for peak in case.phases]
-    kinds = list(dict.fromkeys(kind for group in groups for kind in group))
+    kinds = shown_kinds(groups)
     x = tuple(peak.phase for peak in case.phases)
     unit, name = (_GIB, "GiB") if case.peak >= _GIB else (_GIB / 1024, "MiB")
     return Figure(
@@ -127,7 +127,7 @@ def stack_figure(case: Account) -> Figure:
         title=f"The peak of each phase by what fills it: {case.name}",
         kind="stacks",
         curves=tuple(
-            Curve(label=kind, x=x, y=tuple(max(0, g.get(kind, 0)) / unit for g in groups))
+            Curve(label=kind, x=x, y=tuple(max(0, held_by(kind, g, kinds)) / unit for g in groups))
             for kind in kinds
         ),
         x_label="phase",
