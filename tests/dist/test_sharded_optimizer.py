@@ -24,6 +24,7 @@ from stepscope.parallel import (
     load_optimizer,
     save_optimizer,
 )
+from stepscope.parallel.saved_rows import Saved, joined
 from stepscope.parallel.sharded_optimizer import FORMS, Form
 
 State = dict[str, Tensor]
@@ -120,22 +121,60 @@ def test_updates_are_those_of_the_whole_optimizer(ranks: int) -> None:
             assert total <= shared <= total * 1.1 + 1000, "the state is there once"
 
 
-def state_shares(_: World, form: Form) -> int:
-    """Uneven matrices; what this rank's AdamW state takes."""
+def matrices() -> list[nn.Parameter]:
+    """The first is larger than a share of three ranks."""
     torch.manual_seed(0)
-    held = [nn.Parameter(torch.randn(rows, 64)) for rows in (700, 300, 300, 200, 150, 90, 60, 1)]
-    optimizer = ShardedOptimizer(held, torch.optim.AdamW, form=form)
+    held = [nn.Parameter(torch.randn(rows, 64)) for rows in (900, 300, 300, 200, 150, 90, 60, 1)]
     for p in held:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer.state_bytes()
+        p.grad = torch.randn_like(p)
+    return held
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_state_is_balanced_by_bytes(form: Form) -> None:
-    held = launch(state_shares, (form,), ranks=2, limits=LIMITS)
-    for share in held:
-        assert share == pytest.approx(sum(held) / 2, rel=0.02)
+class ByNorm(torch.optim.SGD):
+    """Needs a parameter whole: its step has the length of the rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / p.grad.norm()
+                self.state[p]["seen"] = torch.ones_like(p)
+
+
+def state_shares(_: World) -> dict[str, tuple[int, list[Tensor]]]:
+    """What this rank's state takes, and all parameters after a step."""
+    found = {}
+    for name, (kind, how) in DIVIDED.items():
+        held = matrices()
+        optimizer = ShardedOptimizer(held, kind, lr=0.1, **how)
+        optimizer.step()
+        found[name] = optimizer.state_bytes(), [p.detach().clone() for p in held]
+    return found
+
+
+DIVIDED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (torch.optim.AdamW, {}),
+    "slices": (torch.optim.AdamW, {"form": "scatter"}),
+    "whole": (ByNorm, {}),
+}
+
+
+def test_state_is_balanced_by_bytes() -> None:
+    results = launch(state_shares, ranks=3, limits=LIMITS)
+    total = sum(p.numel() * 4 for p in matrices())
+    for name, (kind, _) in DIVIDED.items():
+        held = matrices()
+        kind(held, lr=0.1).step()
+        shares = [result[name][0] for result in results]
+        for _, parameters in (result[name] for result in results):
+            for mine, right in zip(parameters, held, strict=True):
+                torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-6)
+        if name == "whole":
+            # The largest is on one rank, whatever the others do.
+            assert max(shares) == 900 * 64 * 4
+            assert sum(shares) == total
+        else:
+            assert all(share == pytest.approx(sum(shares) / 3, rel=0.02) for share in shares)
 
 
 def gathered(optimizer: ShardedOptimizer) -> State:
@@ -146,7 +185,14 @@ def gathered(optimizer: ShardedOptimizer) -> State:
     }
     held: list[State] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held, own)
-    return {name: value for part in held for name, value in part.items()}
+    every = {name: value for part in held for name, value in part.items()}
+    if any(isinstance(value, DTensor) for value in optimizer.state_dict()["state"].values()):
+        return every
+    parts: dict[str, list[tuple[Saved, Tensor]]] = {}
+    for name, value in every.items():
+        saved = Saved.parse(name)
+        parts.setdefault(f"{saved.place}.{saved.kind}", []).append((saved, value))
+    return {name: joined(None, own) for name, own in parts.items()}
 
 
 def hand_on(world: World, form: Form, load: str, save: str) -> tuple[State, list[float], list[Any]]:

@@ -61,10 +61,48 @@ def identity(buckets: Sequence[Bucket], items: Sequence[Item]) -> int:
     return zlib.crc32(repr(named).encode())
 
 
-def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """An owner for each size, the largest first to whoever has least; `loads` is added to."""
-    owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += sizes[place]
-    return owners
+class Rows(NamedTuple):
+    """Something to own, in parts of so many bytes each."""
+
+    number: int
+    bytes: int
+
+
+class Piece(NamedTuple):
+    """Rows of one thing that have one owner."""
+
+    place: int
+    begin: int
+    end: int
+    owner: int
+    whole: bool
+
+
+UNEVEN = 0.01
+"""How far from an equal share a rank may end, where what there is can be divided."""
+
+
+def share_out(things: Sequence[Rows], loads: list[int]) -> list[Piece]:
+    """Owners for everything, the largest first to whoever has least; `loads` is added to.
+
+    What would take its owner above an equal share is cut there, and the rest goes to the next.
+    """
+    ranks = len(loads)
+    equal = (sum(loads) + sum(thing.number * thing.bytes for thing in things)) / ranks
+    # Each of the others may be above by this; the last one is below by their sum.
+    slack = UNEVEN * equal / ranks
+    pieces = []
+    order = sorted(range(len(things)), key=lambda n: (-things[n].number * things[n].bytes, n))
+    for place in order:
+        count, size = things[place]
+        begin = 0
+        while begin < count:
+            owner = loads.index(min(loads))
+            room = equal - loads[owner]
+            end = count
+            if (count - begin) * size > room + slack:
+                end = min(count, begin + max(1, int(room / size)))
+            pieces.append(Piece(place, begin, end, owner, (begin, end) == (0, count)))
+            loads[owner] += (end - begin) * size
+            begin = end
+    return pieces

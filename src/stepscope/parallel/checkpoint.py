@@ -88,7 +88,7 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
             key, _, name = rest.partition(".")
             optimizer.state[parameters[name]][key] = _local(value)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in options.items() if key != "parameters"})
+        group.update(options)
 
 
 def _divided(model: FSDP, parameter: Tensor, value: Any) -> Any:

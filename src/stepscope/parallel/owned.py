@@ -1,8 +1,8 @@
-"""Whole parameters with an owner each; the owner updates, everyone receives."""
+"""Parameters, or rows of them, with an owner each; the owner updates, everyone receives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,30 +10,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from stepscope.parallel.buckets import MEGABYTE, Item, plan_buckets, share_out
-from stepscope.parallel.errors import ParallelError
+from stepscope.parallel.buckets import MEGABYTE, Item, Piece, Rows, plan_buckets, share_out
 from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.inner import Make, as_views, follow, on_its_device
+from stepscope.parallel.saved_rows import Saved, Span, joined
 
-Make = Callable[[list[Tensor], dict[str, Any]], Optimizer]
+
+class Share(NamedTuple):
+    """What one rank owns of a parameter."""
+
+    place: int
+    """Of the parameter among all that the optimizer has."""
+    parameter: Tensor
+    rows: Span | None
+    """None for all of it."""
+    own: Tensor
+    """The inner optimizer's parameter: that parameter itself, or a view of its rows."""
 
 
 class Parcel(NamedTuple):
-    """Parameters of one group and one owner that travel together."""
+    """Shares of one group and one owner that travel together."""
 
     owner: int
     group: int
-    places: tuple[int, ...]
-    parameters: list[Tensor]
+    shares: list[Share]
     buffer: Tensor
     optimizer: Optimizer | None
     """On the owner's rank."""
 
 
 class OwnedParameters:
-    def __init__(self, make: Make, bucket_mb: float, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, make: Make, bucket_mb: float, group: dist.ProcessGroup | None, by_rows: bool
+    ) -> None:
+        """`by_rows`: a matrix may be divided, because the optimizer treats elements one by one."""
         self._make = make
         self._limit = bucket_mb * MEGABYTE
         self._group = group
+        self._by_rows = by_rows
         self._rank = dist.get_rank(group)
         self._loads = [0] * dist.get_world_size(group)
         self._groups = 0
@@ -43,47 +57,58 @@ class OwnedParameters:
 
     def add_group(self, group: dict[str, Any]) -> None:
         held: list[Tensor] = group["params"]
-        owners = share_out([p.numel() * p.element_size() for p in held], self._loads)
         options = {key: value for key, value in group.items() if key != "params"}
-        queues = []
-        for owner in range(len(self._loads)):
-            own = [place for place in range(len(held)) if owners[place] == owner]
-            items = [
-                Item(
-                    "", held[p].numel(), held[p].element_size(), f"{held[p].dtype} {held[p].device}"
-                )
-                for p in own
-            ]
-            buckets = plan_buckets(items, self._limit)
-            queues.append(
-                [
-                    self._parcel(owner, tuple(own[i] for i in bucket.items), held, options)
-                    for bucket in buckets
-                ]
-            )
+        pieces = share_out([self._rows(parameter) for parameter in held], self._loads)
+        queues = [
+            list(self._queue(owner, [p for p in pieces if p.owner == owner], held, options))
+            for owner in range(len(self._loads))
+        ]
         for number in range(max(map(len, queues), default=0)):
             self._rounds.append([queue[number] for queue in queues if number < len(queue)])
         self._groups += 1
         self._parameters += len(held)
 
+    def _rows(self, parameter: Tensor) -> Rows:
+        size = parameter.numel() * parameter.element_size()
+        if not (self._by_rows and parameter.dim() and size and parameter.is_contiguous()):
+            return Rows(1, size)
+        return Rows(parameter.shape[0], size // parameter.shape[0])
+
+    def _queue(
+        self, owner: int, pieces: list[Piece], held: list[Tensor], options: dict[str, Any]
+    ) -> Iterator[Parcel]:
+        """Whole parameters in buckets, then rows, which travel from where they are."""
+        whole = [piece for piece in pieces if piece.whole]
+        items = [_item(held[piece.place]) for piece in whole]
+        for bucket in plan_buckets(items, self._limit):
+            own = [held[whole[place].place] for place in bucket.items]
+            buffer = as_views(own)
+            shares = [
+                Share(self._parameters + whole[place].place, tensor, None, tensor)
+                for place, tensor in zip(bucket.items, own, strict=True)
+            ]
+            yield self._parcel(owner, shares, buffer, options)
+        for piece in pieces:
+            if not piece.whole:
+                tensor, rows = held[piece.place], Span(piece.begin, piece.end)
+                own_rows = torch.nn.Parameter(rows.of(tensor.detach()))
+                share = Share(self._parameters + piece.place, tensor, rows, own_rows)
+                yield self._parcel(owner, [share], own_rows.detach(), options)
+
     def _parcel(
-        self, owner: int, places: tuple[int, ...], held: list[Tensor], options: dict[str, Any]
+        self, owner: int, shares: list[Share], buffer: Tensor, options: dict[str, Any]
     ) -> Parcel:
-        own = [held[place] for place in places]
-        buffer = as_views(own)
-        optimizer = self._make(own, options) if owner == self._rank else None
-        first = self._parameters
-        return Parcel(
-            owner, self._groups, tuple(first + place for place in places), own, buffer, optimizer
-        )
+        optimizer = None
+        if owner == self._rank:
+            optimizer = self._make([share.own for share in shares], options)
+        return Parcel(owner, self._groups, shares, buffer, optimizer)
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         flying = []
         for parcels in self._rounds:
             for parcel in parcels:
                 if parcel.optimizer is not None:
-                    follow(parcel.optimizer, groups[parcel.group])
-                    parcel.optimizer.step()
+                    _update(parcel, parcel.optimizer, groups[parcel.group])
             for parcel in parcels:
                 sender = parcel.owner
                 if self._group is not None:
@@ -96,65 +121,47 @@ class OwnedParameters:
 
     def local_state(self) -> dict[str, Any]:
         return {
-            f"{place}.{name}": value
-            for place, parameter, optimizer in self._owned()
-            for name, value in optimizer.state[parameter].items()
+            Saved(share.place, share.rows, kind).name: value
+            for share, optimizer in self._owned()
+            for kind, value in optimizer.state[share.own].items()
         }
 
     def load(self, find: Callable[[str], Any], names: set[str]) -> None:
-        for place, parameter, optimizer in self._owned():
-            prefix = f"{place}."
-            state = {}
-            for name in sorted(name for name in names if name.startswith(prefix)):
-                value = find(name)
+        saved = [Saved.parse(name) for name in sorted(names)]
+        for share, optimizer in self._owned():
+            state: dict[str, Any] = {}
+            own = [one for one in saved if one.place == share.place]
+            for kind in dict.fromkeys(one.kind for one in own):
+                parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
+                value = joined(share.rows, [(one, find(one.name)) for one in parts])
                 if isinstance(value, Tensor):
-                    if value.dim() and value.shape != parameter.shape:
-                        raise ParallelError(
-                            f"state {name} has shape {tuple(value.shape)},"
-                            f" the parameter {tuple(parameter.shape)}"
-                        )
-                    value = on_its_device(value, parameter, optimizer)
-                state[name.removeprefix(prefix)] = value
-            optimizer.state[parameter] = state
+                    value = on_its_device(value, share.own, optimizer)
+                state[kind] = value
+            optimizer.state[share.own] = state
 
     def room(self, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        owned = {str(place) for place, _, _ in self._owned()}
-        return torch.empty(size, dtype=dtype) if name.partition(".")[0] in owned else None
+        one = Saved.parse(name)
+        meets = any(one.place == h.place and one.meets(h.rows) for h, _ in self._owned())
+        return torch.empty(size, dtype=dtype) if meets else None
 
-    def _owned(self) -> list[tuple[int, Tensor, Optimizer]]:
-        return [
-            (place, parameter, parcel.optimizer)
-            for parcels in self._rounds
-            for parcel in parcels
-            if parcel.optimizer is not None
-            for place, parameter in zip(parcel.places, parcel.parameters, strict=True)
-        ]
-
-
-def on_its_device(value: Tensor, parameter: Tensor, optimizer: Optimizer) -> Tensor:
-    """Where the optimizer wants a part of its state: a count of steps is on the host, except in the
-    forms that read it on the device."""
-    group = optimizer.param_groups[0]
-    if value.dim() or group.get("fused") or group.get("capturable"):
-        return value.to(parameter.device)
-    return value.clone()
+    def _owned(self) -> Iterator[tuple[Share, Optimizer]]:
+        for parcels in self._rounds:
+            for parcel in parcels:
+                if parcel.optimizer is not None:
+                    for share in parcel.shares:
+                        yield share, parcel.optimizer
 
 
-def follow(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Schedulers change the outer group; the inner one follows."""
-    for key, value in group.items():
-        if key != "params":
-            optimizer.param_groups[0][key] = value
+def _update(parcel: Parcel, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    follow(optimizer, group)
+    divided = [(share, share.rows) for share in parcel.shares if share.rows is not None]
+    for share, rows in divided:
+        gradient = share.parameter.grad
+        share.own.grad = None if gradient is None else rows.of(gradient)
+    optimizer.step()
+    for share, _ in divided:
+        share.own.grad = None
 
 
-@torch.no_grad()
-def as_views(tensors: list[Tensor], elements: int | None = None) -> Tensor:
-    """One buffer that the tensors become views of; `elements` makes it longer."""
-    flat = tensors[0].new_zeros(elements or sum(tensor.numel() for tensor in tensors))
-    offset = 0
-    for tensor in tensors:
-        view = flat[offset : offset + tensor.numel()].view(tensor.shape)
-        view.copy_(tensor)
-        tensor.data = view
-        offset += tensor.numel()
-    return flat
+def _item(tensor: Tensor) -> Item:
+    return Item("", tensor.numel(), tensor.element_size(), f"{tensor.dtype} {tensor.device}")

@@ -2,9 +2,13 @@
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-`broadcast`: whole parameters have an owner, balanced by bytes, that updates them and sends them to
-all. Gradients are averaged by someone else (DDP), so a step moves the gradients twice and the
-parameters once. Any optimizer that treats parameters one by one will do.
+`broadcast`: parameters have an owner, balanced by bytes, that updates them and sends them to all.
+Gradients are averaged by someone else (DDP), so a step moves the gradients twice and the parameters
+once. Where the optimizer treats elements one by one, a matrix is divided by rows where whole ones
+do not come out even: state is within 1 % of an equal share. That is known of torch's own (Adam,
+AdamW, SGD and their kin); `by_rows=True` says it of another. One that needs a parameter whole
+(Adafactor, Muon, a norm for each layer) has whole ones, and no rank can then hold less than the
+largest parameter.
 
 `scatter`: gradients are averaged here, each rank receiving only its slice (reduce-scatter), and the
 updated slices are gathered: gradients once, parameters once, and state divided to the element. The
@@ -35,6 +39,10 @@ from stepscope.parallel.slices import SlicedParameters
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_BY_ELEMENT = (
+    *_HAVE_FUSED, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD,
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 
 
 class Division(Protocol):
@@ -63,6 +71,7 @@ class ShardedOptimizer(Optimizer):
         *,
         form: Form = "broadcast",
         bucket_mb: float = 25.0,
+        by_rows: bool | None = None,
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,7 +89,8 @@ class ShardedOptimizer(Optimizer):
         self._process_group = group
         self.division: Division
         if form == "broadcast":
-            self.division = OwnedParameters(make, bucket_mb, group)
+            rows = optimizer_cls in _BY_ELEMENT if by_rows is None else by_rows
+            self.division = OwnedParameters(make, bucket_mb, group, rows)
         else:
             self.division = SlicedParameters(make, group)
         # Which hyperparameters there are, and their defaults, is the inner optimizer's to say.
@@ -117,7 +127,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's part. Save and load it with `save_optimizer` and `load_optimizer`."""
         options = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"parameters": len(group["params"])}
+            | {"shapes": [list(parameter.shape) for parameter in group["params"]]}
             for group in self.param_groups
         ]
         return {"state": self.division.local_state(), "param_groups": options}
@@ -131,15 +141,23 @@ class ShardedOptimizer(Optimizer):
         self, find: Callable[[str], Any], names: set[str], groups: list[dict[str, Any]]
     ) -> None:
         """Take this rank's part of a state, wherever `find` gets it from."""
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved = [group["parameters"] for group in groups]
-        if sizes != saved:
+        own = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
+        saved = [[list(shape) for shape in group["shapes"]] for group in groups]
+        if [len(shapes) for shapes in own] != [len(shapes) for shapes in saved]:
             raise ParallelError(
-                f"the state is of another optimizer: groups of {saved} parameters, here {sizes}"
+                f"the state is of another optimizer: groups of {[len(s) for s in saved]}"
+                f" parameters, here {[len(s) for s in own]}"
             )
+        for number, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+            for place, (shape, other) in enumerate(zip(mine, theirs, strict=True)):
+                if shape != other:
+                    raise ParallelError(
+                        f"the state is of another optimizer: parameter {place} of group {number}"
+                        f" is {tuple(other)}, here {tuple(shape)}"
+                    )
         self.division.load(find, names)
         for group, options in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in options.items() if key != "parameters"})
+            group.update({key: value for key, value in options.items() if key != "shapes"})
 
     def state_bytes(self) -> int:
         """What this rank's optimizer state takes."""

@@ -63,7 +63,7 @@ def _shares(case: Divided) -> Iterator[Finding]:
     off = max(abs(share - ideal) for share in ours) / ideal if ideal else 0.0
     yield Finding(
         text=f"{case.title}: AdamW's state takes {bytes_(whole[0])} on every rank unsharded and"
-        f" {bytes_(max(ours))} at most when whole parameters are shared out by bytes:"
+        f" {bytes_(max(ours))} at most when parameters are shared out by bytes:"
         f" {percent(off)} off an equal share.",
         tone="good" if off <= 0.02 else "info",
     )
