@@ -182,6 +182,14 @@ def test_a_residual_is_shown_and_judged() -> None:
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
 
 
+def test_lines_of_one_size_have_one_order() -> None:
+    """A set's order changes from process to process, and pages are held to be the same."""
+    names = [f"line {letter}" for letter in "jihgfedcba"]
+    even = memory_record(peak=1000, lines=dict.fromkeys(names, 5))
+    rows = [row[0] for row in table([even], "memory-ledger").rows]
+    assert [name for name in rows if name in names] == sorted(names)
+
+
 def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
     said = findings([memory_record(environment=on_cpu)])

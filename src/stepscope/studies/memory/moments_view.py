@@ -22,7 +22,7 @@ def moments_table(case: Account) -> Iterator[Table]:
     groups = [case.groups(end) for end in case.ends]
     kinds = sorted(
         {kind for group in groups for kind in group if any(g.get(kind) for g in groups)},
-        key=lambda kind: -max(group.get(kind, 0) for group in groups),
+        key=lambda kind: (-max(group.get(kind, 0) for group in groups), kind),
     )
     rows: list[tuple[Cell, ...]] = [
         (kind, *(group.get(kind) or None for group in groups)) for kind in kinds

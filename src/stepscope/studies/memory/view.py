@@ -97,7 +97,7 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
 def account_table(case: Account) -> Table:
     lines = sorted(
         {line for peak in case.phases for line in peak.lines},
-        key=lambda line: -max(peak.lines.get(line, 0) for peak in case.phases),
+        key=lambda line: (-max(peak.lines.get(line, 0) for peak in case.phases), line),
     )
     rows: list[tuple[Cell, ...]] = [
         (line, *(peak.lines.get(line) for peak in case.phases)) for line in lines
