@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,10 +36,11 @@ from stepscope.records.memory import (
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
-from stepscope.studies.memory import MemoryFlags
+from stepscope.studies.memory import MemoryFlags, recording
 from stepscope.studies.memory.rows import accounted, leading
 from stepscope.studies.registry import find_study
 from stepscope.studies.step_peaks import steps_in_turns
+from stepscope.studies.traced import TRACES
 from stepscope.studies.workload import TrainingStep, Workload
 from study_records import memory_record
 
@@ -357,6 +359,31 @@ def test_records_of_another_form_are_left_out() -> None:
     bare = msgspec.structs.replace(memory_record(), notes={})
     assert accounted([bare]) == []
     assert find_study("memory").view([bare]) == ()
+
+
+def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where torch was built without CUDA's allocator, or with another one."""
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
+
+    monkeypatch.setenv(TRACES, str(tmp_path))
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
+    work = Workload(
+        size="tiny", table="2025", context=8, batch=1, dtype="float32", attention="sdpa",
+        compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
+    )  # fmt: skip
+    device = pick_device("cpu")
+    step = TrainingStep(work, device)
+    assert recording._snapshot(step, device, work) == ({}, [])
+    device.kind = "cuda"
+    noted, turns = recording._snapshot(step, device, work)
+    assert noted == {
+        "snapshot_missing": "RuntimeError: cudaMallocAsync does not yet support recordHistory"
+    }
+    assert turns == []
 
 
 def test_steps_take_turns_in_an_order_that_changes() -> None:

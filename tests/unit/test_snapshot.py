@@ -83,9 +83,12 @@ def test_a_history_that_lost_its_beginning_is_right_for_the_rest() -> None:
 
 def test_a_buffer_that_was_full_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = [event("alloc", 4096, 512), event("free_completed", 4096, 512)]
-    assert main(["snapshot", str(written(tmp_path / "full", snapshot(pair * 500)))]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The buffer of the history is full, so earlier events were overwritten" in said
+    for entries in (1000, 65536):
+        path = written(tmp_path / "full", snapshot(pair * (entries // 2)))
+        assert main(["snapshot", str(path)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "events is at least 4.00 MiB" in said
+        assert "The buffer of the history is full, so earlier events were overwritten" in said
     assert main(["snapshot", str(written(tmp_path / "part", snapshot(pair * 499)))]) == 0
     assert "buffer" not in capsys.readouterr().out
 

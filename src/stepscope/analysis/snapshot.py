@@ -21,8 +21,8 @@ from stepscope.errors import StepscopeError
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
-_ROUND = 1000
-"""Buffers are sized by people; that a whole history ends at such a number by chance is unlikely."""
+_ROUND = (1000, 1024)
+"""Buffers are sized by people: that a whole history ends at a multiple by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
 
@@ -115,7 +115,7 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
         reserved=reserved.get(device, 0),
         active=active,
         events=len(events),
-        full=len(trace) >= _ROUND and len(trace) % _ROUND == 0,
+        full=any(trace and len(trace) % size == 0 for size in _ROUND),
         peak=peak,
         largest=None if largest is None else Place(code=largest[1], bytes=largest[0], blocks=1),
         places=places,

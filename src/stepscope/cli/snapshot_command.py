@@ -64,7 +64,8 @@ def _findings(held: Snapshot) -> list[Finding]:
             Finding(text="It has no history, so the peak before its end is not known.", tone="warn")
         )
         return found
-    text = f"The peak within its {count(held.events)} events is {bytes_(held.peak)}"
+    least = " at least" if held.full else ""
+    text = f"The peak within its {count(held.events)} events is{least} {bytes_(held.peak)}"
     if held.largest is not None:
         text += f"; the largest block there has {bytes_(held.largest.bytes)} ({held.largest.code})"
     if held.full:
