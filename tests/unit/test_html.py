@@ -150,6 +150,7 @@ def test_words_of_a_program_and_digits_are_set_apart() -> None:
     assert '<p class="caption"><code>a&lt;b&gt;</code> and ` alone</p>' in made
     assert '<td class="code">0.1|0</td>' in made
     assert '<td class="none">–</td>' in made
+    assert markdown(table).splitlines()[-1] == r"`a<b>` and \` alone"
     assert markdown(table).splitlines()[4] == r"| `0.1\|0` | – |"
 
 

@@ -128,15 +128,17 @@ def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> Non
     assert whole.marks[0].value == 1000.0
 
 
-def test_pictures_are_of_the_highest_step_that_has_its_forward_beside_it() -> None:
+def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
     records = [
         memory_record("forward", peak=1 << 30),
         memory_record(peak=2 << 30),
         memory_record(context=512, peak=9 << 30),
+        memory_record(context=64, peak=3 << 30),
+        memory_record("forward", context=64, peak=1 << 20),
     ]
     lead, forward = leading(accounted(records))
     assert (lead.peak, forward.peak if forward else None) == (2 << 30, 1 << 30)
-    lead, forward = leading(accounted(records[1:]))
+    lead, forward = leading(accounted(records[1:4]))
     assert (lead.peak, forward) == (9 << 30, None)
     assert leading(accounted(records[:1]))[0].workload.mode == "forward"
 
@@ -283,6 +285,19 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
     assert "peak 22.0 GiB against 18.0 GiB" in said
     lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
     assert "In none of 1 forwards" in findings([wide, lower])
+
+    def pair(context: int, *peaks: int) -> list[Record]:
+        return [
+            memory_record("forward", context=context, dtype=form, peak=peak * GIB)
+            for form, peak in zip(("float32", "bfloat16"), peaks, strict=True)
+        ]
+
+    less = findings([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])
+    assert "in 1 of 3 forwards" in less
+    assert "From context 256 on it is less." in less
+    more = findings([*pair(128, 18, 22), *pair(512, 40, 41)])
+    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more
+    assert "autocast runs softmax in float32 and casts what comes out" in more
 
 
 def test_it_tells_naive_from_flash_attention() -> None:

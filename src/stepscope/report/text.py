@@ -29,6 +29,7 @@ _TONES = {"good": "✓", "info": "•", "warn": "⚠"}
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _RAW_UNITS = {"percent": "fraction", "bytes": "B"}
 
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#$~&])")
 _LATEX = {
     "\\": r"\textbackslash{}",
     "{": r"\{",
@@ -67,7 +68,7 @@ def markdown(table: Table) -> str:
     lines = [f"**{_md(table.title)}**", ""] if table.title else []
     lines += _md_grid(table)
     if table.caption:
-        lines += ["", _md(table.caption)]
+        lines += ["", _md_prose(table.caption)]
     return "\n".join(lines) + "\n"
 
 
@@ -114,7 +115,7 @@ def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
     for block in blocks:
         match block:
             case Finding():
-                yield f"> {_TONES[block.tone]} {_md(block.text)}"
+                yield f"> {_TONES[block.tone]} {_md_prose(block.text)}"
             case Table():
                 yield markdown(block)
             case Figure():
@@ -131,7 +132,7 @@ def _md_figure(figure: Figure) -> str:
 
 
 def _md_unshown(figure: Figure | Timeline) -> str:
-    caption = f": {_md(figure.caption)}" if figure.caption else ""
+    caption = f": {_md_prose(figure.caption)}" if figure.caption else ""
     return f"*Figure, not shown here: {_md(figure.title)}*{caption}"
 
 
@@ -157,7 +158,15 @@ def _md_cell(cell: Cell, column: Column) -> str:
 
 def _md(text: str) -> str:
     """Text that Markdown and the HTML inside it leave alone."""
-    return re.sub(r"([\\`*_{}\[\]<>|#$~&])", r"\\\1", _one_line(text))
+    return _MARKDOWN.sub(r"\\\1", _one_line(text))
+
+
+def _md_prose(text: str) -> str:
+    """The same, with `words of a program` left as they are."""
+    parts = re.split(r"(`[^`]+`)", _one_line(text))
+    return "".join(
+        part if place % 2 else _MARKDOWN.sub(r"\\\1", part) for place, part in enumerate(parts)
+    )
 
 
 def _texts(table: Table) -> Iterator[list[str]]:

@@ -165,8 +165,37 @@ def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
         f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the activations kept"
         f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
-        f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}. Longer contexts turn that around."
+        f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{_longer(pairs, narrow)}"
     )
+
+
+def _longer(pairs: Sequence[tuple[Accounted, Accounted]], narrow: Accounted) -> str:
+    """Whether a longer context of the same model turns that around."""
+    longer = [
+        pair
+        for pair in pairs
+        if _but_for_context(pair[1], narrow) and pair[1].workload.context > narrow.workload.context
+    ]
+    if not longer:
+        return ""
+    wide, last = max(longer, key=lambda pair: pair[1].workload.context)
+    if last.peak <= wide.peak:
+        turned = min(
+            (pair for pair in longer if pair[1].peak <= pair[0].peak),
+            key=lambda pair: pair[1].workload.context,
+        )
+        return f" From context {count(turned[1].workload.context)} on it is less."
+    text = (
+        f" At context {count(last.workload.context)} it is still so: {bytes_(last.peak)} against"
+        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of activations against"
+        f" {bytes_(wide.kept)}"
+    )
+    if last.on_cuda and implementation(last.workload.attention).saves_scores:
+        text += (
+            ", because autocast runs softmax in float32 and casts what comes out: attention"
+            " written out keeps both"
+        )
+    return f"{text}."
 
 
 def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:

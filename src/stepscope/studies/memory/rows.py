@@ -177,14 +177,17 @@ def accounted(records: Sequence[Record]) -> list[Accounted]:
 
 def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
     """The case that pictures and accounts are drawn of, and the forward alone of the same step: the
-    highest train step that has one beside it, else the highest."""
+    train step whose forward is the highest, so that there are activations to see; without forwards
+    the highest train step."""
     whole = [case for case in cases if case.workload.mode == "train-step"]
     forwards = {
         _as_train_step(case.workload): case for case in cases if case.workload.mode == "forward"
     }
     paired = [case for case in whole if case.workload.key in forwards]
-    lead = max(paired or whole or cases, key=lambda case: (len(case.phases), case.peak))
-    return lead, forwards.get(lead.workload.key) if lead in paired else None
+    if paired:
+        lead = max(paired, key=lambda case: forwards[case.workload.key].peak)
+        return lead, forwards[lead.workload.key]
+    return max(whole or cases, key=lambda case: (len(case.phases), case.peak)), None
 
 
 def _as_train_step(workload: Workload) -> str:
