@@ -109,7 +109,34 @@ def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepscope.measure.waiting.time.monotonic", clock.monotonic)
     monkeypatch.setattr("stepscope.measure.waiting.time.sleep", sleep)
     pace = Pace()
+    pace.start(clock.now)
     for _ in range(3):
-        pace.wait(1000.0, clock.now)
+        pace.wait(1000.0)
     assert slept == pytest.approx([1.0, 0.75, 0.75])
     assert clock.now == pytest.approx(103.25)
+    pace.put_off(2.0)
+    pace.wait(1000.0)
+    assert slept[-1] == pytest.approx(2.75)
+
+
+@pytest.mark.parametrize(("counted", "took"), [(False, 0.12), (True, 0.18)])
+def test_what_hooks_take_puts_off_all_that_follows(
+    monkeypatch: pytest.MonkeyPatch, counted: bool, took: float
+) -> None:
+    """Two hooks of 30 ms fit into what the backward still waits; counted, they add to it."""
+    clock = FakeClock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr("stepscope.measure.waiting.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("stepscope.measure.waiting.time.sleep", sleep)
+    step = WaitingStep(10.0, [Due(4, "float32", 10.0), Due(4, "float32", 20.0)], 100.0, 10.0)
+    for parameter in step.held:
+        parameter.register_post_accumulate_grad_hook(lambda _: sleep(0.03))  # type: ignore[attr-defined]
+    if counted:
+        step.count_hooks()
+    began = clock.now
+    step().backward()  # type: ignore[no-untyped-call]
+    step.optimize()
+    assert clock.now - began == pytest.approx(took)

@@ -91,6 +91,20 @@ def test_upkeep_delays_what_comes_after_it() -> None:
     assert late.synchronized == 90 + 4 + 6 + 0.5 + 21
 
 
+def test_work_beside_messages_takes_longer_and_holds_them_up() -> None:
+    upkeep = Upkeep(pack=2.0, slowed=1.5, drag=0.5)
+    told = replay(recording([60.0, 30.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
+    # At 50 nothing is under way: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
+    assert [(m.ready, m.start, m.end) for m in told.messages] == [
+        (52, 52, 64), (65, 65, 76), (97, 97, 108),
+    ]  # fmt: skip
+    # The third gradient comes at 95, when nothing is.
+    assert told.backward_end == 97.0
+    queue = replay(recording([23.0, 22.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
+    # Two that are on their way, one of them waiting for its turn, are both held up by a ms.
+    assert [(m.start, m.end) for m in queue.messages] == [(52, 65), (65, 76), (76, 87)]
+
+
 def test_the_exchange_at_the_end_hides_beside_reductions() -> None:
     told = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=10.0))
     assert told.synchronized == 101.0

@@ -10,10 +10,10 @@ import pytest
 from rehearsal_records import check_record, ready_times, recorded_record
 from stepscope.analysis.rehearsal.recording import NOTE, Recording, encode_times, recording_of
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Record
+from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.checks import check_of
+from stepscope.studies.rehearsal.checks import check_of, judge
 from stepscope.studies.rehearsal.subject import subject_of
 
 
@@ -164,6 +164,24 @@ def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
     assert rows["flat"][4] == pytest.approx(-0.2, abs=2e-3)
     # What communication added, told and seen.
     assert rows["naive"][5] == pytest.approx(rows["naive"][6], rel=0.02)
+
+
+def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
+    held = check_record()
+    times = {
+        "alone.1000": 2.0, "alone.1000000": 10.0, "pack.1000": 0.5, "pack.1000000": 1.0,
+        "issue": 0.1, "agree": 0.5, "step.no communication": 100.0, "step.flat": 110.0,
+        # Four of each: 3 ms instead of 2, 6 instead of 4; both are done 1 and 2 ms late.
+        "packed.1000.4": 3.1, "packed.1000000.4": 6.1,
+        "beside.1000.4": 4.1, "beside.1000000.4": 12.0,
+    }  # fmt: skip
+    series = [Series(name=name, unit="ms", values=(ms,) * 3) for name, ms in times.items()]
+    recording = recording_of(held)
+    assert recording is not None
+    verdict = judge(recording, series, [2.0])
+    assert verdict is not None
+    assert (verdict.upkeep.slowed, verdict.upkeep.drag) == pytest.approx((1.5, 0.5))
+    assert check_of(held).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
 
 
 def test_a_check_without_samples_of_the_link_says_nothing() -> None:

@@ -23,24 +23,30 @@ class Due(NamedTuple):
 
 
 class Pace:
-    """Sleeps for stretches of time; what one oversleeps, the next is shorter by."""
+    """A schedule: each stretch begins where the one before should have ended, late or not."""
 
     def __init__(self) -> None:
-        self._late_s = 0.0
+        self._due_s = 0.0
 
-    def wait(self, ms: float, began_s: float) -> None:
-        due = began_s + ms / 1e3 - self._late_s
-        left = due - time.monotonic()
+    def start(self, at_s: float) -> None:
+        self._due_s = at_s
+
+    def wait(self, ms: float) -> None:
+        self._due_s += ms / 1e3
+        left = self._due_s - time.monotonic()
         if left > 0:
             time.sleep(left)
-        self._late_s = time.monotonic() - due
+
+    def put_off(self, seconds: float) -> None:
+        """Something else took the thread for so long: all that follows is later."""
+        self._due_s += seconds
 
 
 class WaitingStep(nn.Module):
     """Its backward makes gradients in their order and at their distances.
 
-    Distances, not moments: what a hook does with a gradient delays all that follow, as it would
-    delay real compute.
+    What a hook does with a gradient delays all that follow, as it would delay real compute; what
+    autograd itself takes between two gradients is part of the distance that was recorded.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class WaitingStep(nn.Module):
         super().__init__()
         self._forward_ms, self._optimizer_ms = forward_ms, optimizer_ms
         self._pace = Pace()
+        self._reached_s = 0.0
         self.held = nn.ParameterList(
             nn.Parameter(torch.zeros(due.elements, dtype=getattr(torch, due.dtype)))
             for due in gradients
@@ -68,9 +75,23 @@ class WaitingStep(nn.Module):
         self._order = sorted(range(len(gradients)), key=lambda place: gradients[place].ready_ms)
         moments = [0.0, *(gradients[place].ready_ms for place in self._order), backward_ms]
         self._gaps = [end - start for start, end in pairwise(moments)]
+        for parameter in self.held:
+            parameter.register_post_accumulate_grad_hook(self._reach)
+
+    def _reach(self, _: Tensor) -> None:
+        self._reached_s = time.monotonic()
+
+    def count_hooks(self) -> None:
+        """Hooks that were registered until now put off what follows; call after wrapping."""
+
+        def done(_: Tensor) -> None:
+            self._pace.put_off(time.monotonic() - self._reached_s)
+
+        for parameter in self.held:
+            parameter.register_post_accumulate_grad_hook(done)
 
     def forward(self) -> Tensor:
-        began = time.monotonic()
+        self._pace.start(time.monotonic())
         start = torch.zeros((), requires_grad=True)
         stream: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
             start, None, None, self._gaps[-1], self._pace
@@ -81,14 +102,16 @@ class WaitingStep(nn.Module):
             stream = _Wait.apply(  # type: ignore[no-untyped-call]
                 stream, self.held[place], self._made[place], self._gaps[number], self._pace
             )
-        self._pace.wait(self._forward_ms, began)
+        self._pace.wait(self._forward_ms)
         return stream
 
-    def optimize(self) -> None:
-        began = time.monotonic()
+    def optimize(self, synchronized: bool = False) -> None:
+        """With `synchronized`, from now on: the ranks have waited for each other."""
+        if synchronized:
+            self._pace.start(time.monotonic())
         for parameter in self.held:
             parameter.grad = None
-        self._pace.wait(self._optimizer_ms, began)
+        self._pace.wait(self._optimizer_ms)
 
 
 class _Wait(torch.autograd.Function):
@@ -104,7 +127,6 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        began = time.monotonic()
         gradient = None if ctx.made is None else ctx.made.clone()
-        ctx.pace.wait(ctx.gap_ms, began)
+        ctx.pace.wait(ctx.gap_ms)
         return incoming[0], gradient, None, None, None

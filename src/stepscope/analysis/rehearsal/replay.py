@@ -2,9 +2,10 @@
 
 The rules are those of `parallel/reducer.py`. Gradients become ready in the recorded order; what the
 host or the device must do for each (scaling it into its bucket) and for each message (issuing it)
-delays everything after it. Messages leave in the order of the plan and share one channel. At the
-end of the backward the ranks exchange a small message, which runs beside reductions in flight; what
-has not left yet leaves after it; the optimizer starts when the last reduction is done.
+delays everything after it. Where that work and messages under way need the same cores, it takes
+longer and they are late. Messages leave in the order of the plan and share one channel. At the end
+of the backward the ranks exchange a small message, which runs beside reductions in flight; what has
+not left yet leaves after it; the optimizer starts when the last reduction is done.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Upkeep(NamedTuple):
     """To send a message."""
     agree: float = 0.0
     """The exchange at the end of a backward."""
+    slowed: float = 1.0
+    """How many times as long packing and sending take while a message is under way."""
+    drag: float = 0.0
+    """By how much a ms of such work (as it is without messages) delays those under way."""
 
 
 class Message(NamedTuple):
@@ -89,6 +94,20 @@ class Line:
         self.sent.append(Message(size, at, start, start + channel.alone(size)))
         return self.sent[-1].end
 
+    def beside(self, at: float, work: float, upkeep: Upkeep) -> float:
+        """How long this work takes from `at` on; messages under way end later for it."""
+        if all(message.end <= at for message in self.sent):
+            return work
+        late = upkeep.drag * work
+        self._free += late if self._free > at else 0.0
+        self.sent = [
+            m._replace(start=m.start + (late if m.start > at else 0.0), end=m.end + late)
+            if m.end > at
+            else m
+            for m in self.sent
+        ]
+        return upkeep.slowed * work
+
 
 def replay(
     recording: Recording,
@@ -133,12 +152,13 @@ def _backward(
     following, delay = 0, 0.0
     for place in recording.order:
         gradient = recording.gradients[place]
-        delay += upkeep.pack + gradient.bytes * upkeep.pack_byte
+        ready = recording.forward_ms + gradient.ready
+        packing = upkeep.pack + gradient.bytes * upkeep.pack_byte
+        delay += line.beside(ready + delay, packing, upkeep)
         left[bucket_of[place]] -= 1
         while following < len(buckets) and left[following] == 0:
-            delay += upkeep.issue
-            at = recording.forward_ms + gradient.ready + delay
-            line.send(sizes[following], at, channel)
+            delay += line.beside(ready + delay, upkeep.issue, upkeep)
+            line.send(sizes[following], ready + delay, channel)
             following += 1
     return delay
 

@@ -12,7 +12,7 @@ from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Cell, Column, Finding, Interval, Table
-from stepscope.report.format import duration, percent, rate
+from stepscope.report.format import duration, number, percent, rate
 from stepscope.studies.rehearsal.ranks import ALONE, strategies
 
 GOAL = 0.15
@@ -79,11 +79,15 @@ def judge(
     still = slowest.get(f"step.{ALONE}")
     if channel is None or still is None:
         return None
+    issue = medians.get("issue", 0.0)
+    slowed, drag = _contention(medians, alone, packs, issue)
     upkeep = Upkeep(
         pack=pack.latency_ms if pack else 0.0,
         pack_byte=1 / pack.bytes_per_ms if pack else 0.0,
-        issue=medians.get("issue", 0.0),
+        issue=issue,
         agree=medians.get("agree", 0.0),
+        slowed=slowed,
+        drag=drag,
     )
     rows = []
     for strategy, size in strategies(bucket_mb):
@@ -94,6 +98,21 @@ def judge(
             exposed = measured.median - still.median
             rows.append(Row(way, told.step_ms, measured, told.exposed_ms, exposed))
     return Verdict(channel, upkeep, tuple(rows)) if rows else None
+
+
+def _contention(
+    medians: Mapping[str, float], alone: Mapping[int, float], packs: Mapping[int, float],
+    issue: float,
+) -> tuple[float, float]:  # fmt: skip
+    """What packing beside a reduction and that reduction cost each other, over all sizes."""
+    packed, both = _sized(medians, "packed"), _sized(medians, "beside")
+    known = [(size, count) for size, count in packed if size in alone and size in packs]
+    work = sum(count * packs[size] for size, count in known)
+    if not work:
+        return 1.0, 0.0
+    took = sum(packed[key] - issue for key in known)
+    later = sum(both[key] - max(alone[key[0]], packed[key]) for key in known)
+    return max(1.0, took / work), max(0.0, later / work)
 
 
 def _slowest(series: Iterable[Series]) -> dict[str, Summary]:
@@ -127,9 +146,19 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
             f" ({worst.way}: {duration(worst.predicted_ms)} predicted,"
             f" {duration(worst.measured.median)} measured), {verdict}. The link as measured:"
             f" {duration(line.latency_ms)} a reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')},"
-            f" which single sizes miss by up to {percent(line.residual)}.",
+            f" which single sizes miss by up to {percent(line.residual)}."
+            f"{_contention_words(check.verdict.upkeep)}",
             tone="good" if within else "warn",
         )
+
+
+def _contention_words(upkeep: Upkeep) -> str:
+    if upkeep.slowed == 1.0 and upkeep.drag == 0.0:
+        return ""
+    return (
+        f" Packing a gradient takes {number(upkeep.slowed, 3)}× as long beside a reduction, and"
+        f" every ms of it holds the reduction up by {number(upkeep.drag, 2)} ms."
+    )
 
 
 def check_table(checks: Sequence[Check]) -> Table:

@@ -31,7 +31,8 @@ SPIN_S = 2e-4
 
 class RankResult(NamedTuple):
     samples: dict[str, list[float]]
-    """`step.WAY`, `alone.SIZE`, `burst.SIZE.COUNT`, `pack.SIZE`, `issue`, `agree`, all in ms."""
+    """`step.WAY`, `alone.SIZE`, `burst.SIZE.COUNT`, `pack.SIZE`, `packed.SIZE.COUNT`,
+    `beside.SIZE.COUNT`, `issue`, `agree`, all in ms."""
     backend: str
 
 
@@ -87,7 +88,7 @@ def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> 
             model().backward()
             if model is not own:
                 model.finish_gradient_synchronization()
-            own.optimize()
+            own.optimize(synchronized=model is not own)
             return _since(began)
 
         return step
@@ -97,6 +98,7 @@ def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> 
     for strategy, bucket_mb in strategies(config["bucket_mb"]):
         own = make(plain)
         wrapped = DDP(own, strategy, bucket_mb)  # type: ignore[arg-type]
+        own.count_hooks()
         ways[name_of(strategy, bucket_mb)] = way(own, wrapped)
     return ways
 
@@ -169,6 +171,9 @@ class Probe:
                 found[f"burst.{size}.{len(messages)}"] = done
                 if size == self.sizes[0]:
                     found["issue"] = issued / len(messages)
+            packed, both = self._beside(size, messages[0])
+            found[f"packed.{size}.{REPEATS}"] = packed
+            found[f"beside.{size}.{REPEATS}"] = both
         found["agree"] = self._agree()
         return found
 
@@ -192,6 +197,20 @@ class Probe:
         for work in works:
             work.wait()
         return issued, _since(began)
+
+    def _beside(self, size: int, message: Tensor) -> tuple[float, float]:
+        """Scaling gradients while a reduction is under way: until that is done, and until both."""
+        import torch
+        import torch.distributed as dist
+
+        made = [message.clone() for _ in range(REPEATS)]
+        began = start_together()
+        work = dist.all_reduce(message, async_op=True)
+        for gradient in made:
+            torch.mul(gradient, 0.5, out=self._buckets[size])
+        packed = _since(began)
+        work.wait()
+        return packed, _since(began)
 
     def _agree(self) -> float:
         """The exchange that ends a backward: a small all-gather."""
