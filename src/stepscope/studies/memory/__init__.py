@@ -76,6 +76,11 @@ class Memory(Study[MemoryFlags]):
                     size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
                     attention=("reference", "sdpa"), mode=("train-step",),
                 ),
+                # Beside the first: its picture shows what a step adds to a forward.
+                MemoryFlags(
+                    size=("tiny",), context=(128,), batch=(2,), vocab=512, steps=2,
+                    mode=("forward",),
+                ),
                 # So short that the copies of the weights outweigh the halved activations.
                 MemoryFlags(
                     size=("tiny",), context=(16,), batch=(2,), vocab=512, steps=2, dtype=both,

@@ -187,13 +187,13 @@ def _longer(pairs: Sequence[tuple[Accounted, Accounted]], narrow: Accounted) -> 
         return f" From context {count(turned[1].workload.context)} on it is less."
     text = (
         f" At context {count(last.workload.context)} it is still so: {bytes_(last.peak)} against"
-        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of activations against"
+        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of activations kept against"
         f" {bytes_(wide.kept)}"
     )
     if last.on_cuda and implementation(last.workload.attention).saves_scores:
         text += (
-            ", because autocast runs softmax in float32 and casts what comes out: attention"
-            " written out keeps both"
+            ". They do not halve, because autocast runs softmax in float32 and casts what comes"
+            " out: attention written out keeps both"
         )
     return f"{text}."
 
