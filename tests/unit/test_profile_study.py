@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
+from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
@@ -244,3 +246,24 @@ def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyP
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
     assert set(STUDY.measure(case.config, Bench()).notes) == {"profile"}
+
+
+def test_the_published_cases_hold_what_is_to_be_shown() -> None:
+    on_gpu = environment(device_kind="cuda", device_name="NVIDIA H200")
+    cases = {case.key: case.config for case in preset_cases("h200", on_gpu, "profile")}
+    held = {
+        (c["size"], c["context"], c["batch"], c["dtype"], c["compile"], c["mode"]): c["experiments"]
+        for c in cases.values()
+    }
+    forms = [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "block")]
+    for size, form, mode in product(("small", "xl", "2.7b"), forms, ("forward", "train-step")):
+        assert (size, 512, 4, *form, mode) in held
+    for size, context in product(("small", "xl"), (128, 256, 512)):
+        for mode in ("forward", "train-step"):
+            assert (size, context, 4, "float32", "no", mode) in held
+    for size, batch in product(("small", "medium", "large", "xl", "2.7b"), (1, 4)):
+        assert (size, 128, batch, "float32", "no", "forward-backward") in held
+    tried = [key for key, experiments in held.items() if experiments]
+    for dtype, context in product(("float32", "bfloat16"), (128, 256, 512)):
+        assert ("small", context, 4, dtype, "no", "train-step") in tried
+    assert ("2.7b", 512, 4, "float32", "no", "train-step") in tried

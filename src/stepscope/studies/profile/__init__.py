@@ -129,15 +129,17 @@ def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
         enough_seconds=1.5,
     )  # fmt: skip
     plain = change(train, experiments=False)
-    contexts = (128, 256, 1024)
+    two_modes = change(plain, mode=("forward", "train-step"))
     return (
         change(train, dtype=both),
         change(plain, mode=("forward",), dtype=both),
         change(train, mode=("forward", "train-step"), dtype=("bfloat16",), compile=("block",)),
         change(plain, mode=("forward-backward",), size=every_size, context=(128,), batch=(4, 1)),
         change(train, size=("small",), context=(128, 256), dtype=both),
-        change(plain, mode=("forward", "train-step"), size=("small", "xl"), context=contexts),
+        change(two_modes, size=("small", "xl"), context=(128, 256)),
         change(plain, mode=("forward-backward",)),
+        change(two_modes, size=("small",), context=(1024,)),
+        change(plain, mode=("forward",), size=("2.7b",), context=(1024,)),
     )
 
 
