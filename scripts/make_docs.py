@@ -16,6 +16,7 @@ from typing import Any
 from flash_page import flash_pages
 from memory_page import memory_pages
 from parallel_page import parallel_page
+from profile_page import profile_pages
 from published_figures import published_h200
 
 from stepscope.records.jsonl import read_records
@@ -197,6 +198,7 @@ def main() -> int:
         "docs/parallel.md": parallel_page(ROOT),
         **{f"docs/{name}": made for name, made in _flash().items()},
         **{f"docs/{name}": made for name, made in memory_pages(ROOT / "results").items()},
+        **{f"docs/{name}": made for name, made in profile_pages(ROOT / "results").items()},
     }
     stale = [
         name

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Figure, Finding, Table
+from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline
+from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.svg import standalone_svg
 from stepscope.report.text import markdown
@@ -27,10 +28,16 @@ def origin(name: str, records: Sequence[Record]) -> str:
 def figure_files(blocks: Iterable[Block]) -> dict[str, str]:
     """Path under docs/ and text of every figure."""
     return {
-        f"{FIGURES}/{block.name}.svg": standalone_svg(svg(block, prefix=block.name))
+        f"{FIGURES}/{block.name}.svg": standalone_svg(_drawn(block))
         for block in blocks
-        if isinstance(block, Figure)
+        if isinstance(block, Figure | Timeline)
     }
+
+
+def _drawn(block: Figure | Timeline) -> str:
+    if isinstance(block, Timeline):
+        return lanes_svg(block, prefix=block.name)
+    return svg(block, prefix=block.name)
 
 
 def bullets(blocks: Iterable[Block]) -> str:
@@ -41,7 +48,7 @@ def shown(blocks: Iterable[Block]) -> Iterator[str]:
     """Tables and figures; what several of them say below is said once."""
     said: set[str] = set()
     for block in blocks:
-        if not isinstance(block, Table | Figure):
+        if isinstance(block, Finding):
             continue
         if block.caption in said:
             block = msgspec.structs.replace(block, caption="")

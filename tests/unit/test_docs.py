@@ -20,6 +20,7 @@ from study_records import (
     checkpointing_record,
     flash_record,
     memory_record,
+    profile_record,
     race_record,
 )
 
@@ -57,6 +58,35 @@ def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatc
     assert "1,16,16384,64 takes 4.60 ms forward and backward" in text
     failed = [*grid, flash_record("flex", status="oom", reason="too large")]
     assert "oom, too large." in flash_pages(failed, ())["flash.md"]
+
+
+def test_the_page_of_profiles_appears_with_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from profile_page import profile_pages
+
+    assert profile_pages(tmp_path) == {}
+    sizes = ("small", "medium", "large", "xl", "2.7b")
+    records = [
+        *(profile_record("forward-backward", size=size, context=128) for size in sizes),
+        *(profile_record(mode, dtype=dtype) for mode in ("forward", "train-step")
+          for dtype in ("float32", "bfloat16")),
+        profile_record(size="xl", status="oom", reason="too large"),
+    ]  # fmt: skip
+    write_records(records, tmp_path / "profile_h200.jsonl")
+    pages = profile_pages(tmp_path)
+    text = pages["profile.md"]
+    assert {"figures/profile-classes.svg", "figures/profile-timeline.svg"} <= set(pages)
+    for target in re.findall(r"\]\((figures/[^)]+)", text):
+        assert pages[target].startswith("<svg")
+    for part in (
+        "Forward and backward of every size at context 128",
+        "float32, eager against bfloat16, eager",
+        "Kernels by time: small at context 512 in float32, train-step",
+        "## Not traced",
+    ):
+        assert part in text
 
 
 def test_pages_of_memory_and_precision_appear_with_their_records(

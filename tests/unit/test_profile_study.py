@@ -147,7 +147,7 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
     said = findings(slow)
     assert "the host limits this step; the device is idle for 76.0 % of it" in said
     assert "nothing was launched in time for 28.0 %" in said
-    assert "4.0 times the batch takes 1.10 times as long" in said
+    assert "4 times the batch takes 1.10 times as long" in said
     assert "a graph replay takes 0.38 times as long" in said
     (row,) = table("profile-ledger", slow)
     assert row["as a graph"] == pytest.approx(0.38)
@@ -156,6 +156,94 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
     assert "the host limits" not in findings(
         profile_record("forward", trace=training_step(), step=0.25)
     )
+
+
+@pytest.mark.parametrize(
+    ("graph", "larger", "says"),
+    [(0.5, 3.9, True), (0.97, 1.2, True), (0.97, 3.9, False), (None, 3.9, False),
+     (0.5, None, True), (None, None, None)],
+)  # fmt: skip
+def test_either_experiment_may_show_that_the_host_limits(
+    graph: float | None, larger: float | None, says: bool | None
+) -> None:
+    tried = {"graph_replay": graph, "larger_batch": larger}
+    record = profile_record(
+        "forward", trace=training_step(),
+        experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
+        quantities=profile_record().quantities | {"larger_batch": _sequences(16)},
+    )  # fmt: skip
+    (group,) = groups([record])
+    assert group.fullest().experiments_say() is says
+    # What the trace says counts unless both experiments are against it.
+    assert ("the host limits this step" in findings(record)) is (says is not False)
+    assert ("the host does not limit this step" in findings(record)) is (says is False)
+
+
+def test_of_many_steps_that_the_host_limits_the_clearest_is_told_in_full() -> None:
+    plain = [profile_record("forward", context=c, trace=training_step()) for c in range(1, 9)]
+    proven = profile_record(
+        "forward", context=9, trace=training_step(), experiments={"graph_replay": 0.4}
+    )
+    said = findings(*plain, proven)
+    assert "small at context 9 in float32, forward: the host limits this step" in said
+    assert "a graph replay takes 0.40 times as long." in said
+    assert "So it is for small at context 1 in float32, small at context 2" in said
+    assert "small at context 5 in float32 and 3 more, of 9." in said
+
+
+def test_rows_go_from_small_to_large_and_modes_from_forward_to_step() -> None:
+    records = [
+        profile_record("train-step", size="xl"),
+        profile_record("forward", size="xl"),
+        profile_record(size="medium", batch=1),
+        profile_record(size="medium", context=128),
+        profile_record(size="small", dtype="bfloat16"),
+        profile_record(size="small"),
+    ]
+    rows = table("profile-ledger", *records)
+    assert [(r["size"], r["context"], r["dtype"], r["mode"]) for r in rows] == [
+        ("small", 512, "float32", "train-step"),
+        ("small", 512, "bfloat16", "train-step"),
+        ("medium", 128, "float32", "train-step"),
+        ("medium", 512, "float32", "train-step"),
+        ("xl", 512, "float32", "forward"),
+        ("xl", 512, "float32", "train-step"),
+    ]
+
+
+def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
+    def traced(size: str, batch: int = 4, context: int = 128) -> Record:
+        return profile_record("forward-backward", size=size, batch=batch, context=context, step=0.5)
+
+    few = [traced("small"), traced("xl"), traced("large", context=512)]
+    assert "profile-sizes" not in [b.name for b in STUDY.view(few) if isinstance(b, Table)]
+    rows = table("profile-sizes", *few, traced("large"), traced("large", batch=1))
+    assert [(r["size"], r["batch"]) for r in rows] == [
+        ("small", 4), ("large", 4), ("large", 1), ("xl", 4)
+    ]  # fmt: skip
+    assert rows[0]["forward, timer"] == pytest.approx(0.15)
+    assert rows[0]["forward, profiler"] == pytest.approx(0.185)
+    assert rows[0]["forward, apart"] == pytest.approx(0.185 / 0.15 - 1)
+    assert rows[0]["backward, timer"] == pytest.approx(0.25)
+
+
+def test_kernels_besides_matrix_products_have_their_share_and_calls() -> None:
+    (row,) = table("profile-others", profile_record())
+    # 2 + 1 + 2 additions of 10 µs and 30 µs of the optimizer, of 240.
+    assert row["besides matrix products"] == (
+        "vectorized_elementwise_kernel · add 20.8 % (5×), multi_tensor_apply_kernel 12.5 % (1×)"
+    )
+
+
+def test_where_blocks_differ_a_count_is_that_of_all() -> None:
+    (group,) = groups([profile_record("forward", trace=training_step(blocks=2))])
+    assert count_story(group.fullest().summary, SGEMM, 12) == "2 in 12 blocks (attention 2)"
+    assert count_story(group.fullest().summary, SGEMM, 2) == "2 blocks × 1 (attention 1)"
+
+
+def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
+    wide = profile_record("forward", context=4096, trace=busy_step())
+    assert "longer than it takes: part of the scores stays in the cache" in findings(wide)
 
 
 def _sequences(value: float) -> object:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.trace.summary import Summary, Use
+from stepscope.report.format import count, percent
 from stepscope.studies.profile.rows import Group, Traced
 from stepscope.studies.trace_findings import top_kernels
 
@@ -52,16 +53,17 @@ def top_kernel(group: Group) -> TopKernel | None:
     total = sum(one[1] for one in ranked)
     if total <= 0:
         return None
-    name, ms, count = ranked[0]
+    name, ms, calls = ranked[0]
     about = next(row for row in traced.summary.kernels if row.kernel == name)
     fuller = group.modes.get("forward-backward") or group.modes.get("train-step")
     same = None if fuller is None else top_kernels(fuller.summary)[0][0] == name
     story = count_story(traced.summary, name, group.layers())
-    return TopKernel(name, about.unit, ms / total, count, story, same)
+    return TopKernel(name, about.unit, ms / total, calls, story, same)
 
 
 def count_story(summary: Summary, kernel: str, layers: int) -> str:
-    """`12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)`."""
+    """`12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)`; where blocks differ,
+    what all of them have."""
     blocks: dict[str, float] = {}
     rest: dict[str, float] = {}
     for use in summary.uses:
@@ -72,11 +74,25 @@ def count_story(summary: Summary, kernel: str, layers: int) -> str:
             held[name or "block"] = held.get(name or "block", 0.0) + use.count
     told = []
     if blocks:
-        each = {part: count / layers for part, count in blocks.items()}
-        parts = ", ".join(f"{part} {count:g}" for part, count in each.items())
-        told.append(f"{layers} blocks × {sum(each.values()):g} ({parts})")
-    told += [f"{count:g} ({name})" for name, count in rest.items()]
+        alike = all(calls % layers == 0 for calls in blocks.values())
+        each = {part: calls / layers if alike else calls for part, calls in blocks.items()}
+        parts = ", ".join(f"{part} {calls:g}" for part, calls in each.items())
+        total = f"{sum(each.values()):g}"
+        times = f"{layers} blocks × {total}" if alike else f"{total} in {layers} blocks"
+        told.append(f"{times} ({parts})")
+    told += [f"{calls:g} ({name})" for name, calls in rest.items()]
     return " + ".join(told)
+
+
+def others(group: Group, most: int = 3) -> str:
+    """The first kernels that are no matrix products, with their share of all kernel time."""
+    summary = group.fullest().summary
+    classes = {row.kernel: row.kind for row in summary.kernels}
+    total = sum(row.ms for row in summary.kernels)
+    ranked = [one for one in top_kernels(summary) if classes[one[0]] != "matmul"]
+    return ", ".join(
+        f"{name} {percent(ms / total)} ({count(calls)}×)" for name, ms, calls in ranked[:most]
+    )
 
 
 def matmul_share(traced: Traced | None) -> float | None:

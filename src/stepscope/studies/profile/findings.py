@@ -13,18 +13,19 @@ from stepscope.studies.profile.answers import (
     matmul_share,
     top_kernel,
 )
-from stepscope.studies.profile.rows import Group
+from stepscope.studies.profile.rows import Group, Traced, leading
 from stepscope.studies.trace_findings import HOST_LIMITS_FROM, top_kernels
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
+_MOST_NAMES = 5
 
 
 def profile_findings(found: Sequence[Group]) -> tuple[Finding, ...]:
-    """Of the longest step that was traced, and of every step that the host limits."""
+    """Of the longest step that was traced, and of the steps that the host limits."""
     if not found:
         return ()
-    lead = max(found, key=lambda group: group.fullest().summary.wall_ms)
+    lead = leading(found)
     return (
         *_closing(found),
         *_host_limits(found),
@@ -46,38 +47,70 @@ def _closing(found: Sequence[Group]) -> Iterator[Finding]:
             f" explained is at most {percent(worst)} of a step.",
             tone="good",
         )
-    for one in still_open:
-        yield Finding(
-            text=f"The ledger of {one.workload.name} ({one.workload.mode}) does not close:"
-            f" {one.summary.doubt}.",
-            tone="warn",
-        )
+        return
+    worst_open = max(still_open, key=lambda one: one.summary.residual_ms / one.summary.wall_ms)
+    named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
+    others = list(dict.fromkeys(named))[1:]
+    more = f" Of {len(traced)} it is open for {_listed(others)} too." if others else ""
+    yield Finding(
+        text=f"The ledger of {named[0]} does not close: {worst_open.summary.doubt}.{more}",
+        tone="warn",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    left = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
-    for group in found:
-        traced = group.fullest()
-        if not traced.host_limits(HOST_LIMITS_FROM):
-            continue
+    """The step for which it is clearest in full, the others by name."""
+    limited = [group for group in found if group.fullest().host_limits(HOST_LIMITS_FROM)]
+    if limited:
+        lead = min(limited, key=lambda group: _clearness(group.fullest()))
+        traced = lead.fullest()
         bare = traced.idle_without_profiler
         share = traced.host_share() if bare is None else bare
-        proof = []
-        larger, times = traced.larger_batch_ratio(), traced.larger_batch()
-        if larger is not None and times is not None:
-            proof.append(
-                f"{number(times, 2)} times the batch takes {number(larger, 3)} times as long"
-            )
-        graph = traced.graph_ratio()
-        if graph is not None:
-            proof.append(f"a graph replay takes {number(graph, 2)} times as long")
-        text = (
-            f"{group.name}, {traced.workload.mode}: the host limits this step; the device is idle"
-            f" for {percent(share)} of it, and in the trace nothing was launched in time for"
+        others = [group.name for group in limited if group is not lead]
+        yield Finding(
+            text=f"{lead.name}, {traced.workload.mode}: the host limits this step; the device is"
+            f" idle for {percent(share)} of it, and in the trace nothing was launched in time for"
             f" {percent(traced.host_share())}. A lower precision cannot help until there are fewer"
-            " launches"
+            f" launches{_proof(traced)}."
+            + (f" So it is for {_listed(others)}, of {len(found)}." if others else ""),
+            tone="warn",
         )
-        shown = f": {', and '.join(proof)}." if proof else "."
-        yield Finding(text=text + shown, tone="warn")
+    free = [
+        group.fullest()
+        for group in found
+        if group not in limited and group.fullest().experiments_say() is False
+    ]
+    if free:
+        lead_free = max(free, key=lambda one: one.summary.wall_ms)
+        others = [one.workload.name for one in free if one is not lead_free]
+        yield Finding(
+            text=f"{lead_free.workload.name}, {lead_free.workload.mode}: the host does not limit"
+            f" this step{_proof(lead_free)}."
+            + (f" Nor does it for {_listed(others)}." if others else ""),
+        )
+
+
+def _clearness(traced: Traced) -> tuple[bool, float, float]:
+    """Those that an experiment confirms first, and of them where a replay gains most."""
+    untried = traced.experiments_say() is not True
+    return untried, traced.graph_ratio() or 1.0, -traced.host_share()
+
+
+def _proof(traced: Traced) -> str:
+    """What the experiments gave, after a colon."""
+    proof = []
+    larger, times = traced.larger_batch_ratio(), traced.larger_batch()
+    if larger is not None and times is not None:
+        proof.append(f"{count(times)} times the batch takes {number(larger, 3)} times as long")
+    graph = traced.graph_ratio()
+    if graph is not None:
+        proof.append(f"a graph replay takes {number(graph, 2)} times as long")
+    return f": {', and '.join(proof)}" if proof else ""
 
 
 def _agreement(group: Group) -> Iterator[Finding]:
@@ -159,8 +192,11 @@ def _softmax(group: Group) -> Iterator[Finding]:
         share = least_ms / core.softmax_ms
         text += (
             f". To read and write every score takes {duration(least_ms)} at the"
-            f" {rate(ceiling.value, 'B/s')} that a copy reaches here: {percent(share)} of its time"
+            f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
-        if share >= _BYTES_SET_THE_TIME:
-            text += ", so bytes set it and not FLOPs"
+        if share > 1:
+            text += ", longer than it takes: part of the scores stays in the cache of the device"
+        else:
+            text += f": {percent(share)} of its time"
+            text += ", so bytes set it and not FLOPs" if share >= _BYTES_SET_THE_TIME else ""
     yield Finding(text=f"{text}.")

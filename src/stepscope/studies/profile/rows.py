@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.model.config import precision
+from stepscope.model.cost import parameters
 from stepscope.records.schema import Record
-from stepscope.studies.workload import Mode, Workload
+from stepscope.studies.workload import MODES, Mode, Workload
+
+_GRAPH_HELPS = 0.9
+"""A replay below this share of the step shows that launches held it up."""
+_BATCH_IS_FREE = 0.75
+"""So does a larger batch that takes less than this share of so many times as long."""
 
 
 class Traced(NamedTuple):
@@ -52,13 +58,24 @@ class Traced(NamedTuple):
         return None if not bare else max(0.0, 1 - self.summary.busy_ms / bare)
 
     def host_limits(self, least: float) -> bool:
-        """In the trace by its launches, and without the profiler by what kernels leave empty."""
+        """In the trace by its launches, without the profiler by what kernels leave empty, and by
+        the experiments where there are any."""
         bare = self.idle_without_profiler
         return (
             self.summary.on_device
             and self.host_share() >= least
             and (bare is None or bare >= least)
+            and self.experiments_say() is not False
         )
+
+    def experiments_say(self) -> bool | None:
+        """Whether fewer launches or more work for each show that the host limits; None: untried."""
+        graph, larger, times = self.graph_ratio(), self.larger_batch_ratio(), self.larger_batch()
+        votes = [
+            *([] if graph is None else [graph < _GRAPH_HELPS]),
+            *([] if larger is None or times is None else [larger < _BATCH_IS_FREE * times]),
+        ]
+        return any(votes) if votes else None
 
     def graph_ratio(self) -> float | None:
         """The replay of all but the optimizer, over the same part launched kernel by kernel."""
@@ -123,7 +140,20 @@ def groups(records: Sequence[Record]) -> list[Group]:
         traced = Traced(record, workload, decode(record.notes["profile"]))
         group = Group(workload, {})
         found.setdefault(group.key(), group).modes[workload.mode] = traced
-    return list(found.values())
+    ordered = sorted(found.values(), key=_order)
+    return [Group(g.workload, {m: g.modes[m] for m in MODES if m in g.modes}) for g in ordered]
+
+
+def leading(found: Sequence[Group]) -> Group:
+    """The one that is told in full: of those traced in the most modes the longest."""
+    return max(found, key=lambda group: (len(group.modes), _wall(group)))
+
+
+def _order(group: Group) -> tuple[Any, ...]:
+    """Small models first, short contexts, the larger batch; formats and compiled ones after."""
+    w = group.workload
+    total = parameters(w.model()).total
+    return total, w.size, w.context, -w.batch, group.key()[-1], w.dtype != "float32", w.dtype
 
 
 def pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
@@ -135,6 +165,21 @@ def pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
         if _differ_in(first.workload, second.workload) in (["dtype"], ["compile"])
         and set(first.modes) & set(second.modes)
     ]
+
+
+def telling_pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
+    """Of each size, and of each thing in which two differ, the pair with the longest step."""
+    chosen: dict[tuple[str, ...], tuple[Group, Group]] = {}
+    for first, second in pairs(found):
+        key = (first.workload.size, *_differ_in(first.workload, second.workload))
+        held = chosen.get(key)
+        if held is None or _wall(first) > _wall(held[0]):
+            chosen[key] = (first, second)
+    return list(chosen.values())
+
+
+def _wall(group: Group) -> float:
+    return group.fullest().summary.wall_ms
 
 
 def _differ_in(first: Workload, second: Workload) -> list[str]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from stepscope.analysis.kernel_names import CLASSES
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table
-from stepscope.report.format import number
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table, Timeline
+from stepscope.report.format import count, number
 from stepscope.studies.profile.findings import profile_findings
-from stepscope.studies.profile.rows import Group, Traced, groups
+from stepscope.studies.profile.rows import Group, Traced, groups, leading
 from stepscope.studies.profile.tables import (
     comparison_tables,
     core_tables,
     key_cells,
     key_columns,
+    others_table,
     share_table,
+    sizes_tables,
     timer_table,
     top_table,
 )
@@ -28,10 +31,12 @@ from stepscope.studies.trace_view import (
     timeline_block,
 )
 from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
+from stepscope.studies.workload import Workload
 
 _MOST_STACKS = 12
 _IDLE = ("host", "synchronisation", "queue", "between")
 _MS = {"kind": "number", "unit": "ms"}
+_SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def profile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -39,24 +44,35 @@ def profile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     lost = [record for record in records if record.status != "ok"]
     blocks: list[Block] = [*profile_findings(found)]
     if found:
-        lead = max(found, key=lambda group: group.fullest().summary.wall_ms).fullest()
         blocks += [
             _ledger_table(found),
             _class_figure(found),
             *waterfall_blocks(_falls(found), "profile"),
             timer_table(found),
+            *sizes_tables(found),
             top_table(found),
+            others_table(found),
             share_table(found),
             *core_tables(found),
             *comparison_tables(found),
-            *([timeline_block(lead.summary, "profile")] if lead.summary.timeline else []),
-            kernel_table(lead.summary, "profile"),
-            module_table(lead.summary, "profile"),
-            *([outlier_table(lead.summary.outliers, "profile")] if lead.summary.outliers else []),
+            *_in_full(leading(found).fullest()),
         ]
     if lost:
         blocks.append(_lost_table(lost))
     return tuple(blocks)
+
+
+def _in_full(lead: Traced) -> Iterator[Block]:
+    summary, name = lead.summary, "profile"
+    told: list[Table | Timeline] = [
+        *([timeline_block(summary, name)] if summary.timeline else []),
+        kernel_table(summary, name),
+        module_table(summary, name),
+        *([outlier_table(summary.outliers, name)] if summary.outliers else []),
+    ]
+    for block in told:
+        title = f"{block.title}: {lead.workload.name}, {lead.workload.mode}"
+        yield msgspec.structs.replace(block, title=title)
 
 
 def _falls(found: Sequence[Group]) -> list[Fall]:
@@ -112,7 +128,7 @@ def _ledger_table(found: Sequence[Group]) -> Table:
 def _larger_batch(traced: Traced) -> str | None:
     """`1.1 at ×4`: the same launches with four times the work."""
     ratio, times = traced.larger_batch_ratio(), traced.larger_batch()
-    return f"{number(ratio, 2)} at ×{number(times, 2)}" if ratio and times else None
+    return f"{number(ratio, 2)} at ×{count(times)}" if ratio and times else None
 
 
 def _without_empty_columns(table: Table) -> Table:
@@ -129,7 +145,13 @@ def _without_empty_columns(table: Table) -> Table:
 
 
 def _class_figure(found: Sequence[Group]) -> Figure:
-    shown = [group.fullest() for group in found[:_MOST_STACKS]]
+    shown = [group.fullest() for group in found]
+    caption = ""
+    if len(shown) > _MOST_STACKS:
+        whole = [one.workload.context for one in shown if one.workload.mode == "train-step"]
+        context = statistics.mode(whole or [one.workload.context for one in shown])
+        shown = [one for one in shown if one.workload.context == context][:_MOST_STACKS]
+        caption = f"The steps at context {context}; the table above has all."
     names = [_short_name(traced, shown) for traced in shown]
     curves = []
     for kind in (*CLASSES, "idle"):
@@ -148,15 +170,25 @@ def _class_figure(found: Sequence[Group]) -> Figure:
         curves=tuple(curves),
         x_label="training step",
         y_label="share of the step (%)",
+        caption=caption,
     )
 
 
 def _short_name(traced: Traced, shown: Sequence[Traced]) -> str:
+    """Short enough to stand below a bar: what all have in common is left out."""
     w = traced.workload
-    name = f"{w.size} {w.context} {w.dtype}"
-    alike = [one for one in shown if one.workload.size == w.size
-             and one.workload.context == w.context and one.workload.dtype == w.dtype]  # fmt: skip
-    return name if len(alike) == 1 else f"{name} b{w.batch} #{alike.index(traced) + 1}"
+    batches = len({one.workload.batch for one in shown}) > 1
+    name = f"{w.size} {w.context} {_SHORT_FORMATS.get(w.dtype, w.dtype)}"
+    name += f" b{w.batch}" if batches else ""
+    name += " compiled" if w.compile != "no" else ""
+    alike = [one for one in shown if _same_label(one.workload, w)]
+    return name if len(alike) == 1 else f"{name} #{alike.index(traced) + 1}"
+
+
+def _same_label(one: Workload, other: Workload) -> bool:
+    fields = ("size", "context", "dtype", "batch")
+    compiled = (one.compile != "no") == (other.compile != "no")
+    return compiled and all(getattr(one, name) == getattr(other, name) for name in fields)
 
 
 def _lost_table(lost: Sequence[Record]) -> Table:
