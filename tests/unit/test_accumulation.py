@@ -125,7 +125,10 @@ def test_findings_say_when_and_why_a_sum_stops() -> None:
 
 def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
     assert "it adds in a wider format and rounds once" in findings([dot_record()])
-    assert "no wider than the format asks" in findings([dot_record(device=0.5)])
+    assert "it adds in the format." in findings([dot_record(device=0.5)])
+    assert "the sum is kept in float32" in findings([dot_record("tf32", device=1e-5)])
+    assert "many short sums" in findings([dot_record("float32", device=1e-7)])
+    assert "as much as one long sum" in findings([dot_record("float32", device=0.9)])
 
 
 def test_findings_name_the_ends_of_the_range() -> None:

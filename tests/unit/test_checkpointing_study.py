@@ -133,9 +133,11 @@ def test_the_front_leaves_out_what_is_beaten_in_both() -> None:
         checkpointing_record("1", peak=300 * MIB, step=13.0),
         checkpointing_record("8", peak=890 * MIB, step=14.0),
     ]
+    # As low as each block alone but for a block of the allocator, and slower.
+    records.append(checkpointing_record("nested", peak=300 * MIB - 512, step=19.0))
     (figure,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Figure))
     assert figure.curves[-1].x == (300.0, 900.0)
     assert figure.curves[-1].y == (13.0, 10.0)
     assert [curve.label for curve in figure.curves[:-1]] == [
-        "each block", "stretches of 8", "no checkpointing",
+        "nested", "each block", "stretches of 8", "no checkpointing",
     ]  # fmt: skip

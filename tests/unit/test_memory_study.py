@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sample_records import environment
+from sample_records import environment, times
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.model import cost
@@ -23,6 +23,7 @@ from stepscope.records.memory import (
     RECOMPUTED,
     SAVED,
     STEP_END,
+    TEMPORARIES,
     WEIGHT_COPIES,
     PhasePeak,
     PostMortem,
@@ -298,6 +299,40 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
     more = findings([*pair(128, 18, 22), *pair(512, 40, 41)])
     assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more
     assert "autocast runs softmax in float32 and casts what comes out" in more
+
+
+def test_an_account_that_closes_to_the_byte_says_so() -> None:
+    cases = [memory_record(), memory_record(context=256)]
+    said = findings(cases)
+    assert (
+        "The account closes to the byte, at the peak and at the end of every phase of all 2" in said
+    )
+    assert "measured before the model existed; nothing is left. It is so in all 2 cases." in said
+
+
+def test_the_cost_of_the_history_has_an_interval() -> None:
+    plain = memory_record()
+    both = (times("plain", 10.0, "host"), times("history", 10.5, "host"))
+    timed = msgspec.structs.replace(plain, series=(*plain.series, *both))
+    said = findings([timed])
+    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in said
+
+
+def test_it_says_where_the_optimizer_holds_the_peak() -> None:
+    quarter = 250 << 20
+    lines = {PARAMETERS: quarter, TEMPORARIES: quarter}
+    record = memory_record(size="small", context=128, lines=lines)
+    phases = [
+        msgspec.structs.replace(peak, allocated=peak.allocated + (peak.phase == "optimizer"))
+        for peak in decode_peaks(record.notes["ledger"])
+    ]
+    notes = record.notes | {"ledger": msgspec.json.encode(phases).decode()}
+    high = msgspec.structs.replace(record, notes=notes)
+    said = findings([high, memory_record(context=256)])
+    assert "In 1 of 2 train steps the optimizer holds the peak" in said
+    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in said
+    assert "Its fused form makes none: " in said
+    assert "holds the peak" not in findings([record])
 
 
 def test_it_tells_naive_from_flash_attention() -> None:

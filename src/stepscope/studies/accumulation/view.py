@@ -86,10 +86,15 @@ def _dot_findings(dots: Sequence[Record]) -> Iterator[Finding]:
         longest, form = max(record.config["length"]), FORMATS[record.config["format"]]
         error, own = device.values[-1], by_hand.values[-1]
         half_step = form.epsilon / 2
-        wide = form.storage_bits == 16 and error <= 2 * half_step < own
-        verdict = (
-            "it adds in a wider format and rounds once" if wide else "no wider than the format asks"
-        )
+        if form.storage_bits == 16:
+            wide = error <= 2 * half_step < own
+            verdict = f"it adds in {'a wider format and rounds once' if wide else 'the format'}"
+        elif form.mantissa_bits < FORMATS["float32"].mantissa_bits:
+            verdict = "the inputs are rounded, which averages out, and the sum is kept in float32"
+        elif error < own / 2:
+            verdict = "many short sums lose less than one long one"
+        else:
+            verdict = "it loses as much as one long sum"
         yield Finding(
             text=f"A {record.config['format']} product over {count(longest)} terms on this device"
             f" is off by {percent(error)} at most, added in {record.config['format']} itself by"

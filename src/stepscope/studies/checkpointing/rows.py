@@ -11,6 +11,8 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.workload import Workload
 
+_SAME_PEAK = 0.005
+
 
 class Tried:
     """One strategy that was run, or was to be."""
@@ -105,20 +107,18 @@ class Sweep:
 
     @property
     def front(self) -> list[Tried]:
-        """Those of which no other has both a lower peak and a shorter step, by peak."""
-        return sorted(
-            (
-                each
-                for each in self.ran
-                if not any(
-                    other.peak <= each.peak
-                    and (other.ms or 0) <= (each.ms or 0)
-                    and (other.peak, other.ms) != (each.peak, each.ms)
-                    for other in self.ran
-                )
-            ),
-            key=lambda each: each.peak,
-        )
+        """Those that no other one beats in both, by peak."""
+        kept = (e for e in self.ran if not any(_beats(other, e) for other in self.ran))
+        return sorted(kept, key=lambda each: each.peak)
+
+
+def _beats(one: Tried, other: Tried) -> bool:
+    """A shorter step with no more memory, or less memory with no longer step; peaks as near to each
+    other as blocks of the allocator may lie are the same."""
+    ms, longer = one.ms or 0.0, other.ms or 0.0
+    return (ms < longer and one.peak <= other.peak * (1 + _SAME_PEAK)) or (
+        ms == longer and one.peak < other.peak
+    )
 
 
 def sweeps(records: Sequence[Record]) -> list[Sweep]:

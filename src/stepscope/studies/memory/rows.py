@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -25,6 +24,8 @@ from stepscope.records.memory import (
     saved_bytes,
 )
 from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, summarize
+from stepscope.studies.identity import OfStep
 from stepscope.studies.workload import Workload
 
 
@@ -153,12 +154,12 @@ class Accounted(Account):
         return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
 
     @property
-    def history_cost(self) -> float | None:
-        """Time of a step with the allocator's history on over that of a plain one, less one."""
+    def history_cost(self) -> Summary | None:
+        """Time of a step with the allocator's history on, over the plain one of its round."""
         plain, history = self.record.find("plain"), self.record.find("history")
         if plain is None or history is None or not plain.values or not history.values:
             return None
-        return statistics.median(history.values) / statistics.median(plain.values) - 1
+        return summarize([h / p for h, p in zip(history.values, plain.values, strict=False)])
 
     @property
     def per_parameter(self) -> float:
@@ -192,3 +193,9 @@ def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
 
 def _as_train_step(workload: Workload) -> str:
     return msgspec.structs.replace(workload, mode="train-step").key
+
+
+def but_for_context(one: OfStep, other: OfStep) -> bool:
+    """Whether both are the same step at some context."""
+    alike = msgspec.structs.replace(one.workload, context=other.workload.context)
+    return alike == other.workload
