@@ -1,0 +1,64 @@
+"""The published records of memory: accounts that close, and predictions that held on the device."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from stepscope.records.jsonl import read_records
+from stepscope.studies.checkpointing.rows import Tried
+from stepscope.studies.memory.rows import Accounted, accounted
+from stepscope.studies.plans import prediction_for
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Accounted]:
+    return accounted(read_records(RESULTS / "memory_h200.jsonl"))
+
+
+def test_every_size_context_and_format_of_the_course_is_there(cases: list[Accounted]) -> None:
+    steps = {
+        (case.workload.size, case.workload.context, case.workload.dtype)
+        for case in cases
+        if case.workload.mode == "train-step"
+    }
+    sizes, formats = ("small", "medium", "large", "xl", "2.7b"), ("float32", "bfloat16")
+    assert steps >= set(product(sizes, (128, 256, 512), (*formats, "bfloat16-pure")))
+
+
+def test_accounts_close_and_reach_the_drivers_figure(cases: list[Accounted]) -> None:
+    for case in cases:
+        assert case.residual_share <= 0.01, case.name
+        assert case.driver_residual_share is not None
+        assert case.driver_residual_share <= 0.01, case.name
+
+
+def test_peaks_were_predicted(cases: list[Accounted]) -> None:
+    off = {case.name: abs(case.prediction_off or 0.0) for case in cases}
+    assert statistics.median(off.values()) <= 0.001
+    assert max(off.values()) <= 0.01, off
+
+
+@pytest.mark.parametrize("size", ["small", "xl", "2.7b"])
+def test_the_prediction_is_still_what_was_recorded(cases: list[Accounted], size: str) -> None:
+    case = next(case for case in cases if case.workload.size == size)
+    told = prediction_for(case.workload, "cuda")
+    assert told is not None
+    assert told.peak.allocated == case.bytes("predicted_bytes")
+
+
+def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:
+    tried = [Tried(record) for record in read_records(RESULTS / "checkpointing_h200.jsonl")]
+    ran = [each for each in tried if each.ok]
+    assert len(ran) >= 10
+    for each in ran:
+        assert each.off is not None
+        assert abs(each.off) <= 0.01, each.strategy
+    limited = [each for each in ran if each.budget is not None]
+    assert limited
+    assert all(each.peak <= (each.budget or 0) for each in limited)
