@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flash_page import flash_pages
+from flash_page import flash_pages, written_out_pages
 from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
@@ -34,6 +34,7 @@ PUBLISHED = "src/stepscope/published/h200.toml"
 TILES = ROOT / "results" / "attention-tiles_h200.jsonl"
 FLASH = ROOT / "results" / "flash_h200.jsonl"
 FLASH_RACES = ROOT / "results" / "flash-race_h200.jsonl"
+WRITTEN_OUT = ROOT / "results" / "attention_h200.jsonl"
 FASTEST = 6
 
 
@@ -187,7 +188,7 @@ def _tile_table(tried: list[dict[str, Any]]) -> Table:
 
 def _flash() -> dict[str, str]:
     races = read_records(FLASH_RACES) if FLASH_RACES.exists() else ()
-    return flash_pages(read_records(FLASH), races)
+    return flash_pages(read_records(FLASH), races) | written_out_pages(read_records(WRITTEN_OUT))
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
+from stepscope.records.schema import Quantity
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.attention_memory import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
@@ -106,10 +108,15 @@ def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
     records = [
         attention_record("backward", seq=seq, peak=1.02 * work_peak, step=1.0)
         for seq in (1024, 4096, 16384)
-        if (work_peak := predicted_peak_bytes(workload(batch=8, heads=1, seq=seq, head=64)))
+        if (
+            work_peak := predicted_peak_bytes(
+                workload(batch=8, heads=1, seq=seq, head=64, mode="backward"), on_cuda=True
+            )
+        )
     ]
     told = sentences(records)
-    assert any("peak of the backward is predicted" in t and "within 2.0 %" in t for t in told)
+    (peak,) = [text for text in told if "peak of the backward is predicted" in text]
+    assert "to the byte in 0 of 3 cases, off by 659 MiB at most (d 64, length 16384" in peak
     assert any("peaks at grows as length to the power 1.9" in text for text in told)
     (table,) = [
         block
@@ -169,7 +176,10 @@ def test_the_prediction_is_held_against_what_was_measured() -> None:
     predicted = near.quantity("predicted_saved_bytes")
     assert predicted is not None
     records = [attention_record(seq=256, saved=predicted * 1.03), attention_record(seq=1024)]
-    assert any("to within 3.0 % in all 1 cases" in text for text in sentences(records))
+    (told,) = [text for text in sentences(records) if "is predicted from the shapes" in text]
+    assert "to the byte in 0 of 1 cases, off by 76.8 KiB at most" in told
+    exact = [attention_record(seq=256, saved=predicted)]
+    assert any("shapes: to the byte in 1 of 1 cases." in text for text in sentences(exact))
 
 
 def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
@@ -179,9 +189,38 @@ def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
         attention_record(seq=8192, head=128, status="oom", reason="out"),
     ]
     (told,) = [text for text in sentences(records) if "does not fit" in text]
-    assert "d 128, length 8192 forward" in told
+    assert "d 128, length 8192, forward" in told
     # 8 × 1 × 16384² × 4 bytes
     assert "8.00 GiB" in told
+
+
+@pytest.mark.parametrize("library", [0, 64 << 20])
+def test_on_a_gpu_the_softmax_makes_one_more_and_the_library_takes_its_share(library: int) -> None:
+    work = workload(batch=8, heads=1, seq=16384, head=64, mode="backward")
+    tensors = predicted_peak_bytes(work, on_cuda=True)
+    one_more = 8 * 16384**2 * 4
+    assert tensors == predicted_peak_bytes(work) + one_more
+    peak = attention_record("backward", seq=16384, peak=tensors + library, step=1.0)
+    on_gpu = msgspec.structs.replace(
+        peak,
+        quantities=peak.quantities | {"library_bytes": Quantity(value=library, unit="B")},
+        environment=msgspec.structs.replace(
+            peak.environment, device_kind="cuda", device_memory_bytes=140 << 30
+        ),
+    )
+    told = sentences([on_gpu])
+    assert any("tensors one by one: to the byte in 1 of 1 cases." in text for text in told)
+    (fits,) = [text for text in told if "one tensor of scores is 8.00 GiB" in text]
+    assert "four (probabilities, their gradient, gradient of the scores, product within" in fits
+    assert "so would 32768 (128 GiB), and the backward of 65536 would not: it needs 513" in fits
+
+
+def test_what_grows_with_d_only_in_part_is_told_apart() -> None:
+    records = [
+        attention_record(seq=4096, head=head, step=10.0 + 0.1 * head) for head in (16, 32, 64)
+    ]
+    (told,) = [text for text in sentences(records) if "The forward grows as d" in text]
+    assert "leaves 10.0 ms at d 0" in told
 
 
 def test_a_power_law_is_found_and_nonsense_refused() -> None:

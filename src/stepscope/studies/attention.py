@@ -15,19 +15,13 @@ from typing import Any
 import msgspec
 
 from stepscope.analysis.limits import median_ms, step_ms
-from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Quantity, Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
-from stepscope.report.format import bytes_, number, percent
-from stepscope.studies.attention_memory import (
-    memory_findings,
-    peak_lines,
-    peak_table,
-    squares,
-)
+from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table
+from stepscope.studies.attention_findings import attention_findings
+from stepscope.studies.attention_memory import peak_table
 from stepscope.studies.attention_workload import AttentionMode, AttentionWorkload
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.published_view import Mine, published_tables
@@ -128,11 +122,16 @@ class Attention(Study[AttentionFlags]):
         if saved is not None and peak is not None:
             quantities["saved_bytes"] = Quantity(value=saved, unit="B")
             quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+        if bench.device.kind == "cuda":
+            from stepscope.measure.allocator import CudaAllocator
+
+            held = CudaAllocator(bench.device.torch_device).library_bytes()
+            quantities["library_bytes"] = Quantity(value=held, unit="B")
         return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         return (
-            *_findings(records),
+            *attention_findings(records),
             *_figures(records),
             _table(records),
             *peak_table(records),
@@ -145,8 +144,11 @@ class Attention(Study[AttentionFlags]):
         else:
             quick = AttentionFlags(head=(64, 128), seq=(256, 1024, 4096))
         whole = AttentionFlags()
-        return dict.fromkeys(("seeds", "cs336-2026", "h200", "full"), (whole,)) | {
-            "quick": (quick,)
+        # On a GPU of 140 GiB the first length that does not fit is longer than the course's.
+        longer = AttentionFlags(head=(64,), seq=(32768, 65536))
+        return dict.fromkeys(("seeds", "cs336-2026", "full"), (whole,)) | {
+            "h200": (whole, longer),
+            "quick": (quick,),
         }
 
 
@@ -163,22 +165,6 @@ def _mine(record: Record) -> Mine:
         if record.config["mode"] == "backward"
     }
     return Mine(record, record.config, values, "memory.copy")
-
-
-def _named(record: Record) -> str:
-    config = record.config
-    return f"{config['attention']} {config['dtype']}, d {config['head']}, length {config['seq']}"
-
-
-def _pass(record: Record) -> str:
-    """Which pass of which attention: `forward`, and what is not the default."""
-    config = record.config
-    extras = [
-        *([] if config["attention"] == "reference" else [config["attention"]]),
-        *([] if config["dtype"] == "float32" else [config["dtype"]]),
-        *(["causal"] if config["causal"] else []),
-    ]
-    return f"{config['mode']} ({', '.join(extras)})" if extras else str(config["mode"])
 
 
 def _table(records: Sequence[Record]) -> Table:
@@ -239,78 +225,6 @@ def _memory(record: Record | None) -> tuple[Cell, ...]:
         return (None, None, None)
     predicted = record.quantity("predicted_saved_bytes")
     return (record.quantity("saved_bytes"), predicted, record.quantity("peak_bytes"))
-
-
-def _findings(records: Sequence[Record]) -> Iterator[Finding]:
-    timed = [record for record in records if step_ms(record)]
-    groups: dict[str, list[Record]] = {}
-    for record in timed:
-        groups.setdefault(_pass(record), []).append(record)
-    for label, members in groups.items():
-        for name, other, unit in (("seq", "head", "length"), ("head", "seq", "d")):
-            yield from _growth(label, members, name, other, unit)
-        yield from memory_findings(label, members)
-    measured = [
-        (held / predicted - 1, record)
-        for record in timed
-        if (held := record.quantity("saved_bytes"))
-        and (predicted := record.quantity("predicted_saved_bytes"))
-    ]
-    if measured:
-        worst, record = max(measured, key=lambda pair: abs(pair[0]))
-        yield Finding(
-            text=f"What a forward leaves for its backward is predicted from the shapes to within"
-            f" {percent(abs(worst))} in all {len(measured)} cases (farthest: {_named(record)})."
-        )
-    yield from _accounting(records)
-
-
-def _growth(
-    label: str, records: Sequence[Record], name: str, other: str, unit: str
-) -> Iterator[Finding]:
-    """How time grows with length and with d, at the largest value of the other one."""
-    largest = max(record.config[other] for record in records)
-    points = {
-        float(record.config[name]): step.median
-        for record in records
-        if record.config[other] == largest and (step := step_ms(record))
-    }
-    if len(points) < 3:
-        return
-    exponent = fitted_exponent(list(points), list(points.values()))
-    yield Finding(
-        text=f"The {label} grows as {unit} to the power {number(exponent, 3)} over"
-        f" {min(points):g} to {max(points):g} (at {'d' if other == 'head' else 'length'}"
-        f" {largest}); the arithmetic says {2 if name == 'seq' else 1}."
-    )
-
-
-def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
-    """The first length that does not fit, and which tensors are to blame."""
-    kept = [record for record in records if record.config["attention"] == "reference"]
-    failed = [record for record in kept if record.status == "oom"]
-    if not kept:
-        return
-    largest = max(kept, key=lambda record: record.config["seq"])
-    work = msgspec.convert(largest.config, AttentionWorkload)
-    scores = work.batch * work.heads * work.seq**2 * work.element_bytes
-    text = (
-        f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
-        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
-        " forward there are two (scores, probabilities), at that of the backward three"
-        " (probabilities, their gradient, gradient of the scores); the output itself is"
-        f" {bytes_(scores // work.seq * work.head)}."
-    )
-    if failed:
-        first = min(failed, key=lambda record: record.config["seq"])
-        memory = bytes_(first.environment.device_memory_bytes)
-        wanted = msgspec.convert(first.config, AttentionWorkload)
-        needed = bytes_(sum(peak_lines(wanted).values()))
-        text += (
-            f" The first that does not fit into {memory}: {_named(first)} {first.config['mode']},"
-            f" which needs {needed} ({squares(wanted)} and the rest)."
-        )
-    yield Finding(text=text, tone="warn" if failed else "info")
 
 
 def _figures(records: Sequence[Record]) -> Iterator[Figure]:

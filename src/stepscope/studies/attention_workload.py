@@ -164,6 +164,8 @@ class AttentionStep:
 
     def saved_bytes(self) -> int | None:
         """What one forward leaves in use, where the device counts it."""
+        # The first call of all also leaves work space of the matrix library.
+        self._forward()
         self._out, self._gradients = None, ()
         before = self._device.held_bytes()
         self._forward()

@@ -1,0 +1,146 @@
+"""What the records of attention alone say: how it grows, what it keeps, where it stops to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from stepscope.analysis.limits import step_ms
+from stepscope.analysis.scaling import fitted_exponent
+from stepscope.attention import cost
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding
+from stepscope.report.format import bytes_, number
+from stepscope.studies.attention_memory import (
+    memory_findings,
+    off_by,
+    predicted_peak_bytes,
+    squares,
+)
+from stepscope.studies.attention_workload import AttentionWorkload
+
+LONGEST = 3
+"""Lengths that an exponent is fitted to: at short ones the host decides, and fixed costs do."""
+
+
+def attention_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    timed = [record for record in records if step_ms(record)]
+    groups: dict[str, list[Record]] = {}
+    for record in timed:
+        groups.setdefault(_pass(record), []).append(record)
+    for label, members in groups.items():
+        yield from _growth_with_length(label, members)
+        yield from _growth_with_width(label, members)
+        yield from memory_findings(label, members, LONGEST)
+    kept = {
+        _named(record): (held, predicted)
+        for record in timed
+        if (held := record.quantity("saved_bytes"))
+        and (predicted := record.quantity("predicted_saved_bytes"))
+    }
+    if kept:
+        yield Finding(
+            text="What a forward leaves for its backward is predicted from the shapes:"
+            f" {off_by(kept)}."
+        )
+    yield from _accounting(records)
+
+
+def _named(record: Record) -> str:
+    config = record.config
+    return (
+        f"{config['attention']} {config['dtype']}, d {config['head']}, length {config['seq']},"
+        f" {config['mode']}"
+    )
+
+
+def _pass(record: Record) -> str:
+    """Which pass of which attention: `forward`, and what is not the default."""
+    config = record.config
+    extras = [
+        *([] if config["attention"] == "reference" else [config["attention"]]),
+        *([] if config["dtype"] == "float32" else [config["dtype"]]),
+        *(["causal"] if config["causal"] else []),
+    ]
+    return f"{config['mode']} ({', '.join(extras)})" if extras else str(config["mode"])
+
+
+def _growth_with_length(label: str, records: Sequence[Record]) -> Iterator[Finding]:
+    widest = max(record.config["head"] for record in records)
+    points = _times_by("seq", [r for r in records if r.config["head"] == widest])[-LONGEST:]
+    if len(points) < LONGEST:
+        return
+    exponent = fitted_exponent(*zip(*points, strict=True))
+    yield Finding(
+        text=f"The {label} grows as length to the power {number(exponent, 3)} over"
+        f" {points[0][0]:g} to {points[-1][0]:g} (at d {widest}); the arithmetic says 2."
+    )
+
+
+def _growth_with_width(label: str, records: Sequence[Record]) -> Iterator[Finding]:
+    longest = max(record.config["seq"] for record in records)
+    points = _times_by("head", [r for r in records if r.config["seq"] == longest])
+    if len(points) < LONGEST:
+        return
+    widths, times = zip(*points, strict=True)
+    exponent = fitted_exponent(widths, times)
+    _, at_zero = np.polyfit(widths, times, 1)
+    text = (
+        f"The {label} grows as d to the power {number(exponent, 3)} over {points[0][0]:g} to"
+        f" {points[-1][0]:g} (at length {longest}); the arithmetic says 1."
+    )
+    if at_zero > 0:
+        text += (
+            f" A straight line through the times leaves {number(at_zero, 3)} ms at d 0: moving the"
+            " tensors of length × length costs that, whatever d is."
+        )
+    yield Finding(text=text)
+
+
+def _times_by(name: str, records: Sequence[Record]) -> list[tuple[float, float]]:
+    found = {float(r.config[name]): step.median for r in records if (step := step_ms(r))}
+    return sorted(found.items())
+
+
+def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
+    """The tensors that fill the memory, and the first length that does not fit."""
+    kept = [record for record in records if record.config["attention"] == "reference"]
+    if not kept:
+        return
+    failed = [record for record in kept if record.status == "oom"]
+    largest = max(kept, key=lambda record: record.config["seq"])
+    work = msgspec.convert(largest.config, AttentionWorkload)
+    on_cuda = largest.environment.device_kind == "cuda"
+    scores = cost.probability_bytes(work.shape, work.element_bytes)
+    text = (
+        f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
+        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
+        f" forward there are {squares('forward', on_cuda)}, at that of the backward"
+        f" {squares('backward', on_cuda)}; the output itself is"
+        f" {bytes_(cost.output_bytes(work.shape, work.element_bytes))}."
+    )
+    memory = largest.environment.device_memory_bytes
+    if failed:
+        first = min(failed, key=lambda record: record.config["seq"])
+        needed = predicted_peak_bytes(msgspec.convert(first.config, AttentionWorkload), on_cuda)
+        text += (
+            f" The first that does not fit into {bytes_(memory)}: {_named(first)}, which needs"
+            f" {bytes_(needed or 0)}."
+        )
+    elif on_cuda:
+        text += f" {_first_beyond(work, memory)}"
+    yield Finding(text=text, tone="warn" if failed else "info")
+
+
+def _first_beyond(work: AttentionWorkload, memory: int) -> str:
+    """By doubling the length, from the tensors alone."""
+    fits = work = msgspec.structs.replace(work, mode="backward")
+    while (predicted_peak_bytes(work, True) or 0) <= memory:
+        fits, work = work, msgspec.structs.replace(work, seq=2 * work.seq)
+    return (
+        f"All fit into {bytes_(memory)}; so would {fits.seq}"
+        f" ({bytes_(predicted_peak_bytes(fits, True) or 0)}), and the backward of {work.seq} would"
+        f" not: it needs {bytes_(predicted_peak_bytes(work, True) or 0)}."
+    )
