@@ -26,35 +26,37 @@ def checkpointing_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 
 def _pareto(place: int, sweep: Sweep) -> Figure:
     unit, name = (_GIB, "GiB") if max(e.peak for e in sweep.ran) >= _GIB else (2**20, "MiB")
-    front = sweep.front
-    curves = [
-        Curve(label=_label(each), x=(each.peak / unit,), y=(each.ms or 0.0,))
-        for each in sorted(sweep.ran, key=lambda each: each.peak)
-    ]
-    curves.append(
-        Curve(
-            label="Pareto front",
-            x=tuple(each.peak / unit for each in front),
-            y=tuple(each.ms or 0.0 for each in front),
+
+    def curve(label: str, members: Sequence[Tried]) -> Curve:
+        return Curve(
+            label=label,
+            x=tuple(each.peak / unit for each in members),
+            y=tuple(each.ms or 0.0 for each in members),
         )
+
+    simple = sorted(
+        (e for e in sweep.ran if e.strategy != NONE and len(e.sizes) == 1), key=lambda e: e.sizes
     )
+    others = [each for each in sweep.ran if each not in simple]
+    ends = dict.fromkeys(each.strategy for each in (*simple[:1], *simple[-1:]))
+    named = f"stretches of {' to '.join(ends)}"
     return Figure(
         name=f"checkpointing-pareto{_suffix(place)}",
         title=f"Memory against time: {sweep.name}",
         kind="lines",
-        curves=tuple(curves),
+        curves=(
+            *([curve(named, simple)] if simple else []),
+            *(curve(_label(each), [each]) for each in others),
+            curve("Pareto front", sweep.front),
+        ),
         x_label=f"peak memory, {name}",
         y_label="step, ms",
-        caption="Each point is a strategy; the line joins those that no other one beats in both.",
+        caption="Each point is a strategy; the front joins those that no other one beats in both.",
     )
 
 
 def _label(each: Tried) -> str:
-    if each.strategy == NONE:
-        return "no checkpointing"
-    if len(each.sizes) > 1:
-        return each.strategy
-    return "each block" if each.strategy == "1" else f"stretches of {each.strategy}"
+    return "no checkpointing" if each.strategy == NONE else each.strategy
 
 
 def _suffix(place: int) -> str:
