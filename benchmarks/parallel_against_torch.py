@@ -1,6 +1,7 @@
 """Our wrappers against torch's, on ranks of this machine: steps in turns, ratios with intervals.
 
-    python benchmarks/parallel_against_torch.py [--size mini] [--ranks 2] [--rounds 60]
+    python benchmarks/parallel_against_torch.py --context 16 128 \\
+        --out results/parallel-against-torch_cpu.jsonl
 
 - `DDP(..., "bucketed")` against DistributedDataParallel: at most 1.02 times its step.
 - ShardedOptimizer against ZeroRedundancyOptimizer, both of AdamW with its defaults: at most 1.0
@@ -9,25 +10,33 @@
 
 A round has one step of each, right after the other, in an order that changes; its ratio is of the
 slowest rank's times. The interval holds the median ratio with 95 % confidence. Where it holds the
-goal, this machine cannot tell. CPU time is that of all threads of all ranks.
+goal, this machine cannot tell. CPU time is that of all threads of all ranks. With --out, every
+sample is kept as a record, and `scripts/make_docs.py` makes a table of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import secrets
 import sys
 import time
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from stepscope.analysis.paired import OURS, STUDY, THEIRS, Paired, paired
+from stepscope.measure.device import pick_device
+from stepscope.measure.environment import describe
 from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
-from stepscope.records.stats import Summary, summarize
+from stepscope.records.jsonl import write_records
+from stepscope.records.schema import Environment, Record, Series
 from stepscope.studies.ddp.ranks import Way, one_step
 from stepscope.studies.sharding.ranks import (
     BROADCAST,
@@ -46,8 +55,8 @@ NAMES = {
     "sharding-fused": ("ShardedOptimizer", "ZeroRedundancyOptimizer, both fused"),
     "fsdp": ("FSDP", "fully_shard"),
 }
-RESOLVED = 0.02
 WARMUP = 3
+LIMITS = Limits(start=180.0, step=180.0, beat=60.0, total=3600.0)
 
 
 def contestants(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
@@ -93,59 +102,69 @@ def race(world: World, pair: str, size: str, context: int, rounds: int) -> list[
     return taken
 
 
-def ratios(ranks: list[list[list[tuple]]]) -> tuple[Summary, Summary, float]:
-    """Wall (of the slowest rank) and CPU time (of all ranks), ours over torch's; torch's median."""
-    steps = [
-        [[max(r[who][n][0] for r in ranks), sum(r[who][n][1] for r in ranks)]
-         for n in range(len(ranks[0][who]))]
-        for who in (0, 1)
+def record_of(
+    pair: str, context: int, asked: argparse.Namespace, here: Environment, run: str
+) -> Record:
+    began, clock = datetime.now(UTC), time.monotonic()
+    ranks = launch(
+        race, (pair, asked.size, context, asked.rounds), ranks=asked.ranks, backend="gloo",
+        device=asked.device, limits=LIMITS,
+    )  # fmt: skip
+    series = [
+        Series(name=f"{who}.{kind}", unit="ms", rank=rank,
+               values=tuple(step[place] for step in held[number]))
+        for rank, held in enumerate(ranks)
+        for number, who in enumerate((OURS, THEIRS))
+        for place, kind in enumerate(("step", "cpu"))
     ]  # fmt: skip
-    wall, cpu = (
-        summarize([ours[k] / theirs[k] for ours, theirs in zip(*steps, strict=True)])
-        for k in (0, 1)
+    ours, theirs = NAMES[pair]
+    return Record(
+        id=secrets.token_hex(6),
+        run=run,
+        study=STUDY,
+        case=f"{pair}_{asked.size}_c{context}_r{asked.ranks}",
+        config={
+            "ours": ours, "theirs": theirs, "goal": GOALS[pair], "size": asked.size,
+            "context": context, "ranks": asked.ranks, "rounds": asked.rounds, "backend": "gloo",
+        },
+        status="ok",
+        environment=here,
+        started=began.isoformat(timespec="milliseconds"),
+        elapsed_s=time.monotonic() - clock,
+        series=tuple(series),
+    )  # fmt: skip
+
+
+def say(record: Record, held: Paired) -> None:
+    config, wall, cpu = record.config, held.wall, held.cpu
+    print(
+        f"context {config['context']}, {config['ours']} / {config['theirs']}: step"
+        f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {held.theirs_ms:.1f} ms, CPU time"
+        f" {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]; {held.verdict}",
+        flush=True,
     )
-    return wall, cpu, summarize([theirs[0] for theirs in steps[1]]).median
-
-
-def verdict(wall: Summary, goal: float | None) -> str:
-    width = (wall.high - wall.low) / 2
-    if goal is None:
-        return ""
-    if wall.high <= goal:
-        return f"at most {goal:g}: yes"
-    if wall.low > goal:
-        return f"at most {goal:g}: NO"
-    fine = "" if width <= RESOLVED else f"; it resolves {width:.1%}, not {RESOLVED:.0%}"
-    return f"at most {goal:g}: this machine cannot tell{fine}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=list(GOALS), choices=list(GOALS))
     parser.add_argument("--size", default="mini")
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--context", type=int, nargs="+", default=[128])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, help="a .jsonl file for the records")
     asked = parser.parse_args()
-    missed = 0
-    for pair in asked.pairs:
-        ranks = launch(
-            race,
-            (pair, asked.size, asked.context, asked.rounds),
-            ranks=asked.ranks, backend="gloo", device=asked.device,
-            limits=Limits(start=180.0, step=180.0, beat=60.0, total=3600.0),
-        )  # fmt: skip
-        wall, cpu, theirs = ratios(ranks)
-        said = verdict(wall, GOALS[pair])
-        missed += "NO" in said
-        print(
-            f"{NAMES[pair][0]} / {NAMES[pair][1]}: step {wall.median:.3f}"
-            f" [{wall.low:.3f}, {wall.high:.3f}] of {theirs:.1f} ms,"
-            f" CPU time {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]. {said}",
-            flush=True,
-        )
-    return 1 if missed else 0
+    here = describe(pick_device(asked.device))
+    run = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    records = []
+    for context in asked.context:
+        for pair in asked.pairs:
+            records.append(record_of(pair, context, asked, here, run))
+            say(records[-1], paired(records[-1]))
+    if asked.out is not None:
+        write_records(records, asked.out)
+    return 1 if any(paired(record).verdict == "missed" for record in records) else 0
 
 
 if __name__ == "__main__":

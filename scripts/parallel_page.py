@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepscope.analysis.paired import paired
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Column, Finding, Table
+from stepscope.report.blocks import Block, Column, Finding, Interval, Table
 from stepscope.report.text import markdown
 from stepscope.studies.registry import all_studies
 
@@ -20,6 +21,7 @@ RECORDS = {
     ),
 }
 FAULTS = "results/rank-faults_cpu.jsonl"
+AGAINST_TORCH = "results/parallel-against-torch_cpu.jsonl"
 
 
 def parallel_page(root: Path) -> str:
@@ -31,6 +33,8 @@ def parallel_page(root: Path) -> str:
     for title, name in RECORDS.items():
         if (root / name).exists():
             parts += [f"## {title}", *_studies(read_records(root / name), name)]
+    if (root / AGAINST_TORCH).exists():
+        parts += ["## Against torch's wrappers", *against_torch(read_records(root / AGAINST_TORCH))]
     parts += ["## How long until a failed rank is named", *_faults(root / FAULTS)]
     return "\n\n".join(parts) + "\n"
 
@@ -54,6 +58,44 @@ def _text(blocks: tuple[Block, ...]) -> Iterator[str]:
     for block in blocks:
         if isinstance(block, Table):
             yield markdown(block).strip()
+
+
+def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
+    here = records[0].environment
+    contexts = " ".join(dict.fromkeys(str(record.config["context"]) for record in records))
+    yield (
+        f"`python benchmarks/parallel_against_torch.py --context {contexts} --out {AGAINST_TORCH}`"
+        f" on {here.cpu_cores} cores of {here.cpu}, torch {here.torch}, load"
+        f" {here.load_average or 0.0:.1f} at its start. Steps take turns in the same ranks; a ratio"
+        " is ours over torch's of one round, the interval holds its median with 95 % confidence."
+    )
+    rows = []
+    for record in records:
+        held, config = paired(record), record.config
+        ratios = [
+            Interval(value=one.median, low=one.low, high=one.high) for one in (held.wall, held.cpu)
+        ]
+        names = (config["ours"], config["theirs"], config["size"], config["context"])
+        rows.append((*names, config["ranks"], held.theirs_ms, *ratios, held.goal, held.verdict))
+    yield markdown(
+        Table(
+            name="against-torch",
+            title="",
+            columns=(
+                Column(title="ours"),
+                Column(title="torch's"),
+                Column(title="size"),
+                Column(title="context", kind="count"),
+                Column(title="ranks", kind="count"),
+                Column(title="torch's step", kind="number", unit="ms"),
+                Column(title="step, ours / torch's", kind="number"),
+                Column(title="CPU time, ours / torch's", kind="number"),
+                Column(title="at most", kind="number"),
+                Column(title="goal"),
+            ),
+            rows=tuple(rows),
+        )
+    ).strip()
 
 
 def _faults(path: Path) -> Iterator[str]:

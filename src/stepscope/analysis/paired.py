@@ -1,0 +1,61 @@
+"""Two contestants who took turns, round by round: how long one takes as a multiple of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, summarize
+
+STUDY = "parallel-against-torch"
+"""The name under which `benchmarks/parallel_against_torch.py` keeps its records."""
+OURS, THEIRS = "ours", "theirs"
+RESOLVED = 0.02
+"""A machine whose interval is wider than this on either side does not tell small differences."""
+
+
+class Paired(NamedTuple):
+    wall: Summary
+    """Ours over theirs, of the slowest rank in each round."""
+    cpu: Summary
+    """The same of the processor time of all threads of all ranks."""
+    theirs_ms: float
+    """The median of their step."""
+    goal: float | None
+    """What the ratio should be at most."""
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return "no goal"
+        if self.wall.high <= self.goal:
+            return "reached"
+        if self.wall.low > self.goal:
+            return "missed"
+        width = (self.wall.high - self.wall.low) / 2
+        fine = "" if width <= RESOLVED else f" (it resolves {width:.1%}, not {RESOLVED:.0%})"
+        return f"this machine cannot tell{fine}"
+
+
+def paired(record: Record) -> Paired:
+    """Of a record with series `ours.step`, `theirs.step`, `ours.cpu` and `theirs.cpu` by rank."""
+    steps, spent = (
+        [_by_round(record, f"{who}.{kind}") for who in (OURS, THEIRS)] for kind in ("step", "cpu")
+    )
+    slowest = [[max(ranks) for ranks in held] for held in steps]
+    goal = record.config["goal"]
+    return Paired(
+        wall=_ratio(*slowest),
+        cpu=_ratio(*([sum(ranks) for ranks in held] for held in spent)),
+        theirs_ms=summarize(slowest[1]).median,
+        goal=None if goal is None else float(goal),
+    )
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
+    return summarize([mine / other for mine, other in zip(ours, theirs, strict=True)])
+
+
+def _by_round(record: Record, name: str) -> list[tuple[float, ...]]:
+    return list(zip(*(s.values for s in record.series if s.name == name), strict=True))

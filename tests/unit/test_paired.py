@@ -1,0 +1,65 @@
+"""Contestants in turns: ratios of rounds, of the slowest rank and of all processor time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sample_records import record
+from stepscope.analysis.paired import STUDY, paired
+from stepscope.records.jsonl import read_records, write_records
+from stepscope.records.schema import Record, Series
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def race(ratio: float = 0.9, goal: float | None = 1.0, spread: float = 0.0) -> Record:
+    """Rank 1 is the slowest of both; every other round is off by `spread`."""
+    rounds = [ratio + (spread if number % 2 else -spread) for number in range(20)]
+    times = {
+        ("ours.step", 0): [50.0] * 20, ("ours.step", 1): [100 * value for value in rounds],
+        ("theirs.step", 0): [99.0] * 20, ("theirs.step", 1): [100.0] * 20,
+        ("ours.cpu", 0): [30.0] * 20, ("ours.cpu", 1): [50.0] * 20,
+        ("theirs.cpu", 0): [40.0] * 20, ("theirs.cpu", 1): [60.0] * 20,
+    }  # fmt: skip
+    series = tuple(
+        Series(name=name, unit="ms", rank=rank, values=tuple(values))
+        for (name, rank), values in times.items()
+    )
+    config = {
+        "ours": "DDP", "theirs": "torch's", "goal": goal, "size": "mini", "context": 16, "ranks": 2,
+    }  # fmt: skip
+    return record(study=STUDY, case="ddp", config=config, series=series)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "goal", "spread", "verdict"),
+    [
+        (0.9, 1.0, 0.0, "reached"),
+        (1.1, 1.0, 0.0, "missed"),
+        (1.0, 1.0, 0.01, "this machine cannot tell"),
+        (1.0, 1.0, 0.1, "this machine cannot tell (it resolves 10.0%, not 2%)"),
+        (1.1, None, 0.0, "no goal"),
+    ],
+)
+def test_the_interval_decides(
+    ratio: float, goal: float | None, spread: float, verdict: str
+) -> None:
+    held = paired(race(ratio, goal, spread))
+    assert held.wall.median == pytest.approx(ratio)
+    assert held.cpu.median == pytest.approx(0.8)
+    assert held.theirs_ms == 100.0
+    assert held.verdict == verdict
+
+
+def test_the_page_has_a_row_for_each_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from parallel_page import against_torch
+
+    path = tmp_path / "races.jsonl"
+    write_records([race(), race(1.1)], path)
+    text = "\n".join(against_torch(read_records(path)))
+    assert "parallel_against_torch.py --context 16 --out" in text
+    assert "| DDP | torch's | mini | 16 | 2 | 100.0 |" in text
+    assert text.count("| reached |") == text.count("| missed |") == 1
