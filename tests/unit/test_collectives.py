@@ -79,7 +79,10 @@ def test_findings_give_latency_bandwidth_and_wrong_results() -> None:
 
 def test_one_rank_claims_no_link() -> None:
     said, tables = blocks(collective_record(ranks=1))
-    assert said == []
+    assert said == [
+        "all-reduce, 1 rank, gloo: a call takes 101 µs (1.00 KiB); nothing goes over a link."
+    ]
+    assert {row[8] for row in tables["allreduce-times"].rows} == {None}
     assert "allreduce-links" not in tables
     shown = find_study("allreduce").view([collective_record(ranks=1)])
     assert not [block for block in shown if isinstance(block, Figure)]

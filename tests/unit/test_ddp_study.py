@@ -54,6 +54,15 @@ def test_waits_are_told_apart_for_every_rank() -> None:
     assert all(row[4] == pytest.approx(18.0, rel=0.01) for row in rows)
 
 
+def test_one_rank_shows_what_the_wrappers_cost() -> None:
+    held = ddp_record({"naive": 109.0, "no communication": 100.0}, ranks=1)
+    said = [b.text for b in find_study("ddp").view([held]) if isinstance(b, Finding)]
+    assert "one rank has nobody to average with" in said[0]
+    assert "without one and longer by" in said[0]
+    assert "ms with naive" in said[0]
+    assert not any("hidden behind" in text or "fastest" in text for text in said)
+
+
 def test_pictures_show_phases_and_reductions() -> None:
     shown = find_study("ddp").view([ddp_record()])
     figure = next(block for block in shown if isinstance(block, Figure))

@@ -48,7 +48,10 @@ class Sweep(NamedTuple):
         backend = self.record.notes.get("backend", self.record.config["backend"])
         return f"{self.collective}, {rank_words(self.ranks)}, {backend}"
 
-    def bus_bandwidth(self, point: Point) -> float:
+    def bus_bandwidth(self, point: Point) -> float | None:
+        """None for one rank, from which nothing goes over a link."""
+        if self.ranks == 1:
+            return None
         return point.algorithm_bandwidth * bus_factor(self.collective, self.ranks)
 
 
@@ -97,13 +100,19 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 " wrong; its times mean nothing.",
                 tone="warn",
             )
-        if sweep.ranks == 1 or not sweep.points:
+        if not sweep.points:
             continue
-        best = max(sweep.points, key=sweep.bus_bandwidth)
-        small = min(sweep.points)
+        small, best = min(sweep.points), max(sweep.points, key=lambda p: p.algorithm_bandwidth)
+        carried = sweep.bus_bandwidth(best)
+        if carried is None:
+            yield Finding(
+                text=f"{sweep.name}: a call takes {duration(small.time.median)}"
+                f" ({bytes_(small.size)}); nothing goes over a link."
+            )
+            continue
         text = (
             f"{sweep.name}: {bytes_(small.size)} take {duration(small.time.median)}; the links"
-            f" carry up to {rate(sweep.bus_bandwidth(best), 'B/s')} (busbw at {bytes_(best.size)})."
+            f" carry up to {rate(carried, 'B/s')} (busbw at {bytes_(best.size)})."
         )
         if sweep.link is not None:
             even = sweep.link.latency_ms * sweep.link.bytes_per_ms
@@ -121,7 +130,7 @@ def _figure(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
         Curve(
             label=sweep.name,
             x=tuple(float(point.size) for point in sweep.points),
-            y=tuple(sweep.bus_bandwidth(point) / 1e9 for point in sweep.points),
+            y=tuple((sweep.bus_bandwidth(point) or 0.0) / 1e9 for point in sweep.points),
         )
         for sweep in sweeps
         if sweep.ranks > 1 and sweep.points

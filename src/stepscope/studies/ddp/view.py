@@ -96,17 +96,22 @@ def _findings(ways: Ways) -> Iterator[Finding]:
     alone = ways.median(ALONE, "step")
     if not steps or alone is None:
         return
+    # Below zero is noise: communication does not make a step faster.
+    exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
     if ways.record.config["ranks"] == 1:
-        yield Finding(text=f"{ways.title}: one rank has nobody to average with; only the cost of"
-                      " the wrappers shows.")  # fmt: skip
+        cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
+        yield Finding(
+            text=f"{ways.title}: one rank has nobody to average with. What the wrappers cost shows:"
+            f" a step takes {duration(alone)} without one and longer by {cost}."
+        )
+        yield from _against_torch(ways)
+        return
     best = min(steps, key=lambda name: steps[name])
     size = ways.record.quantity("gradient_bytes") or 0.0
     text = (
         f"{ways.title}: {best} is the fastest at {duration(steps[best])} a step for"
         f" {bytes_(size)} of gradients; without communication it is {duration(alone)}."
     )
-    # Below zero is noise: communication does not make a step faster.
-    exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
     if "naive" in steps and best != "naive":
         text += (
             f" Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."

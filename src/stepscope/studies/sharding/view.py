@@ -93,10 +93,11 @@ def _difference(case: Divided, size: float) -> str:
     owned, cut = case.samples(BROADCAST, "step"), case.samples(SCATTER, "step")
     if owned and cut:
         ratio = ratio_interval(owned, cut)
+        words = ", and gloo makes a reduce-scatter of an all-reduce" * (case.backend == "gloo")
         text += (
             f" Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
             f" {number(ratio.high, 3)}]: its reduction begins after the backward, the other's runs"
-            " beside it."
+            f" beside it{words}."
         )
     return text + (
         " Both keep all gradients: stage 2 would keep a share of them, stage 3 a share of the"
@@ -152,7 +153,7 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
     rows: list[tuple[Cell, ...]] = []
     for case in done:
         parts = [case.held(WHOLE, kind) for kind in KINDS]
-        if not all(parts):
+        if case.ranks == 1 or not all(parts):
             continue
         held = [part[0] for part in parts]
         for stage, divided in enumerate(((), (2,), (1, 2), (0, 1, 2))):
