@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     end: int
     name: str
     launch: tuple[int, int] | None
+    by_graph: bool
     around: tuple[Span, ...]
     """From the outermost to the innermost."""
 
@@ -81,7 +82,8 @@ class Account:
         call = self.calls.get(event["args"].get("correlation"))
         launch = None if call is None else _times(call)
         around = () if call is None else self._around(call["tid"], launch[0])  # type: ignore[index]
-        return Piece(start, end, event["name"], launch, around)
+        by_graph = call is not None and call["name"].startswith("cudaGraphLaunch")
+        return Piece(start, end, event["name"], launch, by_graph, around)
 
     def _stretches(self) -> list[Piece]:
         made: list[Piece] = []
@@ -98,8 +100,16 @@ class Account:
                 if before and before.end == first and before.around[-1] is inner:
                     made[-1] = before._replace(end=last)
                 else:
-                    made.append(Piece(first, last, inner.name, None, around))
+                    made.append(Piece(first, last, inner.name, None, False, around))
         return made
+
+    def phase_of(self, piece: Piece) -> str:
+        said = self.phase(piece.around)
+        if said or piece.by_graph:
+            return said or "graph"
+        # Without a word of any forward, what says nothing is taken for one.
+        unmarked = not any(s.is_range and s.name == "forward" for s in self.spans)
+        return "forward" if unmarked and piece.around else ""
 
     def phase(self, around: tuple[Span, ...]) -> str:
         found = ""
@@ -155,7 +165,7 @@ class Account:
         edges = {t for p in self.pieces for t in (p.start, p.end)}
         edges |= {t for wait in waits for t in wait} | {self.start, self.end}
         inside = sorted(t for t in edges if self.start <= t <= self.end)
-        keys = [(self.phase(p.around), self.kind(p)) for p in self.pieces]
+        keys = [(self.phase_of(p), self.kind(p)) for p in self.pieces]
         start, end = (np.array([p[place] for p in self.pieces]) for place in (0, 1))
         for first, last in pairwise(inside):
             running = [
@@ -165,8 +175,10 @@ class Account:
             if running:
                 told[keys[min(running)[1]]] += last - first
             else:
-                waited = any(s <= first < e for s, e in waits)
-                told["idle", "wait" if waited else self._cause(first)] += last - first
+                cause = self._cause(first)
+                if cause != "queue" and any(s <= first < e for s, e in waits):
+                    cause = "wait"
+                told["idle", cause] += last - first
         return told
 
     def _cause(self, moment: int) -> str:

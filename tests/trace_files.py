@@ -131,6 +131,18 @@ def training_step(blocks: int = 2, steps: int = 1) -> ChromeTrace:
     return trace
 
 
+def replayed_step() -> ChromeTrace:
+    """A step of 500 µs whose three kernels one launch of a CUDA graph runs, then a wait."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 500)
+    number = trace.call("cudaGraphLaunch", 10, 60)
+    for start, name in ((50, SGEMM), (150, ADD), (165, SGEMM)):
+        trace.kernel(name, start, start + 90 if name == SGEMM else start + 10)
+        trace.events[-1]["args"]["correlation"] = number
+    trace.call("cudaDeviceSynchronize", 70, 490)
+    return trace
+
+
 def operator_step() -> ChromeTrace:
     """A step of 1,000 µs on a CPU: operators instead of kernels, no thread of the engine."""
     trace = ChromeTrace()

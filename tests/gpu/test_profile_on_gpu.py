@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import CommandLine
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
@@ -79,6 +80,38 @@ def test_the_host_limits_a_small_step_and_a_graph_shows_it(
     assert summary.idle_of("host") / summary.wall_ms > 0.25
     assert median(found, "graph_replay") < 0.8 * median(found, "step")
     assert median(found, "larger_batch") < 2.0 * median(found, "step")
+
+
+def test_a_replayed_step_is_accounted_for_without_a_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(
+        tmp_path, monkeypatch, size=("small",), context=(128,), mode=("train-step",), graph=True
+    )
+    summary = decode(found.notes["profile"])
+    assert summary.doubt == ""
+    assert {line.phase for line in summary.lines if line.ms and line.phase} <= {"graph", "idle"}
+    assert summary.shares.kind >= 0.98
+
+
+def test_a_forked_worker_sees_the_device_and_its_kernels(tmp_path: Path) -> None:
+    """The first case has a process of its own, the others are forked from one that has torch."""
+    place = CommandLine(tmp_path)
+    # Ceilings that were measured on this machine before need not be measured again.
+    del place.environment["XDG_CACHE_HOME"]
+    done = place(
+        "run", "profile", "--size", "small", "--layers", "2", "--context", "128", "--mode",
+        "forward", "forward-backward", "train-step", "--traced", "1", "--steps", "3",
+        "--no-experiments", "--no-report", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = place.records()
+    assert [record.status for record in records] == ["ok"] * 3
+    for record in records:
+        summary = decode(record.notes["profile"])
+        assert summary.on_device
+        assert summary.shares.launch >= 0.99
+    assert len(list((place.out / "traces").glob("*.json.gz"))) == 3
 
 
 def test_a_capture_that_fails_takes_nothing_from_what_follows() -> None:

@@ -6,11 +6,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from sample_records import environment
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.summary import decode
-from stepscope.errors import UsageError
+from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
@@ -18,6 +19,7 @@ from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
+from stepscope.studies.traced import trace_step
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
 
@@ -355,3 +357,17 @@ def test_the_published_cases_hold_what_is_to_be_shown() -> None:
     for dtype, context in product(("float32", "bfloat16"), (128, 256, 512)):
         assert ("small", context, 4, dtype, "no", "train-step") in tried
     assert ("2.7b", 512, 4, "float32", "no", "train-step") in tried
+
+
+def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Blind(CpuDevice):
+        kind = "cuda"
+
+    monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
+    with pytest.raises(StepscopeError, match="recorded no kernels"):
+        trace_step(lambda: torch.ones(3) * 2, Blind(), "blind", steps=1)
+    series, notes = trace_step(lambda: torch.ones(3) * 2, CpuDevice(), "seen", steps=1)
+    assert len(series.values) == 1
+    assert set(notes) == {"profile"}

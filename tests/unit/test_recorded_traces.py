@@ -21,7 +21,7 @@ from stepscope.analysis.trace.ledger import Ledger, ledgers
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.work import Work, find_work
-from trace_files import training_step
+from trace_files import ChromeTrace, replayed_step, training_step
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = sorted((ROOT / "tests" / "fixtures").glob("*.json.gz"))
@@ -38,15 +38,12 @@ def recorded(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels on a device, as no recorded trace of a CPU has them."""
-    return training_step(blocks=3).write(tmp_path_factory.mktemp("planted") / "train-step.json.gz")
-
-
-def test_both_accounts_agree_on_kernels_too(planted: Path) -> None:
-    test_every_line_is_that_of_counting_the_raw_events(planted)
-    test_every_part_of_the_model_has_what_its_forward_made(planted)
+@pytest.mark.parametrize("planted", [training_step(blocks=3), replayed_step()])
+def test_both_accounts_agree_on_kernels_too(tmp_path: Path, planted: ChromeTrace) -> None:
+    """As no recorded trace of a CPU has them."""
+    path = planted.write(tmp_path / "planted.json.gz")
+    test_every_line_is_that_of_counting_the_raw_events(path)
+    test_every_part_of_the_model_has_what_its_forward_made(path)
 
 
 @cache
@@ -106,9 +103,7 @@ def test_every_part_of_the_model_has_what_its_forward_made(recorded: Path) -> No
             strict=True,
         )
     )  # fmt: skip
-    told = sorted(
-        (p.start, p.end, slow.phase(p.around), slow.module(p.around)) for p in slow.pieces
-    )
+    told = sorted((p.start, p.end, slow.phase_of(p), slow.module(p.around)) for p in slow.pieces)
     assert found == told
 
 

@@ -21,6 +21,7 @@ from stepscope.records.store import Store
 from stepscope.studies import registry
 from stepscope.studies import runner as runner_module
 from stepscope.studies.base import Case
+from stepscope.studies.nursery import can_fork
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import Runner, new_run, plan_digest
 
@@ -179,6 +180,13 @@ def test_where_forking_does_not_work_every_worker_is_a_process_of_its_own(
     assert made == [None, nursery, None, None]
     tried = [] if fault else [True]
     assert stopped == [False, *tried, False, False, "nursery"]
+
+
+def test_forking_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STEPSCOPE_FORK", raising=False)
+    assert can_fork() is (sys.platform == "linux")
+    monkeypatch.setenv("STEPSCOPE_FORK", "no")
+    assert can_fork() is False
 
 
 def test_resume_repeats_nothing_and_retry_repeats_failures_alone(place: CommandLine) -> None:

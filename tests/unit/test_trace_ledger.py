@@ -15,7 +15,15 @@ from stepscope.analysis.trace.intervals import gaps, length_before, own_lengths,
 from stepscope.analysis.trace.ledger import Ledger, ledgers, total
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.work import find_work
-from trace_files import ADD, ALL_REDUCE, SGEMM, ChromeTrace, nsight_file, training_step
+from trace_files import (
+    ADD,
+    ALL_REDUCE,
+    SGEMM,
+    ChromeTrace,
+    nsight_file,
+    replayed_step,
+    training_step,
+)
 
 intervals = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 2)), max_size=12
@@ -111,18 +119,18 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
                 key = ("forward", describe(name).kind)
                 work[key] = work.get(key, 0) + 500
             continue
-        if launches and any(s <= t < s + d for s, d in waiting):
-            cause["synchronisation"] += 500
-            continue
         later = [run for run in runs if run[0] > t]
         began = max([-30.0, *(e for s, e, *_ in runs if e <= t and e > s)])
-        if not later:
+        queued = bool(later) and later[0][3] is not None
+        queued = queued and later[0][0] - later[0][3] + 0.5 <= began
+        if launches and not queued and any(s <= t < s + d for s, d in waiting):
+            cause["synchronisation"] += 500
+        elif not later:
             cause["host"] += 500
         elif later[0][3] is None:
             cause["no_launch"] += 500
         else:
-            launched = later[0][0] - later[0][3] + 0.5
-            cause["host" if launched > began else "queue"] += 500
+            cause["queue" if queued else "host"] += 500
     return Ledger(wall=(last + 30) * 1000, work=work, **cause)
 
 
@@ -264,3 +272,15 @@ def test_every_class_has_a_place_in_the_order() -> None:
     assert [kind for _, kind, _ in found.lines()[:-1]] == list(CLASSES)
     with pytest.raises(KeyError):
         Ledger(wall=1, work={("nap", "matmul"): 1}).lines()
+
+
+def test_what_a_graph_replays_has_a_line_of_its_own_unless_a_range_says_the_phase() -> None:
+    (bare,) = ledgers(find_work(replayed_step().read()))
+    assert bare.work == {("graph", "matmul"): 180_000, ("graph", "elementwise"): 10_000}
+    assert bare.closes
+    # Gaps between kernels of one launch are the device's, though the host waits in them.
+    assert (bare.host, bare.queue, bare.synchronisation) == (60_000, 15_000, 235_000)
+    said = replayed_step()
+    said.range("forward", 5, 65)
+    (marked,) = ledgers(find_work(said.read()))
+    assert set(marked.work) == {("forward", "matmul"), ("forward", "elementwise")}

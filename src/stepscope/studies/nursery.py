@@ -34,8 +34,8 @@ _LOADED = (
 
 
 def can_fork() -> bool:
-    """Elsewhere system libraries do not survive a fork."""
-    return sys.platform == "linux"
+    """On Linux, and not where STEPSCOPE_FORK=no: elsewhere system libraries do not survive it."""
+    return sys.platform == "linux" and os.environ.get("STEPSCOPE_FORK") != "no"
 
 
 class Nursery:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import encode
+from stepscope.errors import StepscopeError
 from stepscope.records.schema import Series
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ def trace_step(
         plain = Path(scratch) / "trace.json"
         capture(run, device, plain, steps=steps, before=before)
         summary = summarize_file(plain)
+        if device.kind == "cuda" and not summary.on_device:
+            raise StepscopeError(
+                "the profiler recorded no kernels of this device",
+                "another profiler may hold it; with STEPSCOPE_FORK=no every case has a process"
+                " that is not forked",
+            )
         if kept := os.environ.get(TRACES):
             notes["trace"] = f"{name}.json.gz"
             pack(plain, Path(kept) / notes["trace"])

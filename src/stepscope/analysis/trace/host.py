@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
 
-Phase = Literal["forward", "loss", "backward", "optimizer", "outside", ""]
-PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "")
-"""`outside` is the training loop around the model: data, copies, clipping, logging. The empty one
-stands for work that nothing says the phase of."""
+Phase = Literal["forward", "loss", "backward", "optimizer", "outside", "graph", ""]
+PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "graph", "")
+"""`outside` is the training loop around the model: data, copies, clipping, logging. `graph` is what
+a CUDA graph replays in one launch, of which its kernels say no phase. The empty one stands for work
+that nothing says the phase of."""
 
-FORWARD, LOSS, BACKWARD, OPTIMIZER, OUTSIDE, UNKNOWN = range(6)
+FORWARD, LOSS, BACKWARD, OPTIMIZER, OUTSIDE, GRAPH, UNKNOWN = range(7)
 _SAYS_NONE = -1
 STEP_EDGE = re.compile(r"^StepEdge#\d+$")
 """A moment at which one step ends and the next begins; a program that is only watched has no
@@ -40,6 +42,8 @@ class Host:
 
     parent: Ints
     phase: Ints
+    says_phase: NDArray[np.bool_]
+    """Whether it or a span around it says so; without one, the phase is taken for granted."""
     path: Ints
     """The named ranges around it, as a number of `paths`."""
     paths: tuple[tuple[str, ...], ...]
@@ -56,19 +60,19 @@ def read_host(trace: Trace) -> Host:
     parent = parents(spans)
     is_step = [STEP_MARK.match(name) is not None for name in names]
     is_edge = [STEP_EDGE.match(name) is not None for name in names]
-    phase = _phases(trace, parent, watched=any(is_edge))
+    phase, says_phase = _phases(trace, parent, watched=any(is_edge))
     path, paths = _paths(trace, parent, [a or b for a, b in zip(is_step, is_edge, strict=True)])
     ranges = sorted(np.flatnonzero(spans.is_range).tolist(), key=lambda i: int(spans.start[i]))
     name_of = spans.name.tolist()
     return Host(
-        parent, phase, path, paths, forward_of(trace, parent, phase == BACKWARD),
+        parent, phase, says_phase, path, paths, forward_of(trace, parent, phase == BACKWARD),
         steps=tuple(i for i in ranges if is_step[name_of[i]]),
         edges=tuple(i for i in ranges if is_edge[name_of[i]]),
     )  # fmt: skip
 
 
-def _phases(trace: Trace, parent: Ints, *, watched: bool) -> Ints:
-    """Of every span; one that says none is of the phase around it."""
+def _phases(trace: Trace, parent: Ints, *, watched: bool) -> tuple[Ints, NDArray[np.bool_]]:
+    """Of every span, and whether it is said; one that says none is of the phase around it."""
     spans = trace.spans
     by_name = np.array([_SAYS_NONE if (own := _own_phase(n)) is None else own for n in trace.names])
     said = np.where(spans.in_backward, BACKWARD, by_name[spans.name])
@@ -80,7 +84,7 @@ def _phases(trace: Trace, parent: Ints, *, watched: bool) -> Ints:
         above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
         if above != NOBODY and said[above] == BACKWARD:
             said[index] = BACKWARD
-    return np.where(holder == NOBODY, default, said[holder])
+    return np.where(holder == NOBODY, default, said[holder]), holder != NOBODY
 
 
 def _paths(

@@ -4,9 +4,10 @@ A moment in which something runs goes to its phase and class; communication gets
 nothing else runs. A moment in which nothing runs is a gap, and a gap has a cause only where the
 trace proves it:
 
-- synchronisation: the host was inside a call that waits,
-- host: the next kernel's launch call ended after the gap began, so there was nothing to run,
-- queue: the launch was done before the gap began; the device took its time between two kernels,
+- queue: the next kernel's launch was done before the gap began, whatever the host did meanwhile;
+  the device took its time between two kernels,
+- synchronisation: it was not, and the host was inside a call that waits,
+- host: it was not, and the host did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
 What is left, and what runs without a known phase, is the residual.
@@ -160,8 +161,6 @@ def gap_causes(
     length = end - start
     if not work.on_device:
         return {"between_operators": length}
-    waited = overlap(start, end, *waiting)
-    rest = length - waited
     following = np.searchsorted(work.start, end, side="left")
     call = np.full(len(start), NO_CALL, np.int64)
     there = following < len(work)
@@ -169,9 +168,12 @@ def gap_causes(
     known = call != NO_CALL
     late = ~there
     late[known] = work.trace.calls.end[call[known]] > start[known]
+    queued = known & ~late
+    waited = np.where(queued, 0, overlap(start, end, *waiting))
+    rest = length - waited
     return {
         "synchronisation": waited,
         "host": np.where(late, rest, 0),
-        "queue": np.where(known & ~late, rest, 0),
+        "queue": np.where(queued, rest, 0),
         "no_launch": np.where(there & ~known, rest, 0),
     }

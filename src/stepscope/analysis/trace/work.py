@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepscope.analysis.kernel_names import CLASSES, Description, describe, describe_operator
 from stepscope.analysis.trace.classes import classes
-from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER, UNKNOWN, Host, read_host
+from stepscope.analysis.trace.host import BACKWARD, GRAPH, OPTIMIZER, UNKNOWN, Host, read_host
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
 from stepscope.analysis.trace.nesting import NOBODY, innermost
 
 NO_CALL = -1
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,18 @@ class Work:
         phase = np.full(len(self), UNKNOWN, np.int64)
         known = self.span != NOBODY
         phase[known] = self.host.phase[self.span[known]]
+        unsaid = ~known
+        unsaid[known] = ~self.host.says_phase[self.span[known]]
+        phase[unsaid & self._replayed()] = GRAPH
         return phase
+
+    def _replayed(self) -> NDArray[np.bool_]:
+        """Whether a graph launched it."""
+        names = self.trace.names
+        graphs = [n for n, name in enumerate(names) if name.startswith(_GRAPH_LAUNCHES)]
+        replayed: NDArray[np.bool_] = self.call != NO_CALL
+        replayed[replayed] = np.isin(self.trace.calls.name[self.call[replayed]], graphs)
+        return replayed
 
     @cached_property
     def path(self) -> Ints:
