@@ -38,6 +38,7 @@ from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.studies.ddp.ranks import Way, one_step
+from stepscope.studies.rank_subject import tokens_fed
 from stepscope.studies.sharding.ranks import (
     BROADCAST,
     FULLY,
@@ -61,21 +62,21 @@ LIMITS = Limits(start=180.0, step=180.0, beat=60.0, total=3600.0)
 
 def contestants(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
     """Ours, then torch's; each a call that makes one step and returns its marks."""
-    tokens = torch.randint(100, (2, origin.config.context + 1)).to(world.device)
+    fed = tokens_fed(torch.randint(100, (2, origin.config.context + 1)).to(world.device))
     if pair == "ddp":
         ours, theirs = copy.deepcopy(origin), copy.deepcopy(origin)
         ways = [
             Way("ours", DDP(ours, "bucketed"), ours),
             Way("theirs", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs),
         ]
-        return [lambda way=way: one_step(world, way, tokens) for way in ways]
+        return [lambda way=way: one_step(world, way, fed) for way in ways]
     if pair == "sharding":
         kinds = (ShardedOptimizer, partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True))
         made = [with_defaults(origin, kind) for kind in kinds]
     else:
         names = (FULLY, TORCH_FULLY) if pair == "fsdp" else (BROADCAST, TORCH)
         made = [make(world, name, origin) for name in names]
-    return [lambda way=way: timed_step(world, way, tokens) for way in made]
+    return [lambda way=way: timed_step(world, way, fed) for way in made]
 
 
 def with_defaults(origin: torch.nn.Module, kind: Any) -> Trained:

@@ -18,10 +18,10 @@ from stepscope.errors import UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
 from stepscope.records.store import Store
-from stepscope.studies.base import Case
+from stepscope.studies.base import Case, Study
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranked import follow, is_follower
-from stepscope.studies.registry import find_study
+from stepscope.studies.registry import all_studies, find_study
 from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
 
 
@@ -72,6 +72,7 @@ def main(words: list[str]) -> int:
             raise UsageError(
                 f"{study.name} has no cases to run", f"its records come from `{study.recorded_by}`"
             )
+        _refuse_model(study, words[1:])
         fields = [("cases", study.flags), ("run", StudyOptions)]
         kind = dataclasses.make_dataclass("StudyRun", fields)
         asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
@@ -94,6 +95,20 @@ def main(words: list[str]) -> int:
     )
     require_preset(options.preset)
     return _run(options, Share(options.preset), words)
+
+
+def _refuse_model(study: Study[Any], words: Sequence[str]) -> None:
+    if not any(word.partition("=")[0] == "--model" for word in words):
+        return
+    if study.no_model:
+        taking = [
+            name for name, one in all_studies().items()
+            if "model" in one.flags.__struct_fields__ and not one.no_model
+        ]  # fmt: skip
+        raise UsageError(
+            f"{study.name} cannot take a model of your own: {study.no_model}",
+            f"these can: {', '.join(taking)}",
+        )
 
 
 def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[str]) -> int:

@@ -68,6 +68,7 @@ class Attention(Study[AttentionFlags]):
         "stepscope run attention --head 64 --seq 1024 4096 16384 --causal --dtype bfloat16",
     )
     flags = AttentionFlags
+    no_model = "it measures attention alone"
 
     def cases(self, flags: AttentionFlags) -> tuple[Case, ...]:
         modes: tuple[AttentionMode, ...] = ("forward", "backward")

@@ -16,7 +16,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
-from stepscope.studies.workload import refuse_beyond_host_memory
+from stepscope.studies.host_memory import refuse_beyond_host_memory
 
 if TYPE_CHECKING:
     import torch

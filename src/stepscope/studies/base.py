@@ -64,6 +64,8 @@ class Study(ABC, Generic[Flags]):
     examples: ClassVar[tuple[str, ...]] = ()
     fresh_process: ClassVar[bool] = False
     """Every case starts in a process that has done nothing before."""
+    no_model: ClassVar[str] = ""
+    """Why it cannot take a model of one's own, where it has no flag for one."""
     recorded_by: ClassVar[str] = ""
     """The command that makes its records, where that is not `stepscope run`."""
 

@@ -17,6 +17,8 @@ class OfStep(Protocol):
 
 
 _ALWAYS = ("size", "context")
+_OF_OURS = ("context", "attention", "table")
+"""What a model of one's own does not have."""
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
     "context": Column(title="context", kind="count"),
@@ -37,7 +39,10 @@ _IDENTITY: dict[str, Column] = {
 def identity(rows: Sequence[OfStep]) -> tuple[dict[str, Column], str]:
     """The columns that tell these rows apart, and in words what they have in common."""
     varying, shared = {}, []
+    ours = any(not row.workload.own for row in rows)
     for name, column in _IDENTITY.items():
+        if not ours and name in _OF_OURS:
+            continue
         values = {getattr(row.workload, name) for row in rows}
         if name in _ALWAYS or len(values) > 1:
             varying[name] = column
@@ -52,6 +57,8 @@ def identity(rows: Sequence[OfStep]) -> tuple[dict[str, Column], str]:
 def identity_cells(row: OfStep, columns: dict[str, Column]) -> tuple[Cell, ...]:
     def cell(name: str) -> Cell:
         value: Cell = getattr(row.workload, name)
+        if row.workload.own and name in _OF_OURS:
+            return None
         if isinstance(value, bool):
             return "yes" if value else "no"
         return f"{value} (changed)" if name == "size" and row.workload.overrides else value

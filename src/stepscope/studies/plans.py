@@ -28,8 +28,11 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
 
 
 def can_be_predicted(workload: Workload) -> bool:
-    """Not a compiled step, whose operators are the compiler's choice, nor one of our kernels."""
-    return workload.compile == "no" and not workload.fused and not workload.graph
+    """Not a compiled step, whose operators are the compiler's choice, nor one of our kernels, nor
+    somebody else's model."""
+    return (
+        not workload.own and workload.compile == "no" and not workload.fused and not workload.graph
+    )
 
 
 def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:

@@ -98,9 +98,12 @@ def step_conditions(work: Workload) -> dict[str, Any] | None:
 def ranked_step(record: Record, way: str, step_ms: float | None) -> Mine:
     """A step on several ranks; links differ too much for its time to be carried over."""
     config = record.config
-    model = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
+    name = config["size"]
+    if not config.get("own"):
+        sized = with_overrides(find_size(name, config["table"]), context=config["context"])
+        name = size_name(sized)
     names = ("context", "batch", "ranks")
-    conditions = {name: config[name] for name in names} | {"size": size_name(model), "way": way}
+    conditions = {name: config[name] for name in names} | {"size": name, "way": way}
     return Mine(record, conditions, {"step": step_ms})
 
 

@@ -103,7 +103,7 @@ def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:
     step.reset()
     counter = TensorBytes(device.torch_device)
     counter.count([*step.model.parameters(), *step.model.buffers()])
-    counter.count((step.tokens, step.targets), INPUTS)
+    counter.count(step.inputs, INPUTS)
     for state in step.optimizer.state.values():
         counter.count(held for held in state.values() if isinstance(held, torch.Tensor))
     peaks = {}

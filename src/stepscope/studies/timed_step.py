@@ -25,7 +25,7 @@ def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Me
         before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
     )
-    quantities = workload.quantities()
+    quantities = step.quantities()
     peak = device.peak_bytes()
     if peak is not None:
         quantities["peak_bytes"] = Quantity(value=peak, unit="B")

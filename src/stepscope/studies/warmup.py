@@ -79,7 +79,7 @@ class Warmup(Study[WarmupFlags]):
             progress=lambda done, total: bench.progress(done, total, "steps"),
         )
         return Measurement(
-            series=timing.series, quantities=workload.quantities(), readings=timing.readings
+            series=timing.series, quantities=step.quantities(), readings=timing.readings
         )
 
     def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:

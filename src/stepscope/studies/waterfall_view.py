@@ -35,8 +35,10 @@ class Fall(NamedTuple):
 
 
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
-    """None where the record lacks the ceilings that an ideal time needs. Where the same kernels
-    were replayed as a CUDA graph, the total is that time."""
+    """None where the record lacks the ceilings that an ideal time needs, or the model is somebody
+    else's. Where the same kernels were replayed as a CUDA graph, the total is that time."""
+    if workload.own:
+        return None
     rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None

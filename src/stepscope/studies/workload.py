@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,7 +20,19 @@ from stepscope.model.checkpointing import run_again as blocks_again
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
-from stepscope.studies.base import Case, CaseSkipped
+from stepscope.studies.base import Case
+from stepscope.studies.host_memory import refuse_beyond_host_memory
+from stepscope.studies.model_names import check_name
+from stepscope.studies.workload_flags import (
+    COMPILE,
+    COMPILE_MODES,
+    GRAPHS_OF_TORCH,
+    LOSSES,
+    MODES,
+    OPTIMIZERS,
+    Mode,
+    WorkloadFlags,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,62 +41,10 @@ if TYPE_CHECKING:
     from stepscope.measure.timer import Phase
     from stepscope.studies.captured import CapturedStep
 
-Mode = Literal["forward", "forward-backward", "train-step"]
-MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
-COMPILE = ("no", "block", "model")
-COMPILE_MODES = (
-    "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
-)  # fmt: skip
-GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused")
-LOSSES = ("plain", "fused")
-
-# Below this share of the memory a case may still run; above it the host would start to swap.
-_HOST_MEMORY_SHARE = 0.9
-
-
-class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """A sweep over training steps: every combination of the values is a case."""
-
-    size: tuple[str, ...] = ("small",)
-    """Sizes: small, medium, large, xl, 2.7b (2025); 8b, 10b (2026); tiny, mini, midi for a CPU."""
-    table: Literal["2025", "2026"] = "2025"
-    """Which year's size table: xl differs between them."""
-    context: tuple[int, ...] = (512,)
-    """Sequence lengths in tokens."""
-    batch: tuple[int, ...] = (4,)
-    """Sequences per step."""
-    dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure,
-    bfloat16-master (bfloat16 with float32 master weights)."""
-    attention: tuple[str, ...] = ("reference",)
-    """Attention implementations: reference (naive), sdpa (torch's own), … (`list attentions`)."""
-    compile: tuple[str, ...] = ("no",)
-    """torch.compile: no (eager), block (each block alone), model (whole)."""
-    optimizer: tuple[str, ...] = ("torch",)
-    """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
-    stepscope-fused (the same in one launch)."""
-    compile_mode: tuple[str, ...] = ("default",)
-    """Of torch.compile: default, reduce-overhead (CUDA graphs of its own), max-autotune (these and
-    tuned products), max-autotune-no-cudagraphs."""
-    loss: tuple[str, ...] = ("plain",)
-    """plain (from all logits), fused (head and loss by chunks of rows)."""
-    fused: bool = False
-    """Norms, SwiGLU and rotation by our kernels; a compiled model fuses them itself."""
-    graph: bool = False
-    """Replay the step as a CUDA graph; only on a GPU."""
-    checkpoint: tuple[str, ...] = (NONE,)
-    """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
-    d_model: int | None = None
-    """Override this field of the size."""
-    d_ff: int | None = None
-    """Override this field of the size."""
-    layers: int | None = None
-    """Override this field of the size."""
-    heads: int | None = None
-    """Override this field of the size."""
-    vocab: int | None = None
-    """Override this field of the size."""
+__all__ = [
+    "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode", "TrainingStep",
+    "Workload", "WorkloadFlags", "step_cases", "workloads",
+]  # fmt: skip
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +65,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     fused: bool = False
     graph: bool = False
     checkpoint: str = NONE
+    own: str = ""
+    """package.module:function that builds the model, where it is none of ours; `size` then is its
+    name and `context` 0."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -119,15 +82,26 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             if value not in known:
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
-        precision(self.dtype)
+        form = precision(self.dtype)
+        if self.own:
+            check_name(self.own)
+            if self.checkpoint not in (NONE, "1") or form.master:
+                raise UsageError(
+                    f"{self.own} has no checkpoint={self.checkpoint} in {self.dtype}",
+                    "a model of your own has --checkpoint no or 1, and no master weights",
+                )
         self.stretches()
 
     def model(self) -> ModelConfig:
+        if self.own:
+            raise UsageError(f"the shape of {self.own} is not known", "count instead")
         sized = find_size(self.size, self.table)
         return with_overrides(sized, context=self.context, **self.overrides)
 
     def stretches(self) -> tuple[int, ...]:
         """Blocks of each checkpointed stretch, outermost first."""
+        if self.own:
+            return () if self.checkpoint == NONE else (1,)
         return stretches(self.checkpoint, self.model().n_layers)
 
     @property
@@ -135,8 +109,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Identity among workloads; the same in every run that measures the same thing."""
         changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
         parts = [
-            f"{self.size}{changed}", f"c{self.context}", f"b{self.batch}", self.dtype,
-            self.attention, *([] if self.compile == "no" else [f"compile={self.compile}"]),
+            f"{self.size}{changed}", *([] if self.own else [f"c{self.context}"]), f"b{self.batch}",
+            self.dtype, *([] if self.own else [self.attention]),
+            *([] if self.compile == "no" else [f"compile={self.compile}"]),
         ]  # fmt: skip
         if self.table != "2025":
             parts.insert(0, self.table)
@@ -166,7 +141,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *(["as a graph"] if self.graph else []),
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
-        words = f"{year}{self.size}{changed} at context {self.context} in {self.dtype}"
+        at = "" if self.own else f" at context {self.context}"
+        words = f"{year}{self.size}{changed}{at} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
 
     @property
@@ -183,6 +159,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_again(self) -> float:
         """How often each block's forward runs again in the backward, on average."""
+        if self.own:
+            return float(self.checkpoint != NONE)
         layers = self.model().n_layers
         return blocks_again(self.stretches(), layers) / layers
 
@@ -203,8 +181,11 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
     fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
               "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
     overrides = {name: value for name, value in fields.items() if value is not None}
+    if flags.model:
+        flags.refuse_sizes()
     swept = {
-        "size": flags.size, "context": flags.context, "batch": flags.batch,
+        "size": (check_name(flags.model),) if flags.model else flags.size,
+        "context": (0,) if flags.model else flags.context, "batch": flags.batch,
         "dtype": tuple(precision(name).name for name in flags.dtype),
         "attention": flags.attention, "compile": flags.compile, "optimizer": flags.optimizer,
         "compile_mode": flags.compile_mode, "loss": flags.loss,
@@ -217,6 +198,7 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             overrides=overrides,
             fused=flags.fused,
             graph=flags.graph,
+            own=flags.model,
         )
 
 
@@ -238,8 +220,16 @@ def step_cases(
 class TrainingStep:
     """A built model with its step as phases, ready for a timer.
 
-    With `shares` it works on the weights and moments of another step of the same model.
+    With `shares` it works on the weights and moments of another step of the same model. A workload
+    with a model of somebody else gets an `OwnTrainingStep`.
     """
+
+    def __new__(cls, workload: Workload, *_: Any, **__: Any) -> TrainingStep:
+        if not workload.own:
+            return super().__new__(cls)
+        from stepscope.studies.own.training import OwnTrainingStep
+
+        return super().__new__(OwnTrainingStep)
 
     def __init__(
         self, workload: Workload, device: Device, *, seed: int = 0,
@@ -301,6 +291,18 @@ class TrainingStep:
             needed -= workload.batch * workload.context * workload.model().vocab * 4
         refuse_beyond_host_memory(needed, device)
 
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.targets
+
+    def quantities(self) -> dict[str, Quantity]:
+        """What the step is made of, before it is measured."""
+        return self.workload.quantities()
+
+    def named_parts(self) -> AbstractContextManager[Any]:
+        """For a trace: ranges around the parts of a model that has none of its own."""
+        return nullcontext()
+
     def phases(self) -> tuple[Phase, ...]:
         """One after the other they are a step; a captured step has one."""
         from stepscope.measure.timer import Phase
@@ -351,16 +353,19 @@ class TrainingStep:
     def _forward(self) -> None:
         from stepscope.ranges import named
 
-        if self.workload.compile != "no" and self.workload.compile_mode in GRAPHS_OF_TORCH:
-            import torch
-
-            # What the step before left may be overwritten now.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self._mark_graph_step()
         with named("forward"), self._autocast():
             if self.workload.fuses_loss:
                 self.loss = self.model(self.tokens, self.targets)
             else:
                 self.logits = self.model(self.tokens)
+
+    def _mark_graph_step(self) -> None:
+        if self.workload.compile != "no" and self.workload.compile_mode in GRAPHS_OF_TORCH:
+            import torch
+
+            # What the step before left may be overwritten now.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def _loss(self) -> None:
         from stepscope.model.loss import cross_entropy
@@ -382,12 +387,3 @@ class TrainingStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def refuse_beyond_host_memory(needed: int, device: Device) -> None:
-    """A GPU says that it is full; a host swaps and is lost, so there a lower bound decides."""
-    if device.kind == "cpu" and needed > _HOST_MEMORY_SHARE * device.memory_bytes:
-        raise CaseSkipped(
-            f"needs at least {needed / 2**30:.1f} GiB,"
-            f" this machine has {device.memory_bytes / 2**30:.1f}"
-        )

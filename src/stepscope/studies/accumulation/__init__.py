@@ -69,6 +69,7 @@ class Accumulation(Study[AccumulationFlags]):
         "stepscope run accumulation --term 0.001 --count 20000",
     )
     flags = AccumulationFlags
+    no_model = "it measures sums in each number format"
 
     def cases(self, flags: AccumulationFlags) -> tuple[Case, ...]:
         sums = [

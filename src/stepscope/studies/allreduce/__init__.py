@@ -63,6 +63,7 @@ class AllReduce(Study[AllReduceFlags]):
         "stepscope run allreduce --collective all-gather reduce-scatter broadcast",
     )
     flags = AllReduceFlags
+    no_model = "it measures collectives alone"
 
     def cases(self, flags: AllReduceFlags) -> tuple[Case, ...]:
         return tuple(

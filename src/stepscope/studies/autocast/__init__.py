@@ -59,6 +59,7 @@ class Autocast(Study[AutocastFlags]):
         "stepscope run autocast --subject small --dtype bfloat16 --attention sdpa",
     )
     flags = AutocastFlags
+    no_model = "it names what each layer of its model does"
 
     def cases(self, flags: AutocastFlags) -> tuple[Case, ...]:
         return tuple(

@@ -119,6 +119,8 @@ def _why_the_ratio_departs(row: Row) -> str:
             f"For {row.name} the host is the limit ({percent(share.fraction)} of the step ends with"
             " an empty launch queue), so time follows the number of launches, not the FLOPs."
         )
+    if row.flops is None:
+        return ""
     forward = row.flops.forward / row.forward.median * 1e3
     backward = row.flops.backward / row.backward.median * 1e3
     better, worse = ("backward", "forward") if backward > forward else ("forward", "backward")

@@ -27,11 +27,14 @@ class Row:
         self.workload = msgspec.convert(records[-1].config, Workload)
 
     @cached_property
-    def model(self) -> ModelConfig:
-        return self.workload.model()
+    def model(self) -> ModelConfig | None:
+        """None for a model of one's own, whose shape is not known."""
+        return None if self.workload.own else self.workload.model()
 
     @cached_property
-    def flops(self) -> Flops:
+    def flops(self) -> Flops | None:
+        if self.model is None:
+            return None
         return flops(self.model, self.workload.batch, self.workload.context)
 
     @property

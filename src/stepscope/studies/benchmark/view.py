@@ -130,7 +130,7 @@ def _times_table(rows: Sequence[Row]) -> Table:
     cells = []
     for row in rows:
         known = identity_cells(row, columns)
-        sized: tuple[Cell, ...] = tuple(getattr(row.model, field) for field in shape.values())
+        sized: tuple[Cell, ...] = tuple(getattr(row.model, field, None) for field in shape.values())
         numbers = tuple(
             row.cell(getattr(row, attribute), what, *modes)
             for _, attribute, modes in timed

@@ -39,7 +39,7 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
         found["predicted_bytes"] = told.peak.allocated
     return Measurement(
         series=plain.series(),
-        quantities=workload.quantities()
+        quantities=step.quantities()
         | {name: Quantity(value=value, unit="B") for name, value in found.items()},
         notes={"strategy": workload.checkpoint},
     )

@@ -26,6 +26,8 @@ class Tried:
 
     @property
     def layers(self) -> int:
+        if self.workload.own:
+            return int(self.record.quantity("blocks") or 1)
         return self.workload.model().n_layers
 
     @property

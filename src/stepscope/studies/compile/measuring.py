@@ -17,6 +17,7 @@ import msgspec
 from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.workload import TrainingStep, Workload
 
 if TYPE_CHECKING:
@@ -172,8 +173,7 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
     step = TrainingStep(
         msgspec.structs.replace(msgspec.convert(config, Workload), compile="no"), bench.device
     )
-    blocks = config["compile"] == "block"
-    for module in step.model.blocks if blocks else [step.model]:  # type: ignore[union-attr]
+    for module in blocks_of(step.model) if config["compile"] == "block" else [step.model]:
         module.compile(backend="eager")
     form = Form("traced", step.phases(), step.reset)
     first_s = first_run_s(form, bench.device)

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from stepscope.errors import UsageError, unknown_name
-from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.ddp.ranks import DTYPES, time_ways
 from stepscope.studies.ddp.view import ddp_blocks
+from stepscope.studies.rank_subject import subject_config
 from stepscope.studies.ranked import default_ranks, on_ranks
 
 
@@ -47,6 +47,8 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Bucket sizes to try, in MiB."""
     rounds: int = 10
     """Samples of each way."""
+    model: str = ""
+    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
@@ -79,17 +81,19 @@ class DataParallel(Study[DDPFlags]):
 
     def cases(self, flags: DDPFlags) -> tuple[Case, ...]:
         made = []
-        year = "" if flags.table == "2025" else f"{flags.table}_"
-        for size, context, ranks, backend, dtype in itertools.product(
-            flags.size, flags.context, flags.ranks, flags.backend, flags.dtype
+        sized = itertools.product(flags.size, flags.context)
+        subjects = [
+            subject_config(flags.model, size, flags.table, context) for size, context in sized
+        ]
+        for (name, subject), ranks, backend, dtype in itertools.product(
+            subjects[:1] if flags.model else subjects, flags.ranks, flags.backend, flags.dtype
         ):
-            with_overrides(find_size(size, flags.table), context=context)
-            config = {
-                "size": size, "table": flags.table, "context": context, "batch": flags.batch,
+            config = subject | {
+                "batch": flags.batch,
                 "ranks": ranks, "backend": backend, "dtype": dtype,
                 "bucket_mb": list(flags.bucket_mb), "rounds": flags.rounds,
             }  # fmt: skip
-            key = f"{year}{size}_c{context}_b{flags.batch}_r{ranks}_{backend}_{dtype}"
+            key = f"{name}_b{flags.batch}_r{ranks}_{backend}_{dtype}"
             made.append(Case(study=self.name, key=key, config=config))
         return tuple(made)
 

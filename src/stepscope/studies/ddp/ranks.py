@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stepscope.studies.rank_subject import Fed, Subject, make_subject
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -49,8 +51,8 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
     import torch
     import torch.distributed as dist
 
-    ways = make_ways(world, config)
-    tokens = make_tokens(world, config)
+    subject = make_subject_of(world, config)
+    ways, fed = make_ways(subject.model, config), subject.fed
     samples: dict[str, list[float]] = {}
     shuffle = random.Random(0).shuffle
     order = list(ways)
@@ -60,7 +62,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
         for way in order:
             world.step(step)
             step += 1
-            marks = one_step(world, way, tokens)
+            marks = one_step(world, way, fed)
             for phase, ms in marks.items() if taken >= 0 else ():
                 samples.setdefault(f"{way.name}.{phase}", []).append(ms)
     reductions = {}
@@ -77,8 +79,10 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
             world.step(step)
             step += 1
             samples.setdefault(f"{way.name}.communication", []).append(_alone(world, way, held))
-    lanes = {way.name: _lanes(world, way, tokens) for way in ways if way.averages_itself}
-    gradient_bytes = sum(p.numel() * p.element_size() for p in ways[0].model.parameters())
+    lanes = {way.name: _lanes(world, way, fed) for way in ways if way.averages_itself}
+    gradient_bytes = sum(
+        p.numel() * p.element_size() for p in ways[0].model.parameters() if p.requires_grad
+    )
     names = [way.name for way in ways]
     order_of = {name: place for place, name in enumerate(names)}
     dist.barrier()
@@ -88,22 +92,23 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
     return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
 
 
-def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
-    """Without communication first, then our four, then torch's."""
+def make_subject_of(world: World, config: dict[str, Any]) -> Subject:
     import torch
+
+    pure = config.get("dtype") == "bfloat16-pure"
+    dtype = torch.bfloat16 if pure else torch.float32
+    return make_subject(world, config, world.device, dtype)
+
+
+def make_ways(alone: nn.Module, config: dict[str, Any]) -> list[Way]:
+    """Without communication first, then our four, then torch's."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from stepscope.model import TransformerLM, find_size, with_overrides
     from stepscope.parallel import DDP
 
-    shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
-
-    torch.manual_seed(0)
     kind = config.get("dtype", "float32")
-    dtype = torch.bfloat16 if kind == "bfloat16-pure" else torch.float32
-    alone = TransformerLM(shape, device=world.device, dtype=dtype)
 
-    def model() -> TransformerLM:
+    def model() -> nn.Module:
         # Copying is faster than drawing weights again.
         return copy.deepcopy(alone)
 
@@ -121,29 +126,17 @@ def make_ways(world: World, config: dict[str, Any]) -> list[Way]:
     return ways
 
 
-def make_tokens(world: World, config: dict[str, Any]) -> Tensor:
-    import torch
-
-    share = config["batch"] // world.size
-    generator = torch.Generator().manual_seed(world.rank)
-    shape = (share, config["context"] + 1)
-    # Token numbers below the smallest vocabulary: the values do not matter for the time.
-    return torch.randint(100, shape, generator=generator).to(world.device)
-
-
-def one_step(world: World, way: Way, tokens: Tensor) -> dict[str, float]:
+def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     """Times of the phases in ms; the device is idle at each mark."""
     import torch
     import torch.distributed as dist
-
-    from stepscope.model import cross_entropy
 
     settle = _settle(world)
     settle()
     dist.barrier()
     began = time.perf_counter()
     with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
-        loss = cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
+        loss = fed.loss_of(way.model)
     settle()
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -200,7 +193,7 @@ def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _lanes(world: World, way: Way, tokens: Tensor) -> dict[str, list[tuple[float, float, str]]]:
+def _lanes(world: World, way: Way, fed: Fed) -> dict[str, list[tuple[float, float, str]]]:
     """One more step, with every reduction's start and end."""
     now, ms_before = _clock(world)
     flights: list[list[Any]] = []
@@ -216,7 +209,7 @@ def _lanes(world: World, way: Way, tokens: Tensor) -> dict[str, list[tuple[float
 
     observed = getattr(way.model, "observed", lambda _: nullcontext())
     with observed(observer):
-        marks = one_step(world, way, tokens)
+        marks = one_step(world, way, fed)
     # The step began after a barrier; its end is what both clocks share.
     end = now()
     _settle(world)()

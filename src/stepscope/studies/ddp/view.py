@@ -46,8 +46,9 @@ class Ways(NamedTuple):
     def title(self) -> str:
         config = self.record.config
         backend = self.record.notes.get("backend", config["backend"])
+        at = f" at context {config['context']}" if config["context"] else ""
         return (
-            f"{config['size']} at context {config['context']}, {rank_words(config['ranks'])},"
+            f"{config['size']}{at}, {rank_words(config['ranks'])},"
             f" {backend}, {config.get('dtype', 'float32')}"
         )
 
@@ -197,7 +198,8 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
     for record in records:
         config = record.config
         head: tuple[Cell, ...] = (
-            config["size"], config["context"], config["ranks"], config.get("dtype", "float32"),
+            config["size"], config["context"] or None, config["ranks"],
+            config.get("dtype", "float32"),
         )  # fmt: skip
         if record.id not in known:
             rows.append((*head, None, record.status, *(None,) * 7))

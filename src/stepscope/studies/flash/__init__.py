@@ -105,6 +105,7 @@ class Flash(Study[FlashFlags]):
         " --seq 128 512 --head 64 --shape --race 1x4x256x64:float32 --racers sdpa tiled auto",
     )
     flags = FlashFlags
+    no_model = "it measures attention alone"
 
     def cases(self, flags: FlashFlags) -> tuple[Case, ...]:
         cases: list[Case] = []

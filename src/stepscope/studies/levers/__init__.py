@@ -72,6 +72,7 @@ class Levers(Study[LeversFlags]):
         "stepscope run levers --lever card",
     )
     flags = LeversFlags
+    no_model = "it measures single kernels"
 
     def cases(self, flags: LeversFlags) -> tuple[Case, ...]:
         sizes = "".join(

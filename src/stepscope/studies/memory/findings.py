@@ -160,6 +160,8 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
         return
     case = max(cases, key=lambda case: case.bytes("largest_bytes") or 0)
     work = case.workload
+    if work.own:
+        return
     stream = work.batch * work.context * work.model().d_model * 4
     text = (
         f"The largest single tensor of {case.name} has"

@@ -43,7 +43,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     step = TrainingStep(workload, device)
     ledger = StorageLedger(device.torch_device, allocator)
     ledger.count_existing((step.model,), ())
-    ledger.count((step.tokens, step.targets), INPUTS)
+    ledger.count(step.inputs, INPUTS)
     ledger.moment(MODEL_BUILT)
     standing = {} if allocator is None else {MODEL_BUILT: allocator.standing()}
     plain = plain_steps(step, device, allocator, config["steps"], bench)
@@ -86,7 +86,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         series += turns
     return Measurement(
         series=tuple(series),
-        quantities=workload.quantities()
+        quantities=step.quantities()
         | {name: Quantity(value=value, unit="B") for name, value in found.items()},
         notes=notes,
     )
@@ -113,6 +113,8 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
 
 
 def _in_small(workload: Workload) -> Workload:
+    if workload.own:
+        return msgspec.structs.replace(workload, batch=1, checkpoint=NONE)
     return msgspec.structs.replace(
         workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE
     )

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import msgspec
 
-from stepscope.model import cost
 from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -165,6 +164,8 @@ class Accounted(Account):
     def per_parameter(self) -> float:
         """Bytes of parameters, gradients and optimizer state for each parameter."""
         held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+        if self.workload.own:
+            return held / (self.record.quantity("parameters") or 1)
         return held / cost.parameters(self.workload.model()).total
 
 

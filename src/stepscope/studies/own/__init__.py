@@ -11,7 +11,6 @@ or `(loss, …)`; a third function, `loss(output, batch)`, makes one of anything
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.model_names import check_name
 
 STUDY_NAME = "own"
 COMPILE = ("no", "block", "model", "graphs")
@@ -76,11 +76,7 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = "as-is"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.]+:[\w.]+", self.model):
-            raise UsageError(
-                f"the model {self.model!r} is not of the form package.module:function",
-                "give it with --model",
-            )
+        check_name(self.model)
         for kind, value, known in (
             ("compile", self.compile, COMPILE),
             ("optimizer", self.optimizer, OPTIMIZERS),
@@ -96,7 +92,7 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         extras = [] if self.compile == "no" else [f"compile={self.compile}"]
         extras += [] if self.attention == "as-is" else [f"attention={self.attention}"]
         extras += [] if self.checkpoint == "as-is" else [f"checkpoint={self.checkpoint}"]
-        name = self.model.replace(":", ".")
+        name = check_name(self.model)
         return "_".join((name, f"b{self.batch}", self.dtype, *extras, self.optimizer))
 
     @property

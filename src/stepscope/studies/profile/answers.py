@@ -120,6 +120,8 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
 
 def attention_core(group: Group) -> AttentionCore | None:
     """None where the attention is one kernel, or where no range says what belongs to it."""
+    if group.workload.own:
+        return None
     traced = group.modes.get("forward") or group.fullest()
     times: dict[str, float] = defaultdict(float)
     for use in traced.summary.uses:

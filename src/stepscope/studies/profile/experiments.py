@@ -30,7 +30,8 @@ Experiment: TypeAlias = "Callable[[TrainingStep, Device, float], Tried]"
 
 def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
     """Those that this step allows; a compiled one would be compiled anew for a larger batch."""
-    if workload.graph:
+    if workload.graph or workload.own:
+        # A batch of somebody else's cannot be repeated, nor does it stay where it is.
         return ()
     replay = ("graph_replay", graph_replay)
     return (("larger_batch", larger_batch), replay) if workload.compile == "no" else (replay,)

@@ -124,7 +124,7 @@ class Group(NamedTuple):
         return self.workload.name
 
     def layers(self) -> int:
-        return self.workload.model().n_layers
+        return 1 if self.workload.own else self.workload.model().n_layers
 
     def element_bytes(self) -> int:
         """Of what the softmax reads: autocast lets it compute in float32."""

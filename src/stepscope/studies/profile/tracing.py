@@ -31,7 +31,7 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
         before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
     )
-    series, quantities = list(timing.series), workload.quantities()
+    series, quantities = list(timing.series), step.quantities()
     notes: dict[str, str] = {}
     if config["experiments"] and device.kind == "cuda":
         for name, experiment in experiments(workload):
@@ -49,13 +49,14 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
             if tried.times > 1:
                 quantities[name] = Quantity(value=tried.times * workload.batch, unit="sequences")
     bench.progress(0, 1, "trace")
-    traced, noted = trace_step(
-        lambda: run_phases(step.phases()),
-        device,
-        workload.key,
-        steps=config["traced"],
-        before=step.reset,
-    )
+    with step.named_parts():
+        traced, noted = trace_step(
+            lambda: run_phases(step.phases()),
+            device,
+            workload.key,
+            steps=config["traced"],
+            before=step.reset,
+        )
     return Measurement(
         series=(*series, traced),
         quantities=quantities,

@@ -75,6 +75,7 @@ class Rehearsal(Study[RehearsalFlags]):
         "stepscope run rehearsal --size tiny --context 32 --check-ranks 2 4",
     )
     flags = RehearsalFlags
+    no_model = "its predictions come from the closed forms of the model here"
 
     def cases(self, flags: RehearsalFlags) -> tuple[Case, ...]:
         made = []

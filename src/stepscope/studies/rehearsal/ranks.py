@@ -108,10 +108,10 @@ def computing_ways(world: World, recording: Recording, config: dict[str, Any]) -
     from stepscope.studies.ddp import ranks as ddp
 
     shared = config | {"batch": config["batch"] * world.size}
-    tokens = ddp.make_tokens(world, shared)
+    subject = ddp.make_subject_of(world, shared)
     return {
-        way.name: lambda way=way: ddp.one_step(world, way, tokens)["step"]  # type: ignore[misc]
-        for way in ddp.make_ways(world, shared)
+        way.name: lambda way=way: ddp.one_step(world, way, subject.fed)["step"]  # type: ignore[misc]
+        for way in ddp.make_ways(subject.model, shared)
         if way.name != ddp.TORCH
     }
 

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from stepscope.errors import UsageError
-from stepscope.model.sizes import find_size, with_overrides
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.rank_subject import subject_config
 from stepscope.studies.ranked import default_ranks, on_ranks
 from stepscope.studies.sharding.ranks import PEERS, WAYS, measure_ways
 from stepscope.studies.sharding.view import sharding_blocks
@@ -40,6 +40,8 @@ class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
     """nccl, gloo, or auto: nccl where every rank has a GPU of its own."""
     rounds: int = 10
     """Samples of each way."""
+    model: str = ""
+    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
@@ -61,16 +63,14 @@ class Sharding(Study[ShardingFlags]):
 
     def cases(self, flags: ShardingFlags) -> tuple[Case, ...]:
         made = []
-        for size in flags.size:
-            with_overrides(find_size(size, flags.table), context=flags.context)
+        for size in flags.size[:1] if flags.model else flags.size:
+            name, subject = subject_config(flags.model, size, flags.table, flags.context)
             for ranks in flags.ranks:
-                year = "" if flags.table == "2025" else f"{flags.table}_"
-                config = {
-                    "size": size, "table": flags.table, "context": flags.context,
+                config = subject | {
                     "batch": flags.batch, "ranks": ranks, "backend": flags.backend,
                     "rounds": flags.rounds,
                 }  # fmt: skip
-                key = f"{year}{size}_c{flags.context}_b{flags.batch}_r{ranks}_{flags.backend}"
+                key = f"{name}_b{flags.batch}_r{ranks}_{flags.backend}"
                 made.append(Case(study=self.name, key=key, config=config))
         return tuple(made)
 

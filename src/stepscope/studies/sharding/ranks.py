@@ -8,6 +8,8 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stepscope.studies.own.changing import blocks_of
+from stepscope.studies.rank_subject import Fed, make_subject, tokens_fed
 from stepscope.studies.sharding.traffic import counted
 
 if TYPE_CHECKING:
@@ -42,15 +44,7 @@ class Trained(NamedTuple):
 
 
 def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) -> RankResult:
-    import torch
-
-    from stepscope.model import TransformerLM, find_size, with_overrides
-
-    shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
-    torch.manual_seed(0)
-    origin = TransformerLM(shape)
-    share = config["batch"] // world.size
-    tokens = torch.randint(100, (share, config["context"] + 1)).to(world.device)
+    origin, fed = make_subject(world, config)
     held: dict[str, float] = {}
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
@@ -58,7 +52,7 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
     for number, name in enumerate(ways):
         world.step(number)
         try:
-            held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, tokens)}
+            held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, fed)}
         except Exception as error:
             # A peer that cannot use this backend or device is left out, with its reason.
             if name not in PEERS:
@@ -73,7 +67,7 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
         shuffle(order)
         for way in order:
             world.step(len(ways) + taken + WARMUP)
-            for phase, ms in timed_step(world, way, tokens).items() if taken >= 0 else ():
+            for phase, ms in timed_step(world, way, fed).items() if taken >= 0 else ():
                 samples.setdefault(f"{way.name}.{phase}", []).append(ms)
     place = {name: number for number, name in enumerate(ways)}
     ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
@@ -110,17 +104,14 @@ def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
-    blocks: Any = module.blocks
-    for block in blocks:
+    for block in blocks_of(module):
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 
 
-def _forward(way: Trained, tokens: Tensor) -> Tensor:
-    from stepscope.model import cross_entropy
-
-    return cross_entropy(way.model(tokens[:, :-1]), tokens[:, 1:])
+def _forward(way: Trained, fed: Fed) -> Tensor:
+    return fed.loss_of(way.model)
 
 
 def _average(way: Trained) -> None:
@@ -137,7 +128,8 @@ def _load_libraries(world: World) -> None:
 
     origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
     way = make(world, WHOLE, origin)
-    timed_step(world, way, torch.zeros((1, 17), dtype=torch.int64, device=world.device))
+    tokens = torch.zeros((1, 17), dtype=torch.int64, device=world.device)
+    timed_step(world, way, tokens_fed(tokens))
     del way
     _let_go(world)
 
@@ -151,7 +143,7 @@ def _let_go(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[tuple[str, float]]:
+def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[tuple[str, float]]:
     """What the tensors of a way take after one step; on a GPU its counters at each station."""
     import torch
     import torch.distributed as dist
@@ -172,7 +164,7 @@ def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[
 
     way = make(world, name, origin)
     station("after model")
-    loss = _forward(way, tokens)
+    loss = _forward(way, fed)
     station("after forward")
     loss.backward()  # type: ignore[no-untyped-call]
     _average(way)
@@ -188,7 +180,7 @@ def _memory(world: World, name: str, origin: nn.Module, tokens: Tensor) -> list[
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
     with counted(world.size) as traffic:
-        _forward(way, tokens).backward()  # type: ignore[no-untyped-call]
+        _forward(way, fed).backward()  # type: ignore[no-untyped-call]
         _average(way)
         way.optimizer.step()
     found.append(("sent", traffic.sent))
@@ -212,7 +204,7 @@ def _bytes(tensors: list[Any]) -> float:
     return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
 
 
-def timed_step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:
+def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
@@ -223,7 +215,7 @@ def timed_step(world: World, way: Trained, tokens: Tensor) -> dict[str, float]:
 
     dist.barrier()
     began = now()
-    _forward(way, tokens).backward()  # type: ignore[no-untyped-call]
+    _forward(way, fed).backward()  # type: ignore[no-untyped-call]
     _average(way)
     averaged = now()
     way.optimizer.step()

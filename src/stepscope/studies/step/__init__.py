@@ -109,6 +109,7 @@ class Step(Study[StepFlags]):
         " --device cpu",
     )
     flags = StepFlags
+    no_model = "its ladder swaps parts that only the model here has; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[Case, ...]:
         made: list[Case] = []

@@ -1,0 +1,22 @@
+"""What a host can hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stepscope.studies.base import CaseSkipped
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+# Below this share of the memory a case may still run; above it the host would start to swap.
+_HOST_MEMORY_SHARE = 0.9
+
+
+def refuse_beyond_host_memory(needed: int, device: Device) -> None:
+    """A GPU says that it is full; a host swaps and is lost, so there a lower bound decides."""
+    if device.kind == "cpu" and needed > _HOST_MEMORY_SHARE * device.memory_bytes:
+        raise CaseSkipped(
+            f"needs at least {needed / 2**30:.1f} GiB,"
+            f" this machine has {device.memory_bytes / 2**30:.1f}"
+        )

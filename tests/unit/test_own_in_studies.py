@@ -1,0 +1,155 @@
+"""A model of one's own in the studies of training steps: counted, never looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_own_study import QuietBench
+
+from command_line import CommandLine
+from own_models import causal_lm, causal_lm_flops
+from sample_records import environment, record
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Table
+from stepscope.studies.base import Case, CaseSkipped
+from stepscope.studies.own.training import OwnTrainingStep
+from stepscope.studies.registry import all_studies, find_study
+from stepscope.studies.workload import TrainingStep, Workload, WorkloadFlags, workloads
+
+MODELS = ("causal_lm", "vision_transformer", "conv_net")
+SMALL: dict[str, dict[str, Any]] = {
+    "benchmark": {"warmup": 1, "steps": 2, "min_seconds": 0.0, "mode": ("train-step",)},
+    "memory": {"steps": 2, "mode": ("train-step",)},
+    "profile": {"warmup": 1, "steps": 1, "traced": 1, "mode": ("train-step",)},
+    "checkpointing": {"steps": 2, "checkpoint": ("no",)},
+    "compile": {"part": ("trace",), "compile": ("model",)},
+    "warmup": {"warmup": (1,), "steps": 4},
+}
+
+
+def cases(study: str, model: str, **flags: Any) -> tuple[Case, ...]:
+    found = find_study(study)
+    given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
+    return found.cases(found.flags(**given))
+
+
+def measured(case: Case) -> Record:
+    found = find_study(case.study).measure(case.config, QuietBench())
+    made = record(
+        study=case.study, case=case.key, series=found.series,
+        notes=found.notes, environment=environment(device_kind="cpu", device_name="a CPU"),
+    )  # fmt: skip
+    return msgspec.structs.replace(made, config=case.config, quantities=found.quantities)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("study", SMALL)
+def test_every_study_of_a_step_takes_it(study: str, model: str) -> None:
+    torch._dynamo.reset()
+    (case,) = cases(study, model)
+    assert f"own_models.{model}_b2_float32" in case.key
+    made = measured(case)
+    blocks = find_study(study).view([made])
+    assert any(isinstance(block, Table) for block in blocks)
+    text = " ".join(block.text for block in blocks if isinstance(block, Finding))
+    assert "context 0" not in text
+    if study != "compile":
+        assert made.quantity("parameters")
+        assert made.quantity("samples") == 2
+        assert made.quantity("tokens") is None
+    if model == "causal_lm" and study == "benchmark":
+        assert made.quantity("flops") == causal_lm_flops(2)
+
+
+def test_a_forward_has_a_forwards_flops_and_blocks_run_again_count_once() -> None:
+    def step(**changes: Any) -> TrainingStep:
+        (made,) = workloads(
+            WorkloadFlags(model="own_models:causal_lm", batch=(2,)), ("train-step",)
+        )
+        return TrainingStep(msgspec.structs.replace(made, **changes), CpuDevice())
+
+    whole, forward, again = step(), step(mode="forward"), step(checkpoint="1")
+    assert isinstance(whole, OwnTrainingStep)
+    assert [phase.name for phase in forward.phases()] == ["forward"]
+    steps = {"whole": whole, "forward": forward, "again": again}
+    flops = {name: one.quantities()["flops"].value for name, one in steps.items()}
+    assert flops["again"] == flops["whole"] == causal_lm_flops(2)
+    assert 0 < flops["forward"] < flops["whole"] / 2
+    assert again.gradients_missing() == whole.gradients_missing() == 0
+
+
+def test_checkpointed_blocks_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    kept, again = (measured(case) for case in cases("checkpointing", "causal_lm", checkpoint=()))
+    assert (kept.config["checkpoint"], again.config["checkpoint"]) == ("no", "1")
+    assert (again.quantity("peak.forward") or 0) < (kept.quantity("peak.forward") or 0)
+    assert "predicted_bytes" not in kept.quantities
+    assert find_study("checkpointing").view([kept, again])
+
+
+def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
+    (case,) = cases("checkpointing", "conv_net", checkpoint=("1",))
+    with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
+        measured(case)
+    (case,) = cases("benchmark", "conv_net", compile=("block",))
+    with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
+        measured(case)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"model": "own_models:causal_lm", "context": (64,)}, "--context is of the models here"),
+        ({"model": "own_models:causal_lm", "d_model": 64}, "--d-model is of the models here"),
+        ({"model": "own_models:causal_lm", "checkpoint": ("2",)}, "--checkpoint no or 1"),
+        ({"model": "own_models:causal_lm", "dtype": ("bfloat16-master",)}, "no master weights"),
+        ({"model": "train.py"}, "not of the form"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        list(workloads(WorkloadFlags(**flags), ("train-step",)))
+
+
+def test_its_shape_is_not_known() -> None:
+    (made,) = workloads(WorkloadFlags(model="own_models:conv_net"), ("train-step",))
+    with pytest.raises(UsageError, match="is not known"):
+        made.model()
+    assert made.name == "own_models.conv_net in float32"
+    assert isinstance(msgspec.convert(msgspec.to_builtins(made), Workload), Workload)
+
+
+def test_a_study_that_cannot_take_one_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    from stepscope.cli import main
+
+    cannot = [name for name, study in all_studies().items() if study.no_model]
+    assert {"attention", "flash", "allreduce", "levers", "step"} <= set(cannot)
+    for name, study in all_studies().items():
+        takes = "model" in study.flags.__struct_fields__
+        assert takes or study.no_model or study.recorded_by, name
+    assert main(["run", "levers", "--model", "a:b"]) == 2
+    said = capsys.readouterr().err
+    assert "it measures single kernels" in said
+    assert "these can: own, benchmark" in said
+
+
+@pytest.mark.timeout(180)
+def test_ranks_train_it_too(tmp_path: Path) -> None:
+    command = CommandLine(tmp_path)
+    command.know_ceilings()
+    for study, more in (("ddp", ("--bucket-mb", "1")), ("fsdp", ())):
+        done = command(
+            "run", study, "--model", "own_models:causal_lm", "--ranks", "2", "--rounds", "2",
+            "--device", "cpu", *more,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    ddp, fsdp = command.records()
+    assert (ddp.status, fsdp.status) == ("ok", "ok")
+    model, _ = causal_lm()
+    assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())
