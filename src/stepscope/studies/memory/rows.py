@@ -7,6 +7,7 @@ from functools import cached_property
 
 import msgspec
 
+from stepscope.model import cost
 from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
