@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sample_page import HOSTILE, hostile_page, mfu_figure, step_figure, warmup_figure
 from stepscope.report.axes import linear_ticks, log_limits, log_ticks, spread_apart
 from stepscope.report.blocks import Curve, Figure, Mark
+from stepscope.report.figure_data import data_table
 from stepscope.report.names import end_names, styles
 from stepscope.report.plots import svg
 from stepscope.report.svg import CURVES, PAPER, inline_svg, standalone_svg
@@ -42,6 +43,13 @@ def test_log_axes_have_plain_numbers() -> None:
     assert {"128", "256", "512", "1,024", "2,048", "10", "20", "50", "100"} <= set(shown)
     assert "context (tokens)" in shown
     assert "step (ms)" in shown
+
+
+def test_sizes_are_in_units_of_bytes() -> None:
+    curve = Curve(label="a", x=(1024.0, float(4 << 20), float(256 << 20)), y=(1.0, 2.0, 3.0))
+    drawn = figure(curve, x_log=True, x_bytes=True)
+    assert {"1.0 KiB", "4.0 MiB", "256 MiB"} <= set(texts(svg(drawn)))
+    assert data_table(drawn).columns[0].kind == "bytes"
 
 
 def test_curves_are_named_once() -> None:

@@ -92,6 +92,8 @@ class Figure(Data, tag="figure", frozen=True):
     y_label: str
     x_log: bool = False
     y_log: bool = False
+    x_bytes: bool = False
+    """Along x are sizes: 4 MiB, and not 4.194 M."""
     marks: tuple[Mark, ...] = ()
     spans: tuple[Span, ...] = ()
     caption: str = ""

@@ -23,7 +23,7 @@ def data_table(figure: Figure) -> Table:
         name=figure.name,
         title=figure.title,
         columns=(
-            Column(title=figure.x_label),
+            Column(title=figure.x_label, kind="bytes" if figure.x_bytes else "text"),
             *(
                 Column(title=curve.label or figure.y_label, kind="number")
                 for curve in figure.curves

@@ -17,7 +17,7 @@ from stepscope.report.areas import Floors, Point, draw_areas, draw_spans
 from stepscope.report.axes import linear_limits, linear_ticks, log_limits, log_ticks
 from stepscope.report.blocks import Curve, Figure
 from stepscope.report.figure_data import categories
-from stepscope.report.format import number, tick
+from stepscope.report.format import bytes_, number, tick
 from stepscope.report.names import FONT_SIZE, MARKERS, PLAIN, clean
 from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
 
@@ -157,7 +157,8 @@ def _scale_x(axes: Axes, figure: Figure, held: list[list[Point]]) -> None:
             ticks = [value for value in ticks if float(value).is_integer()]
     axes.set_xlim(*limits)
     axes.set_xticks([], minor=True)
-    axes.set_xticks(ticks, [tick(value) for value in ticks])
+    texts = [bytes_(value, 2) if figure.x_bytes else tick(value) for value in ticks]
+    axes.set_xticks(ticks, texts)
 
 
 def _paths(axes: Axes, held: list[list[Point]]) -> list[names.Path]:

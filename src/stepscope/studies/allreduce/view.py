@@ -141,9 +141,10 @@ def _figure(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             title="What the links carry",
             kind="lines",
             curves=curves,
-            x_label="message, bytes",
+            x_label="message",
             y_label="busbw, GB/s",
             x_log=True,
+            x_bytes=True,
             y_log=True,
             caption=FORMULA,
         )
