@@ -152,7 +152,7 @@ def leading(found: Sequence[Group]) -> Group:
 def _order(group: Group) -> tuple[Any, ...]:
     """Small models first, short contexts, the larger batch; formats and compiled ones after."""
     w = group.workload
-    total = parameters(w.model()).total
+    total = 0 if w.own else parameters(w.model()).total
     return total, w.size, w.context, -w.batch, group.key()[-1], w.dtype != "float32", w.dtype
 
 
