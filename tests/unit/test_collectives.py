@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_findings_give_latency_bandwidth_and_wrong_results() -> None:
     assert "990 MB/s" in said[0]
     said, _ = blocks(collective_record(wrong=3))
     assert "3 elements of 1.00 KiB are wrong" in said[0]
+
+
+def test_collectives_of_the_same_ranks_are_one_finding_and_one_figure() -> None:
+    held = [
+        collective_record("all-reduce", latency_ms=0.2),
+        collective_record("broadcast", bytes_per_ms=2e6),
+        collective_record("all-reduce", ranks=4),
+    ]
+    said, _ = blocks(*held)
+    assert said[0].startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
+    assert re.search(r"carry up to \S+ MB/s \(all-reduce\) and \S+ GB/s \(broadcast\)", said[0])
+    assert said[1].startswith("all-reduce, 4 ranks, gloo: ")
+    figures = [b for b in find_study("allreduce").view(held) if isinstance(b, Figure)]
+    assert [[curve.label for curve in figure.curves] for figure in figures] == [
+        ["all-reduce", "broadcast"], ["all-reduce"],
+    ]  # fmt: skip
 
 
 def test_one_rank_claims_no_link() -> None:

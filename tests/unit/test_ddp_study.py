@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from parallel_records import ddp_record
 from stepscope.errors import UsageError
+from stepscope.records.schema import Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.ddp.view import Ways, _readable
 from stepscope.studies.registry import find_study
 
 
@@ -52,6 +55,36 @@ def test_waits_are_told_apart_for_every_rank() -> None:
     assert {row[2] for row in rows} == {0, 1}
     assert all(row[3] == pytest.approx(2.0, rel=0.01) for row in rows)
     assert all(row[4] == pytest.approx(18.0, rel=0.01) for row in rows)
+
+
+def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
+    """Medians of each phase by itself would not."""
+    base = ddp_record()
+    steps = {  # by rank, in three rounds
+        0: {"step": (10.0, 20.0, 30.0), "forward": (9.0, 1.0, 5.0), "backward": (1.0, 19.0, 25.0)},
+        1: {"step": (12.0, 18.0, 33.0), "forward": (2.0, 17.0, 3.0), "backward": (10.0, 1.0, 30.0)},
+    }
+    series = tuple(
+        Series(name=f"flat.{phase}", unit="ms", rank=rank, values=values)
+        for rank, phases in steps.items()
+        for phase, values in phases.items()
+    )
+    ways = Ways(msgspec.structs.replace(base, series=series))
+    # The slowest took 12, 20 and 33; the median is rank 0's second round.
+    assert ways.median("flat", "step") == 20.0
+    assert ways.phases("flat") == (1.0, 19.0, None, None)
+
+
+def test_only_ways_that_average_by_themselves_wait() -> None:
+    waited = {row[4]: row[8] for row in table("ddp-steps").rows}
+    assert waited["no communication"] is None
+    assert waited["torch DDP"] is None
+    assert waited["naive"] == pytest.approx(20.0, rel=0.1)
+
+
+def test_a_label_that_another_reduction_lies_upon_is_left_out() -> None:
+    shown = list(_readable([(0.0, 5.0, "a"), (4.0, 6.0, "b"), (6.0, 7.0, "c")]))
+    assert [label for *_, label in shown] == ["", "b", "c"]
 
 
 def test_one_rank_shows_what_the_wrappers_cost() -> None:

@@ -131,7 +131,7 @@ def test_pictures_show_overlap_ranks_and_buckets() -> None:
     kinds = [name.removesuffix(f"-{recorded_record().case}") for name in figures]
     assert kinds == ["rehearsal-ranks-kept", "rehearsal-ranks-divided", "rehearsal-buckets"]
     assert {curve.label for figure in figures.values() for curve in figure.curves} >= {
-        "nvlink", "infiniband", "8 ranks over ethernet",
+        "nvlink", "infiniband", "1,024 ranks over ethernet",
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Replay(NamedTuple):
     """When every gradient is averaged."""
     step_ms: float
     exposed_ms: float
-    """What the step takes longer than the recorded one."""
+    """What the step takes longer than what a rank computes in it."""
 
     @property
     def communication_ms(self) -> float:

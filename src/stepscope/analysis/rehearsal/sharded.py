@@ -31,7 +31,7 @@ def replay_sharded(
         strategy="sharded",
         messages=(*scattered.messages, *line.sent),
         step_ms=step,
-        exposed_ms=step - recording.compute_ms,
+        exposed_ms=step - _computed(recording, cluster.ranks),
     )
 
 
@@ -65,5 +65,10 @@ def replay_fsdp(recording: Recording, cluster: Cluster, unit_mb: float = 25.0) -
     step = synchronized + recording.optimizer_ms / cluster.ranks
     return Replay(
         "fsdp", tuple(line.sent), forward_end, now, synchronized, step,
-        step - recording.compute_ms,
+        step - _computed(recording, cluster.ranks),
     )  # fmt: skip
+
+
+def _computed(recording: Recording, ranks: int) -> float:
+    """What a rank computes: it updates its share of the parameters alone."""
+    return recording.forward_ms + recording.backward_ms + recording.optimizer_ms / ranks

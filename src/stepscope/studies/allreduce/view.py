@@ -44,9 +44,21 @@ class Sweep(NamedTuple):
         return int(self.record.config["ranks"])
 
     @property
+    def backend(self) -> str:
+        return self.record.notes.get("backend", str(self.record.config["backend"]))
+
+    @property
+    def place(self) -> str:
+        return f"{rank_words(self.ranks)}, {self.backend}"
+
+    @property
     def name(self) -> str:
-        backend = self.record.notes.get("backend", self.record.config["backend"])
-        return f"{self.collective}, {rank_words(self.ranks)}, {backend}"
+        return f"{self.collective}, {self.place}"
+
+    @property
+    def best(self) -> Point:
+        """Where most bytes move in a second."""
+        return max(self.points, key=lambda point: point.algorithm_bandwidth)
 
     def bus_bandwidth(self, point: Point) -> float | None:
         """None for one rank, from which nothing goes over a link."""
@@ -68,7 +80,7 @@ def collective_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     ]
     return (
         *_findings(sweeps),
-        *_figure(sweeps),
+        *_figures(sweeps),
         _table(records, sweeps),
         *_link_table(sweeps),
         *published_tables("allreduce", mine),
@@ -100,54 +112,82 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 " wrong; its times mean nothing.",
                 tone="warn",
             )
-        if not sweep.points:
-            continue
-        small, best = min(sweep.points), max(sweep.points, key=lambda p: p.algorithm_bandwidth)
-        carried = sweep.bus_bandwidth(best)
-        if carried is None:
-            yield Finding(
-                text=f"{sweep.name}: a call takes {duration(small.time.median)}"
-                f" ({bytes_(small.size)}); nothing goes over a link."
-            )
-            continue
-        text = (
-            f"{sweep.name}: {bytes_(small.size)} take {duration(small.time.median)}; the links"
-            f" carry up to {rate(carried, 'B/s')} (busbw at {bytes_(best.size)})."
-        )
-        if sweep.link is not None:
-            even = sweep.link.latency_ms * sweep.link.bytes_per_ms
-            text += (
-                f" As a line: {duration(sweep.link.latency_ms)} a message and"
-                f" {rate(sweep.link.bytes_per_ms * 1e3, 'B/s')}, off by at most"
-                f" {percent(sweep.link.residual)}; below {bytes_(even)} a message costs more than"
-                " its bytes."
-            )
-        yield Finding(text=text)
+    for place, held in _by_ranks(sweeps).items():
+        yield _alone(held[0]) if len(held) == 1 else _compared(place, held)
 
 
-def _figure(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
-    curves = tuple(
-        Curve(
-            label=sweep.name,
-            x=tuple(float(point.size) for point in sweep.points),
-            y=tuple((sweep.bus_bandwidth(point) or 0.0) / 1e9 for point in sweep.points),
+def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
+    """Those that say something, by ranks and backend."""
+    found: dict[str, list[Sweep]] = {}
+    for sweep in sweeps:
+        if sweep.points:
+            found.setdefault(sweep.place, []).append(sweep)
+    return found
+
+
+def _alone(sweep: Sweep) -> Finding:
+    small, best = min(sweep.points), sweep.best
+    carried = sweep.bus_bandwidth(best)
+    if carried is None:
+        return Finding(
+            text=f"{sweep.name}: a call takes {duration(small.time.median)}"
+            f" ({bytes_(small.size)}); nothing goes over a link."
         )
-        for sweep in sweeps
-        if sweep.ranks > 1 and sweep.points
+    text = (
+        f"{sweep.name}: {bytes_(small.size)} take {duration(small.time.median)}; the links carry up"
+        f" to {rate(carried, 'B/s')} (busbw at {bytes_(best.size)})."
     )
-    if curves:
-        yield Figure(
-            name="allreduce-bandwidth",
-            title="What the links carry",
-            kind="lines",
-            curves=curves,
-            x_label="message",
-            y_label="busbw, GB/s",
-            x_log=True,
-            x_bytes=True,
-            y_log=True,
-            caption=FORMULA,
+    if sweep.link is not None:
+        even = sweep.link.latency_ms * sweep.link.bytes_per_ms
+        text += (
+            f" As a line: {duration(sweep.link.latency_ms)} a message and"
+            f" {rate(sweep.link.bytes_per_ms * 1e3, 'B/s')}, off by at most"
+            f" {percent(sweep.link.residual)}; below {bytes_(even)} a message costs more than its"
+            " bytes."
         )
+    return Finding(text=text)
+
+
+def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
+    """Several collectives among the same ranks; their lines are in a table."""
+    quick, *_, slow = sorted(sweeps, key=lambda sweep: min(sweep.points).time.median)
+    text = (
+        f"{place}: {bytes_(min(quick.points).size)} take"
+        f" {duration(min(quick.points).time.median)} ({quick.collective}) to"
+        f" {duration(min(slow.points).time.median)} ({slow.collective})"
+    )
+    carried = {s.collective: held for s in sweeps if (held := s.bus_bandwidth(s.best)) is not None}
+    if not carried:
+        return Finding(text=f"{text}; nothing goes over a link.")
+    least, most = min(carried, key=lambda c: carried[c]), max(carried, key=lambda c: carried[c])
+    return Finding(
+        text=f"{text}; the links carry up to {rate(carried[least], 'B/s')} ({least}) and"
+        f" {rate(carried[most], 'B/s')} ({most}) as busbw."
+    )
+
+
+def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
+    for place, held in _by_ranks(sweeps).items():
+        if held[0].ranks > 1:
+            yield Figure(
+                name=f"allreduce-bandwidth-{held[0].ranks}-{held[0].backend}",
+                title=f"What the links carry: {place}",
+                kind="lines",
+                curves=tuple(
+                    Curve(
+                        label=sweep.collective,
+                        x=tuple(float(point.size) for point in sweep.points),
+                        y=tuple((sweep.bus_bandwidth(p) or 0.0) / 1e9 for p in sweep.points),
+                    )
+                    for sweep in held
+                ),
+                x_label="message",
+                y_label="busbw, GB/s",
+                x_log=True,
+                x_bytes=True,
+                y_log=True,
+                caption=FORMULA,
+            )
 
 
 def _table(records: Sequence[Record], sweeps: Sequence[Sweep]) -> Table:

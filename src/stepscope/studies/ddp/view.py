@@ -65,6 +65,28 @@ class Ways(NamedTuple):
         held = self.of(way, phase)
         return held.median if held else None
 
+    def typical(self, way: str, phase: str) -> float | None:
+        """In the round whose step is the median, of its slowest rank: phases add up to the step."""
+        ranks = {s.rank: s.values for s in self.record.series if s.name == f"{way}.step"}
+        own = {s.rank: s.values for s in self.record.series if s.name == f"{way}.{phase}"}
+        if not ranks or ranks.keys() != own.keys():
+            return None
+        slowest = [
+            max((values[number], rank, number) for rank, values in ranks.items())
+            for number in range(min(map(len, ranks.values())))
+        ]
+        _, rank, number = sorted(slowest)[(len(slowest) - 1) // 2]
+        return own[rank][number]
+
+    def waited(self, way: str) -> float | None:
+        """Nothing is waited for after a backward that averages inside, or not at all."""
+        return self.typical(way, "waited") if self.of(way, "slowest") else None
+
+    def phases(self, way: str) -> tuple[float | None, ...]:
+        return tuple(
+            self.waited(way) if phase == "waited" else self.typical(way, phase) for phase in PHASES
+        )
+
     def exposed(self, way: str) -> float | None:
         """What a step takes longer than one without communication."""
         step, alone = self.median(way, "step"), self.median(ALONE, "step")
@@ -137,7 +159,7 @@ def _against_torch(ways: Ways) -> Iterator[Finding]:
     verdict = (
         "as fast as it or faster" if ratio.high <= GOAL
         else "slower" if ratio.low > GOAL
-        else f"which this machine's noise does not tell from the goal of {GOAL:g}"
+        else f"this machine's noise does not tell that from the goal of {GOAL:g}"
     )  # fmt: skip
     yield Finding(
         text=f"{ways.title}: {best} takes {number(ratio.value, 3)}× the step of torch's"
@@ -158,14 +180,15 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
             Curve(
                 label=phase,
                 x=tuple(names),
-                y=tuple(ways.median(name, phase) or 0.0 for name in names),
+                y=tuple(ways.phases(name)[place] or 0.0 for name in names),
             )
-            for phase in PHASES
+            for place, phase in enumerate(PHASES)
         ),
         x_label="way",
         y_label="ms",
-        caption="Medians of the slowest rank; `waited` is from the end of the backward until the"
-        " gradients are averaged. torch's wrapper waits inside its backward.",
+        caption="The slowest rank in the round whose step is the median; `waited` is from the end"
+        " of the backward until the gradients are averaged. torch's wrapper waits inside its"
+        " backward.",
     )
     lanes = []
     steps = msgspec.json.decode(ways.record.notes.get("timeline", "{}"))
@@ -178,7 +201,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
                         stretches=tuple(
                             Stretch(start=start, end=end, label=label,
                                     group=label if lane == "compute" else "reduction")
-                            for start, end, label in stretches
+                            for start, end, label in _readable(stretches)
                         ),
                     )
                 )  # fmt: skip
@@ -190,6 +213,13 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
             x_label="ms",
             caption="One step of rank 0. Where reductions lie beside the backward, they overlap.",
         )
+
+
+def _readable(stretches: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """Without the labels of those that a later one lies upon."""
+    for place, (start, end, label) in enumerate(stretches):
+        covered = any(later[0] < end for later in stretches[place + 1 :])
+        yield start, end, "" if covered else label
 
 
 def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
@@ -212,7 +242,7 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
                     *head,
                     name,
                     Interval(value=step.median, low=step.low, high=step.high) if step else None,
-                    *(ways.median(name, phase) for phase in PHASES),
+                    *ways.phases(name),
                     ways.median(name, "communication"),
                     None if name == ALONE else ways.exposed(name),
                     record.quantity(f"reductions.{name}"),
@@ -240,7 +270,8 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
             Column(title="reductions", kind="count"),
         ),
         rows=tuple(rows),
-        caption="Times of the slowest rank in each round; all ways take turns in the same ranks.",
+        caption="Steps of the slowest rank in each round; all ways take turns in the same ranks."
+        " Phases are those of the round whose step is the median.",
     )  # fmt: skip
 
 

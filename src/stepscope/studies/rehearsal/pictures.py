@@ -53,7 +53,7 @@ def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Ta
             Column(title="communication", kind="number", unit="ms", hint="the links are busy"),
             Column(
                 title="exposed", kind="number", unit="ms",
-                hint="the step minus the recorded one; below zero where the optimizer is divided",
+                hint="the step minus what a rank computes in it; sharded, a share of the update",
             ),
             Column(title="of the step", kind="percent"),
             Column(title="messages", kind="count"),
@@ -106,6 +106,8 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
 
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:
+    """On the largest cluster of each link, where the size matters most."""
+    most = max(told.ranks for told in predictions)
     return Figure(
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
@@ -117,6 +119,7 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
                 y=tuple(step.step_ms for step in told.buckets.steps.values()),
             )
             for told in predictions
+            if told.ranks == most
         ),
         x_label="bucket size, MiB",
         y_label="step, ms",
