@@ -109,3 +109,51 @@ def test_rates_are_needed_for_a_change_of_format(tmp_path: Path) -> None:
     found = inspected(tmp_path, "slow.py", *SMALL)
     bare = msgspec.structs.replace(facts_of(found.record), rates={})
     assert not {"tf32", "bfloat16"} & {one.code for one in advise(bare)}
+
+
+def test_energy_is_near_power_times_time() -> None:
+    from stepscope.measure.device import CudaDevice
+    from stepscope.measure.energy import Energy, measure_energy
+
+    device = CudaDevice()
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    found = measure_energy(lambda: x @ x, device)
+    assert isinstance(found, Energy), found
+    limit = device.telemetry.power_limit_w()
+    assert limit is not None
+    watts = found.joules * found.steps / found.seconds
+    assert 50 < watts < 1.1 * limit
+    assert found.resolution < 0.2 * found.joules
+
+
+SCRIPT = ("--layers", "12", "--width", "768", "--heads", "12", "--context", "512", "--batch", "8")
+
+
+def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--out", str(tmp_path),
+        str(EXAMPLES / "slow.py"), "--device", "cuda", "--steps", "100000", *SCRIPT,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stderr
+    told = msgspec.json.decode(done.stdout)
+    assert {one["code"] for one in told["advice"]} >= {"bfloat16", "fused-attention"}
+    kept = [one for one in told["tried"] if one["verdict"].startswith("kept")]
+    assert len(kept) >= 3
+    assert not [one for one in told["tried"] if "nothing of the script" in one["verdict"]]
+
+
+@pytest.mark.parametrize("change", ["read_back", "copies"])
+def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
+    from stepscope.studies.advice.turns import Contestant
+    from stepscope.studies.inspected.order import Order
+
+    order = Order(
+        target=str(EXAMPLES / "slow.py"), words=("--device", "cuda", "--steps", "1000"), warmup=5,
+        timed=1, traced=1, memory=False,
+    )  # fmt: skip
+    with Contestant(order, {}) as plain, Contestant(order, {change: "yes"}) as changed:
+        assert plain.ready().missing == changed.ready().missing == []
+        plain.turn(5)
+        changed.turn(5)
+        assert plain.losses == pytest.approx(changed.losses, rel=1e-4)

@@ -83,6 +83,15 @@ class Device(ABC):
         """Clocks, power and throttling now."""
         return Reading(at_s=time.monotonic())
 
+    @property
+    def energy_missing(self) -> str:
+        """Why there is no energy to read."""
+        return "a CPU's counter is the system's alone, and of all that runs on it"
+
+    def energy_j(self) -> float | None:
+        """Joules taken so far, by the device's own counter; None where it has none."""
+        return None
+
 
 class CpuDevice(Device):
     kind = "cpu"
@@ -204,6 +213,13 @@ class CudaDevice(Device):
 
     def read(self) -> Reading:
         return self.telemetry.read()
+
+    @property
+    def energy_missing(self) -> str:
+        return f"the driver gives no energy counter of {self.name}"
+
+    def energy_j(self) -> float | None:
+        return self.telemetry.energy_j()
 
 
 def pick_device(choice: str = "auto") -> Device:

@@ -64,6 +64,11 @@ class Telemetry:
             throttle=tuple(name for bit, name in _THROTTLE_BITS.items() if bits & bit),
         )
 
+    def energy_j(self) -> float | None:
+        """Joules that the device has taken since the driver was loaded."""
+        millijoules = self._ask(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))
+        return None if millijoules is None else float(millijoules) / 1e3
+
     def driver(self) -> str | None:
         version = self._ask(lambda n, _: n.nvmlSystemGetDriverVersion())
         return None if version is None else str(version)

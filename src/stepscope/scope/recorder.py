@@ -23,6 +23,10 @@ from stepscope.scope.own_profiler import OtherProfilers
 from stepscope.scope.stages import Effort, Stage
 
 STEP_EDGE = "StepEdge#"
+ENERGY_WITHIN_S = 1.0
+"""Steps that take less together have no energy: one move of the counter would be a tenth of it."""
+ENERGY_MOVES_S = 0.1
+"""How seldom a driver moves its counter at most."""
 
 
 class Recorder:
@@ -41,6 +45,9 @@ class Recorder:
         self.traced = 0
         self.forwards = 0
         self.peak_bytes: int | None = None
+        self.joules: float | None = None
+        """Of a timed step."""
+        self._energy_begun: float | None = None
         self.notes: dict[str, str] = {}
         """What is missing, and why."""
         self.done = False
@@ -106,6 +113,7 @@ class Recorder:
             self._start_tracing()
         if stage is Stage.TIMED and not self.times:
             self.readings.append(self.device.read())
+            self._energy_begun = self.device.energy_j()
         if stage is Stage.TRACED and self._tracer is not None:
             self._mark_trace()
         self._begun = self.device.mark()
@@ -121,6 +129,7 @@ class Recorder:
             if len(self.times) == self.effort.timed:
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
+                self._note_energy()
         elif stage is Stage.COUNTED:
             self._open.close()
         elif stage is Stage.TRACED and self._tracer is not None:
@@ -188,6 +197,22 @@ class Recorder:
             return
         self._open_step.enter_context(record_function(f"{STEP_MARK}{self.traced}"))
         self._open_step.enter_context(record_function("outside"))
+
+    def _note_energy(self) -> None:
+        """Of the timed steps; the counter moves some tens of times a second, which few or short
+        steps do not outlast."""
+        begun, now = self._energy_begun, self.device.energy_j()
+        if begun is None or now is None:
+            self.notes["no_energy"] = self.device.energy_missing
+            return
+        took = self.times[-1][1].host_s - self.times[0][0].host_s
+        if took < ENERGY_WITHIN_S:
+            self.notes["no_energy"] = (
+                f"the timed steps take {took:.2g} s, and the counter needs {ENERGY_WITHIN_S:g} s"
+                " (give a larger --timed)"
+            )
+            return
+        self.joules = (now - begun) / len(self.times)
 
     def _peak(self) -> int | None:
         return self.device.peak_bytes() if self.device.kind == "cuda" else None

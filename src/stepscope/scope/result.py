@@ -17,7 +17,7 @@ from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.scope.recorder import Recorder
+from stepscope.scope.recorder import ENERGY_MOVES_S, Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
 
@@ -32,6 +32,10 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     quantities: dict[str, Quantity] = {}
     _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(quantities, "B", peak_bytes=recorder.peak_bytes)
+    if recorder.joules is not None:
+        took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
+        _put(quantities, "J", joules=recorder.joules)
+        _put(quantities, "J", joules_resolution=recorder.joules * ENERGY_MOVES_S / took)
     parameters = {id(p): p for p in _parameters(recorder.optimizers)}.values()
     _put(quantities, "parameters", parameters=sum(p.numel() for p in parameters))
     dtype = str(next((p.dtype for p in parameters), "")).removeprefix("torch.")

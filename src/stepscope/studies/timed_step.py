@@ -10,7 +10,7 @@ from stepscope.studies.workload import TrainingStep, Workload
 
 
 def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Measurement:
-    """`effort` has `warmup`, `steps` and `min_seconds`."""
+    """`effort` has `warmup`, `steps` and `min_seconds`, and `energy` where that is wanted."""
     from stepscope.measure.timer import time_step
 
     device = bench.device
@@ -32,4 +32,20 @@ def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Me
     if workload.mode != "forward":
         missing = step.gradients_missing()
         quantities["gradients_missing"] = Quantity(value=missing, unit="parameters")
-    return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
+    notes: dict[str, str] = {}
+    if effort.get("energy"):
+        from stepscope.measure.energy import energy_quantities, measure_energy
+        from stepscope.studies.profile.experiments import run_phases
+
+        def whole() -> None:
+            step.reset()
+            run_phases(step.phases())
+
+        tokens = quantities.get("tokens")
+        energy, notes = energy_quantities(
+            measure_energy(whole, device), tokens.value if tokens else None, workload.batch
+        )
+        quantities |= energy
+    return Measurement(
+        series=timing.series, quantities=quantities, readings=timing.readings, notes=notes
+    )

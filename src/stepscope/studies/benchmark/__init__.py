@@ -33,6 +33,8 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Samples at least."""
     min_seconds: float = 0.5
     """Go on sampling until this much time has passed (at most 200 samples)."""
+    energy: bool = False
+    """Also joules of a step, by the device's own counter: some seconds more for each case."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -60,6 +62,7 @@ class Benchmark(Study[BenchmarkFlags]):
             "warmup": flags.warmup,
             "steps": flags.steps,
             "min_seconds": flags.min_seconds,
+            **({"energy": True} if flags.energy else {}),
         }
         return step_cases(self.name, flags, flags.mode, effort)
 

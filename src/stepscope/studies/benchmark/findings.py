@@ -21,6 +21,7 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.formats import formats_findings
 from stepscope.studies.benchmark.rows import Row
+from stepscope.studies.energy_view import energy_finding
 
 _AS_EXPECTED = 0.15
 """A ratio this near to 2 needs no explanation."""
@@ -35,12 +36,19 @@ def benchmark_findings(rows: Sequence[Row]) -> tuple[Finding, ...]:
             _backward_over_forward,
             _who_limits,
             formats_findings,
+            _energy,
             _phases_against_whole,
             _failures,
             _doubts,
         )
         for finding in make(rows)
     )
+
+
+def _energy(rows: Sequence[Row]) -> Iterator[Finding]:
+    for row in rows:
+        if row.step_record is not None:
+            yield from energy_finding(row.step_record, row.name)
 
 
 def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:

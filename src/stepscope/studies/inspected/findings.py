@@ -10,6 +10,7 @@ from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
+from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.inspected.rows import Watched, lateness, slowest
 from stepscope.studies.trace_findings import HOST_LIMITS_FROM, trace_findings
 
@@ -31,6 +32,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *(() if lead.summary is None else trace_findings(lead.summary, lead.step_ms)),
         *memory_finding(lead),
         *rate_finding(lead),
+        *energy_finding(lead.record, lead.name),
         *_loop(lead),
         *(finding for one in ranks for finding in _missing(one, len(ranks) > 1)),
         *_lints(lead),

@@ -20,6 +20,7 @@ _MOST_SAVED = 200
 
 
 def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
+    from stepscope.measure.energy import energy_quantities, measure_energy
     from stepscope.measure.modules import ModuleRanges
     from stepscope.measure.timer import time_step
     from stepscope.studies.own.step import OwnStep
@@ -44,7 +45,10 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
         "flops": (flops, "FLOP"),
     }
     peak = device.peak_bytes()
-    notes: dict[str, str] = {}
+    bench.progress(0, 1, "energy")
+    energy, notes = energy_quantities(
+        measure_energy(lambda: _whole(step), device), step.tokens(), case.batch
+    )
     bench.progress(0, 1, "memory")
     if case.compile == "no":
         _account(step, device, notes)
@@ -63,10 +67,16 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
         )
     return Measurement(
         series=(*timing.series, traced),
-        quantities={name: Quantity(value=v, unit=unit) for name, (v, unit) in found.items()},
+        quantities={name: Quantity(value=v, unit=unit) for name, (v, unit) in found.items()}
+        | dict(energy),
         readings=timing.readings,
         notes=notes | noted,
     )
+
+
+def _whole(step: OwnStep) -> None:
+    step.reset()
+    step.run()
 
 
 def _count_flops(step: OwnStep) -> int:

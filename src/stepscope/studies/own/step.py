@@ -78,6 +78,17 @@ class OwnStep:
         for phase in self.phases():
             phase.run()
 
+    def tokens(self) -> int | None:
+        """Positions of its sequences: of the first input with numbers of tokens in two dimensions;
+        None where there is none."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        for one in tree_leaves(self.batch):
+            if isinstance(one, torch.Tensor) and one.dim() == 2 and not one.is_floating_point():
+                return one.numel()
+        return None
+
     def next_batch(self) -> None:
         """Other data of the same kind."""
         self.batch = self.built.make_batch(self.case.batch, self.device.torch_device)

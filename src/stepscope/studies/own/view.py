@@ -10,6 +10,7 @@ from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, number
+from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.inspected.findings import memory_finding, rate_finding
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.view import account_blocks, trace_parts
@@ -26,6 +27,7 @@ def own_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         if lead.summary is not None:
             blocks += trace_findings(lead.summary, lead.step_ms)
         blocks += [*memory_finding(lead), *rate_finding(lead)]
+        blocks += energy_finding(sound[0], sound[0].config["model"])
         blocks += [settings_table(sound)] if len(sound) > 1 else []
         blocks += [*trace_parts(lead, "own"), *account_blocks(lead)]
     if lost:
@@ -71,7 +73,7 @@ def settings_table(records: Sequence[Record]) -> Table:
         case = msgspec.convert(record.config, OwnCase)
         key = (case.model, case.batch, case.dtype, case.compile, case.optimizer)
         if record.status != "ok":
-            return (*key, record.status, *[None] * 7)
+            return (*key, record.status, *[None] * 8)
         timed = step_ms(record)
         return (
             *key,
@@ -81,6 +83,7 @@ def settings_table(records: Sequence[Record]) -> Table:
             achieved_flops(record),
             mfu(record),
             record.quantity("peak_bytes"),
+            record.quantity("joules"),
         )
 
     ms = {"kind": "number", "unit": "ms"}
@@ -101,6 +104,7 @@ def settings_table(records: Sequence[Record]) -> Table:
             Column(title="FLOP/s", kind="rate", unit="FLOP/s", hint="counted by operator, eager"),
             Column(title="MFU", kind="percent"),
             Column(title="peak memory", kind="bytes"),
+            Column(title="energy", kind="number", unit="J", hint="of a step, where it is counted"),
         ),
         rows=tuple(row(record) for record in records),
     )
