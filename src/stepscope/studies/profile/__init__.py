@@ -130,11 +130,12 @@ def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
     )  # fmt: skip
     plain = change(train, experiments=False)
     two_modes = change(plain, mode=("forward", "train-step"))
+    sizes = change(plain, mode=("forward-backward",), size=every_size, traced=1)
     return (
         change(train, dtype=both),
         change(plain, mode=("forward",), dtype=both),
         change(train, mode=("forward", "train-step"), dtype=("bfloat16",), compile=("block",)),
-        change(plain, mode=("forward-backward",), size=every_size, context=(128,), batch=(4, 1)),
+        change(sizes, context=(128,), batch=(4, 1)),
         change(train, size=("small",), context=(128, 256), dtype=both),
         change(two_modes, size=("small", "xl"), context=(128, 256)),
         change(plain, mode=("forward-backward",)),

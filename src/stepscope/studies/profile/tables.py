@@ -40,6 +40,11 @@ def key_cells(group: Group, found: Sequence[Group]) -> tuple[Cell, ...]:
     return group.key() if any(one.key()[-1] for one in found) else group.key()[:-1]
 
 
+def _work(found: Sequence[Group]) -> str:
+    """What does the work: on a CPU there are no kernels."""
+    return "kernel" if any(g.fullest().summary.on_device for g in found) else "operator"
+
+
 def timer_table(found: Sequence[Group]) -> Table:
     def row(group: Group) -> tuple[Cell, ...]:
         forward = group.modes.get("forward") or group.fullest()
@@ -61,7 +66,7 @@ def timer_table(found: Sequence[Group]) -> Table:
         ),
         rows=tuple(row(group) for group in found),
         caption="The timer's are medians of steps without the profiler; they agree where they are"
-        f" less than {AGREES_WITHIN:.0%} apart.",
+        f" less than {100 * AGREES_WITHIN:.0f} % apart.",
     )
 
 
@@ -120,12 +125,12 @@ def top_table(found: Sequence[Group]) -> Table:
             )  # fmt: skip
     return Table(
         name="profile-top",
-        title="The kernel with the most time in the forward",
+        title=f"The {_work(found)} with the most time in the forward",
         columns=(
             *key_columns(found),
-            Column(title="kernel"),
+            Column(title=_work(found)),
             Column(title="unit"),
-            Column(title="share", kind="percent", hint="of the forward's kernel time"),
+            Column(title="share", kind="percent", hint=f"of the forward's {_work(found)} time"),
             Column(title="calls", kind="count"),
             Column(title="calls explained"),
             Column(title="first with backward too"),
@@ -143,11 +148,11 @@ def others_table(found: Sequence[Group]) -> Table:
     )
     return Table(
         name="profile-others",
-        title="The other kernels that matter",
+        title=f"The other {_work(found)}s that matter",
         columns=(
             *key_columns(found),
             Column(title="mode"),
-            Column(title="besides matrix products", hint="share of all kernel time, calls a step"),
+            Column(title="besides matrix products", hint="share of all work, and calls a step"),
         ),
         rows=rows,
     )
