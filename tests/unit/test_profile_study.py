@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from sample_records import environment
+from sample_records import environment, times
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.summary import decode
 from stepscope.errors import StepscopeError, UsageError
@@ -248,6 +249,28 @@ def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     assert "longer than it takes: part of the scores stays in the cache" in findings(wide)
 
 
+def test_the_host_s_time_to_issue_stands_beside_the_device_s() -> None:
+    record = profile_record("forward", trace=training_step())
+    issue = times("issue", 0.9, "host")
+    record = msgspec.structs.replace(record, series=(*record.series, issue))
+    assert "it takes the host 900 µs to issue what the device runs in 240 µs" in findings(record)
+
+
+def test_how_much_is_told_apart_is_told() -> None:
+    said = findings(profile_record(), profile_record("forward", trace=busy_step()))
+    # Of the 100 µs of the backward all belong to a block.
+    assert "every step at least 100.0 % has a class, and of every backward at least 100.0 %" in said
+    odd = training_step()
+    odd.kernel("mystery", 870, 930, launch=(860, 865))
+    (found,) = (
+        b
+        for b in STUDY.view([profile_record(trace=odd)])
+        if isinstance(b, Finding) and "has a class" in b.text
+    )
+    assert found.text.startswith("Of the work of every step at least 80.0 % has a class")
+    assert found.tone == "warn"
+
+
 def _sequences(value: float) -> object:
     from stepscope.records.schema import Quantity
 
@@ -359,6 +382,7 @@ def test_the_published_cases_hold_what_is_to_be_shown() -> None:
     assert ("2.7b", 512, 4, "float32", "no", "train-step") in tried
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,7 @@ from stepscope.studies.trace_findings import HOST_LIMITS_FROM, top_kernels
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
 _MOST_NAMES = 5
+_CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
 def profile_findings(found: Sequence[Group]) -> tuple[Finding, ...]:
@@ -28,6 +29,7 @@ def profile_findings(found: Sequence[Group]) -> tuple[Finding, ...]:
     lead = leading(found)
     return (
         *_closing(found),
+        _told_apart(found),
         *_host_limits(found),
         *_agreement(lead),
         *_top(lead),
@@ -58,6 +60,18 @@ def _closing(found: Sequence[Group]) -> Iterator[Finding]:
     )
 
 
+def _told_apart(found: Sequence[Group]) -> Finding:
+    """The least share of the work, over all steps, that is known by class and by part."""
+    traced = [one.summary for group in found for one in group.modes.values()]
+    kind = min(summary.shares.kind for summary in traced)
+    backward = [s.shares.backward_module for s in traced if s.phase_ms("backward") > 0]
+    text = f"Of the work of every step at least {percent(kind)} has a class"
+    if backward:
+        text += f", and of every backward at least {percent(min(backward))} a part of the model"
+    good = kind >= _CLASSED_FROM and min(backward, default=1.0) >= _PLACED_FROM
+    return Finding(text=f"{text}.", tone="good" if good else "warn")
+
+
 def _listed(names: Sequence[str]) -> str:
     left = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
@@ -75,8 +89,8 @@ def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
         yield Finding(
             text=f"{lead.name}, {traced.workload.mode}: the host limits this step; the device is"
             f" idle for {percent(share)} of it, and in the trace nothing was launched in time for"
-            f" {percent(traced.host_share())}. A lower precision cannot help until there are fewer"
-            f" launches{_proof(traced)}."
+            f" {percent(traced.host_share())}{_issued(traced)}. A lower precision cannot help until"
+            f" there are fewer launches{_proof(traced)}."
             + (f" So it is for {_listed(others)}, of {len(found)}." if others else ""),
             tone="warn",
         )
@@ -90,9 +104,20 @@ def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
         others = [one.workload.name for one in free if one is not lead_free]
         yield Finding(
             text=f"{lead_free.workload.name}, {lead_free.workload.mode}: the host does not limit"
-            f" this step{_proof(lead_free)}."
+            f" this step{_issued(lead_free)}{_proof(lead_free)}."
             + (f" Nor does it for {_listed(others)}." if others else ""),
         )
+
+
+def _issued(traced: Traced) -> str:
+    """How long the host takes beside how long the device does, where both are known."""
+    issue = traced.issue_ms()
+    if issue is None:
+        return ""
+    return (
+        f"; it takes the host {duration(issue)} to issue what the device runs in"
+        f" {duration(traced.summary.busy_ms)}"
+    )
 
 
 def _clearness(traced: Traced) -> tuple[bool, float, float]:

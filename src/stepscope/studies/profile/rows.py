@@ -44,6 +44,10 @@ class Traced(NamedTuple):
         bare = self.timer_ms("step")
         return None if not bare else self.summary.wall_ms / bare - 1
 
+    def issue_ms(self) -> float | None:
+        """What the host takes to issue the step without the profiler; on a CPU there is none."""
+        return median_ms(self.record, "issue", "host")
+
     def host_share(self) -> float:
         return self.summary.idle_of("host") / self.summary.wall_ms
 
