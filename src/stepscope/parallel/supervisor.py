@@ -41,6 +41,7 @@ _POLL_S = 0.02
 _GRACE_S = 0.06
 """A rank that dies takes its peers along within this time; the first of them is the cause."""
 _STACK_WAIT_S = 0.3
+_EXIT_CODE_WAIT_S = 0.6
 _UNTIL_ENDED_S = 5.0
 
 
@@ -74,8 +75,7 @@ def launch(
     if ranks < 1:
         raise UsageError(f"ranks is {ranks}", "it must be at least 1")
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-    # The server imports torch once; ranks forked from it start in a fraction of a second.
-    multiprocessing.set_forkserver_preload(["torch.distributed", __name__])
+    multiprocessing.set_forkserver_preload(_preloaded())
     with tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as folder, _quiet_signals():
         job = Path(folder)
         page = Page.create(job / "pulses", ranks)
@@ -101,6 +101,18 @@ def launch(
         finally:
             context.close(death_sig=signal.SIGKILL, timeout=5)
             page.close()
+
+
+def _preloaded() -> list[str]:
+    """What the server of forks imports, once for all ranks, which then start in a moment.
+
+    The second line is what sharding and the first optimizer of a process import, two seconds of
+    it. A process that has so much as counted GPUs cannot use them in a fork; so not where there
+    are some.
+    """
+    lean = ["torch.distributed", __name__]
+    rich = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
+    return lean if torch.cuda.is_available() else [*lean, *rich]
 
 
 def _run_rank(
@@ -209,7 +221,7 @@ class Watch:
 
     def _death(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
-        until = time.monotonic() + _STACK_WAIT_S
+        until = time.monotonic() + _EXIT_CODE_WAIT_S
         # On a busy machine the exit code comes a moment after the end.
         while rank not in self._exit_codes and time.monotonic() < until:
             self._poll()
