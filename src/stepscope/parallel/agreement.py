@@ -101,7 +101,7 @@ class Agreement:
         work = dist.all_gather(held, own, group=self._group, async_op=True)
         assert work is not None
         if self._order is not None:
-            self._order.wait(work)
+            self._order.wait(work, on_host=True)
         else:
             with HEARTBEAT.waiting():
                 work.wait()

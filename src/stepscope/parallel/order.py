@@ -111,10 +111,13 @@ class Order:
     def past(self) -> Past:
         return Past(self._forgotten, self._uses, self.ended)
 
-    def wait(self, work: dist.Work) -> None:
-        """Until it is done; raises where it never will be, because ranks went different ways."""
+    def wait(self, work: dist.Work, *, on_host: bool = False) -> None:
+        """Until it is done; raises where it never will be, because ranks went different ways.
+
+        `on_host`: it is no work of the group but a message between hosts.
+        """
         with HEARTBEAT.waiting():
-            if self._store is None or not self._on_host:
+            if self._store is None or not (on_host or self._on_host):
                 work.wait()
                 return
             while True:

@@ -142,10 +142,15 @@ def _findings(ways: Ways) -> Iterator[Finding]:
     yield Finding(text=text)
     hidden = ways.median(best, "communication")
     if hidden and hidden > 0:
-        share = min(1.0, max(0.0, 1 - exposed[best] / hidden))
+        share = min(1.0, 1 - exposed[best] / hidden)
+        words = (
+            f"{percent(share)} of that is hidden behind the backward."
+            if share > 0
+            else f"its step is longer by {duration(exposed[best])}, so nothing of that is hidden."
+        )
         yield Finding(
             text=f"{ways.title}: the reductions of {best} take {duration(hidden)} on their own;"
-            f" {percent(share)} of that is hidden behind the backward."
+            f" {words}"
         )
     yield from _against_torch(ways)
 

@@ -171,7 +171,7 @@ class Probe:
                 found[f"burst.{size}.{len(messages)}"] = done
                 if size == self.sizes[0]:
                     found["issue"] = issued / len(messages)
-            packed, both = self._beside(size, messages[0])
+            packed, both = self._beside(size, messages[:REPEATS])
             found[f"packed.{size}.{REPEATS}"] = packed
             found[f"beside.{size}.{REPEATS}"] = both
         found["agree"] = self._agree()
@@ -198,16 +198,16 @@ class Probe:
             work.wait()
         return issued, _since(began)
 
-    def _beside(self, size: int, message: Tensor) -> tuple[float, float]:
+    def _beside(self, size: int, messages: list[Tensor]) -> tuple[float, float]:
         """Scaling gradients while a reduction is under way: until that is done, and until both."""
         import torch
         import torch.distributed as dist
 
-        made = [message.clone() for _ in range(REPEATS)]
+        made = [message.clone() for message in messages]
         began = start_together()
-        work = dist.all_reduce(message, async_op=True)
-        for gradient in made:
-            torch.mul(gradient, 0.5, out=self._buckets[size])
+        work = dist.all_reduce(messages[0], async_op=True)
+        for number in range(REPEATS):
+            torch.mul(made[number % len(made)], 0.5, out=self._buckets[size])
         packed = _since(began)
         work.wait()
         return packed, _since(began)

@@ -92,7 +92,7 @@ def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
 
 def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
     ways = tuple(way for way in known if case.held(way, "state"))
-    if ways:
+    if ways and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
             title=f"What a rank holds: {case.title}",
