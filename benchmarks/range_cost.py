@@ -3,8 +3,8 @@
     python benchmarks/range_cost.py [--device cuda]
 
 Times the same step in turns with ranges and with `named` replaced by a context that does nothing
-at all, and counts the ranges of a step; prints the best of both, their difference, and what one
-range costs by itself.
+at all, the one first and then the other first, and counts the ranges of a step; prints the median
+of the rounds' ratios with its 95 % interval, and what one range costs by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from stepscope.measure.device import pick_device
 from stepscope.model import layers, loss, transformer
 from stepscope.ranges import named
+from stepscope.records.stats import summarize
 from stepscope.studies.workload import TrainingStep, Workload
 
 MODULES = (layers, loss, transformer)
@@ -56,17 +57,21 @@ def main() -> None:
     for _ in range(5):
         run()
     ranges = counted // 5
-    with_ranges, without = [], []
-    for _ in range(ROUNDS):
-        use(named)
-        with_ranges.append(run())
-        use(lambda name: nothing)  # noqa: ARG005
-        without.append(run())
+    ways = {"with": named, "without": lambda name: nothing}  # noqa: ARG005
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(ROUNDS):
+        for way in ways if number % 2 else reversed(ways):
+            use(ways[way])
+            times[way].append(run())
     use(named)
     alone = timeit.timeit(lambda: enter("block"), number=100_000) / 100_000 * 1e6
-    ours, bare = min(with_ranges), min(without)
+    ratios = [ours / bare for ours, bare in zip(times["with"], times["without"], strict=True)]
+    ratio, bare = summarize(ratios), summarize(times["without"]).median
     print(f"{options.size} on {device.name}, forward and backward: {ranges} ranges in a step")
-    print(f"with ranges {ours:.3f} ms, without {bare:.3f} ms: {(ours / bare - 1) * 100:+.2f} %")
+    print(
+        f"with ranges over without: {ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}],"
+        f" {ROUNDS} rounds of a step of {bare:.3f} ms"
+    )
     share = ranges * alone / 1e3 / bare
     print(f"one range {alone:.2f} µs; {ranges} of them are {share * 100:.2f} % of the step")
 
