@@ -57,7 +57,7 @@ class Account:
         self.calls = {
             e["args"]["correlation"]: e
             for e in events
-            if e["cat"] in ("cuda_runtime", "cuda_driver")
+            if e["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
         }
         device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
         self.on_device = bool(device)
