@@ -121,6 +121,37 @@ def test_a_larger_batch_needs_room() -> None:
     assert "larger-batch" not in gains(tight)
 
 
+def test_checkpointing_is_advised_where_memory_ends_and_undone_where_it_does_not() -> None:
+    full = facts(memory_bytes=10 << 30, peak_bytes=9 << 30, saved_bytes=4 << 30, forward_ms=30.0)
+    (found,) = advise(full)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("checkpoint", -30.0, 3 << 30)
+    assert found.setting == {"checkpoint": "blocks"}
+    assert gains(msgspec.structs.replace(full, peak_bytes=7 << 30)) == {}
+    again = facts(
+        memory_bytes=10 << 30, peak_bytes=4 << 30, recomputed_bytes=3 << 30, forward_ms=30.0
+    )
+    (found,) = advise(again)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("no-checkpoint", 30.0, -(3 << 30))
+    assert gains(msgspec.structs.replace(again, recomputed_bytes=5 << 30)) == {}
+
+
+def test_ranks_are_advised_on_buckets_and_state() -> None:
+    job = facts(ranks=4, exposed_ms=20.0, messages=8.0, state_bytes=800_000_000,
+                optimizer_ms=4.0, peak_bytes=4 << 30)  # fmt: skip
+    found = {one.code: one for one in advise(job)}
+    # 400 MB of gradients in 8 messages: half as large are half as late.
+    assert found["bucket-size"].gain_ms == 10.0
+    assert found["bucket-size"].lines == ("DistributedDataParallel(model, bucket_cap_mb=24)",)
+    # Three quarters of the state are on other ranks; it costs time, so it must save memory.
+    assert "sharded-optimizer" not in found
+    hidden = {one.code: one for one in advise(msgspec.structs.replace(job, exposed_ms=0.0))}
+    assert hidden["sharded-optimizer"].gain_bytes == 600_000_000
+    assert hidden["sharded-optimizer"].gain_ms == 3.0
+    many = {one.code: one for one in advise(msgspec.structs.replace(job, messages=400.0))}
+    assert many["bucket-size"].title == "larger buckets of gradients"
+    assert gains(msgspec.structs.replace(job, ranks=1)) == {}
+
+
 numbers = st.floats(0, 200)
 
 

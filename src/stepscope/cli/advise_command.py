@@ -25,6 +25,7 @@ from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice import Script, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
+from stepscope.studies.advice.history_view import history_blocks
 from stepscope.studies.advice.view import Tried, advice_table
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
@@ -32,6 +33,7 @@ from stepscope.studies.own import OwnCase, OwnFlags
 from stepscope.studies.runner import Runner, new_run
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
+_SO_FAR = "How far off were predictions on this device, and what is learnt from that?"
 
 
 class AdviseOptions(Place, frozen=True, kw_only=True):
@@ -211,6 +213,8 @@ def _conclude(
     table = advice_table(advice, facts_of(base).step_ms)
     section = Section(name="advice", title="Advice", question=_QUESTION, blocks=(table,))
     made = make_page(records)
+    past = history_blocks(read_history(), base.environment.device_name)
+    history = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
     trials = [one for one in made.sections if one.name == TRIALS]
     rest = [one for one in made.sections if one.name != TRIALS]
     tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
@@ -218,7 +222,7 @@ def _conclude(
         title=f"Advice for {base.config.get('script') or base.config['model']}",
         subtitle=made.subtitle,
         headline=tables[0] if tables else made.headline,
-        sections=(*trials, section, *rest),
+        sections=(*trials, section, *((history,) if past else ()), *rest),
     )
     path = options.out / "advice.html"
     write_text(path, html_page(page))

@@ -23,6 +23,13 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     realised_ms: float
     step_ms: float
     when: str = ""
+    factor: float = 1.0
+    """By which the prediction was corrected."""
+
+    @property
+    def by_rule(self) -> float:
+        """What the rule alone predicted: a correction must not be learnt from a corrected one."""
+        return self.predicted_ms / self.factor
 
     @property
     def error(self) -> float:
@@ -39,7 +46,7 @@ def factors(history: Sequence[Verified], device: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for code in dict.fromkeys(one.code for one in history if one.device == device):
         ratios = [
-            one.realised_ms / one.predicted_ms
+            one.realised_ms / one.by_rule
             for one in history
             if one.device == device and one.code == code and one.predicted_ms > 0
         ][-_MOST:]
@@ -49,6 +56,11 @@ def factors(history: Sequence[Verified], device: str) -> dict[str, float]:
             logs = [math.log(ratio) for ratio in kept] + [0.0]
             found[code] = math.exp(median(logs))
     return found
+
+
+def is_right(one: Verified) -> bool:
+    """A gain, and within a third of the predicted one."""
+    return one.realised_ms > 0 and abs(one.realised_ms - one.predicted_ms) <= one.predicted_ms / 3
 
 
 def off_by(history: Sequence[Verified]) -> float | None:

@@ -22,8 +22,8 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
         advice = judge(facts)
         if advice is None:
             continue
-        factor = (factors or {}).get(advice.code, 1.0)
-        advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor)
+        factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
+        advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
             found.append(advice)
     return tuple(sorted(found, key=lambda one: (-one.gain_ms, one.code)))

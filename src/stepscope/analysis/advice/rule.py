@@ -29,6 +29,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What to write."""
     setting: dict[str, str] = {}
     """What makes the change from outside; empty where only the program's author can make it."""
+    factor: float = 1.0
+    """By which past verifications on this device have corrected the gain."""
 
 
 def judge(judge: Judge) -> Judge:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import msgspec
 
-from stepscope.analysis.advice.calibration import Verified, off_by
+from stepscope.analysis.advice.calibration import Verified, is_right, off_by
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, ratio_interval, summarize
@@ -109,6 +109,7 @@ class Tried:
             realised_ms=self.realised_ms,
             step_ms=self.base_ms,
             when=self.record.started,
+            factor=self.trial.advice[0].factor,
         )
 
 
@@ -137,7 +138,8 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         blocks.append(
             Finding(
                 text=f"Predictions were off by {percent(error)} of the step, in the median of"
-                f" {len(verified)} changes."
+                f" {len(verified)} changes; {sum(map(is_right, verified))} of them gained within a"
+                " third of what was predicted."
             )
         )
     if tried:

@@ -1,0 +1,122 @@
+"""The walk-through of a slow training loop: docs/walkthrough.md, from what `advise --verify` wrote.
+
+A file of records has the steps as they were watched, then every change that was tried.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from page_parts import bullets, origin, shown
+
+from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.rule import Advice
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Finding, Table
+from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.studies.advice import STUDY_NAME as TRIALS
+from stepscope.studies.advice.facts_of import facts_of
+from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
+from stepscope.studies.inspected import STUDY as INSPECTED
+
+EXAMPLES = ("slow", "nano_gpt", "vit")
+MACHINES = {"h200": "On one H200", "cpu": "On a CPU, in small"}
+_LEDGER = ("inspect-ledger",)
+_INTRODUCTION = (
+    "`examples/slow.py` is a training loop with everything that makes one slow: eager, float32,"
+    " attention written out, an optimizer that loops over tensors in Python, a loss that is read"
+    " back in every step, data that is made on the host and copied from pageable memory. Here is"
+    " what `stepscope advise --verify` does with it, step by step. Nothing below is typed: the page"
+    " is made from records, and the file of the example was not changed."
+)
+
+
+def record_files(results: Path) -> Iterator[tuple[str, str, Path]]:
+    """Machine, example and file of every walk that was recorded."""
+    for machine in MACHINES:
+        for example in EXAMPLES:
+            path = results / f"advise-{example}_{machine}.jsonl"
+            if path.exists():
+                yield machine, example, path
+
+
+def walkthrough_pages(results: Path) -> dict[str, str]:
+    """Path under docs/ and text."""
+    files = list(record_files(results))
+    if not files:
+        return {}
+    parts = ["# From a slow step to a fast one", _INTRODUCTION]
+    for machine, words in MACHINES.items():
+        own = [(example, path) for where, example, path in files if where == machine]
+        if own:
+            parts.append(f"## {words}")
+            for example, path in own:
+                parts += _walk(example, path.name, read_records(path))
+    return {"walkthrough.md": "\n\n".join(parts) + "\n"}
+
+
+def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
+    base = next(record for record in records if record.study == INSPECTED.name)
+    tried = [Tried(record) for record in records if record.study == TRIALS]
+    facts = facts_of(base)
+    advice = advise(facts)
+    words = shlex.join([f"examples/{example}.py", *base.config["arguments"]])
+    yield f"### examples/{example}.py"
+    yield f"```sh\nstepscope advise --verify {words}\n```"
+    yield f"Recorded in {origin(name, records)}"
+    yield "#### The first page"
+    yield (
+        f"A step takes {duration(facts.step_ms)} and {bytes_(facts.peak_bytes)} at its peak."
+        " What the page of the unchanged script says (`stepscope inspect` alone makes it):"
+    )
+    blocks = INSPECTED.view([base])
+    yield bullets(blocks)
+    yield from shown(_named(blocks, _LEDGER))
+    yield "#### What is advised"
+    yield from shown([_bare(advice_table(advice, facts.step_ms), "lines", "risk")])
+    yield "#### Each change alone, then together"
+    judged = trial_blocks([one.record for one in tried])
+    yield bullets(judged)
+    yield from shown(_named(judged, ("advise-trials",)))
+    yield from _not_tried(advice, tried)
+    yield "#### What to write"
+    yield from shown(_named(judged, ("advise-lines",)))
+    yield from _end(tried)
+
+
+def _named(blocks: Sequence[Block], names: tuple[str, ...]) -> list[Block]:
+    return [b for b in blocks if not isinstance(b, Finding) and b.name.startswith(names)]
+
+
+def _bare(table: Table, *leave_out: str) -> Table:
+    """Without columns that stand further down."""
+    kept = [place for place, one in enumerate(table.columns) if one.title not in leave_out]
+    return msgspec.structs.replace(
+        table,
+        columns=tuple(table.columns[place] for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in table.rows),
+    )
+
+
+def _not_tried(advice: Sequence[Advice], tried: Sequence[Tried]) -> Iterator[str]:
+    done = {one.trial.code for one in tried}
+    left = [one.title for one in advice if one.code not in done]
+    if left:
+        yield f"Not tried, because only the author of a program can make it: {', '.join(left)}."
+
+
+def _end(tried: Sequence[Tried]) -> Iterator[str]:
+    kept = [one for one in tried if one.kept and one.ratio is not None]
+    if not kept:
+        return
+    last = max(kept, key=lambda one: len(one.trial.advice))
+    assert last.ratio is not None
+    yield (
+        f"With all that was kept a step takes {percent(last.ratio.value)} of the time it took:"
+        f" {number(1 / last.ratio.value, 3)}× the speed"
+        f" ({number(1 / last.ratio.high, 3)} to {number(1 / last.ratio.low, 3)}×)."
+    )

@@ -1,0 +1,85 @@
+"""Predictions learn from verifications, and the page says how well they do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_advice import facts
+
+from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
+from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.facts import Facts
+from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.studies.advice.history_view import history_blocks
+
+STEP: Facts = facts(dtype="float32", classes={"matmul": 80.0})
+TRULY = {"tf32": 35.0, "bfloat16": 60.0}
+"""What these changes gain on a made-up device; the rules say 70 and 74.85 ms."""
+
+
+def verify(history: list[Verified], noise: float = 0.0) -> None:
+    """Advise with what is known so far, and note what comes out."""
+    draw = random.Random(len(history))
+    for one in advise(STEP, factors(history, "H200")):
+        gained = TRULY[one.code] * (1 + noise * draw.uniform(-1, 1))
+        history.append(
+            Verified(
+                device="H200", code=one.code, predicted_ms=one.gain_ms, realised_ms=gained,
+                step_ms=STEP.step_ms, factor=one.factor,
+            )
+        )  # fmt: skip
+
+
+def test_predictions_come_to_what_is_realised_and_stay_there() -> None:
+    history: list[Verified] = []
+    errors = []
+    for _ in range(12):
+        verify(history)
+        errors.append(off_by(history[-2:]) or 0.0)
+    assert errors[0] == pytest.approx((0.35 + 0.1485) / 2)
+    # The made-up verification that was exactly right counts less and less.
+    assert errors[1] < 0.6 * errors[0]
+    assert max(errors[2:]) < 0.01
+    assert factors(history, "H200")["tf32"] == pytest.approx(0.5)
+
+
+def test_noise_does_not_make_them_run_away() -> None:
+    history: list[Verified] = []
+    for _ in range(30):
+        verify(history, noise=0.3)
+    found = factors(history, "H200")
+    assert found["tf32"] == pytest.approx(0.5, rel=0.3)
+    assert found["bfloat16"] == pytest.approx(60 / 74.85, rel=0.3)
+
+
+def test_a_correction_is_of_one_device() -> None:
+    history: list[Verified] = []
+    verify(history)
+    assert factors(history, "H100") == {}
+
+
+def test_right_is_a_gain_within_a_third_of_the_predicted() -> None:
+    def gained(realised: float) -> bool:
+        return is_right(
+            Verified(device="", code="", predicted_ms=9.0, realised_ms=realised, step_ms=100.0)
+        )
+
+    assert [gained(ms) for ms in (5.9, 6.0, 12.0, 12.1, -1.0)] == [False, True, True, False, False]
+
+
+def test_the_page_shows_the_history_of_the_error() -> None:
+    history: list[Verified] = []
+    assert history_blocks(history, "H200") == ()
+    for _ in range(4):
+        verify(history)
+    blocks = history_blocks(history, "H200")
+    texts = [block.text for block in blocks if isinstance(block, Finding)]
+    assert "Of 8 predictions that were verified on this device so far" in texts[0]
+    assert texts[1].startswith("It was 14.7 % for the first half of them and 0.0 % for")
+    (figure,) = (block for block in blocks if isinstance(block, Figure))
+    assert figure.curves[0].y[:2] == pytest.approx((14.85, 35.0))
+    (table,) = (block for block in blocks if isinstance(block, Table))
+    rows = {row[0]: row for row in table.rows}
+    assert rows["tf32"][1:4] == (4, pytest.approx(0.7), pytest.approx(0.35))
+    assert history_blocks(history, "H100") == ()
