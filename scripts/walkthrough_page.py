@@ -83,7 +83,6 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield bullets(judged)
     yield from shown(_named(judged, ("advise-trials",)))
     yield from _not_tried(advice, tried)
-    yield "#### What to write"
     yield from shown(_named(judged, ("advise-lines",)))
     yield from _end(tried)
 

@@ -121,6 +121,18 @@ def test_a_larger_batch_needs_room() -> None:
     assert "larger-batch" not in gains(tight)
 
 
+def test_blocks_are_compiled_and_tensors_taken_at_once_and_logits_left_out() -> None:
+    plain = facts(compiled=False, classes={"elementwise": 20.0}, blocks=12)
+    assert gains(plain) == {"compile": 11.0, "compile-blocks": 9.9}
+    assert gains(facts(optimizer="", loops_over_tensors=True, optimizer_ms=10.0)) == {
+        "foreach-optimizer": 6.0
+    }
+    logits = facts(loss_ms=10.0, logit_bytes=1 << 30, peak_bytes=4 << 30)
+    (found,) = advise(logits)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("fused-loss", 6.0, 1 << 30)
+    assert gains(msgspec.structs.replace(logits, on_gpu=False)) == {"fused-loss": 0.0}
+
+
 def test_checkpointing_is_advised_where_memory_ends_and_undone_where_it_does_not() -> None:
     full = facts(memory_bytes=10 << 30, peak_bytes=9 << 30, saved_bytes=4 << 30, forward_ms=30.0)
     (found,) = advise(full)

@@ -95,6 +95,46 @@ def test_a_script_takes_turns_with_itself(script: Path) -> None:
     assert made.case().key == "train.py_a-change"
 
 
+NOT_ADAM = """
+import torch
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.9), "eps": 1e-8})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= 0.05 * parameter.grad
+model = torch.nn.Linear(8, 1)
+one, other = Momentum([model.weight]), Momentum([model.bias])
+while True:
+    for half in range(2):
+        x = torch.randn(32, 8)
+        ((model(x) - x.sum(1, keepdim=True)).square().mean() / 2).backward()
+    one.step()
+    other.step()
+    model.zero_grad()
+"""
+
+
+def test_a_change_that_changes_the_outcome_is_dropped(tmp_path: Path) -> None:
+    """A script with several optimizers, micro-batches, and an update that only looks like Adam."""
+    path = tmp_path / "odd.py"
+    path.write_text(NOT_ADAM)
+    made = trial(path, 0, optimizer="adamw-fused")
+    assert made.program is not None
+    found = measure_script_trial(made, made.program, QuietBench())
+    series = {one.name: one.values for one in found.series}
+    assert len(series["loss.base"]) == len(series["loss.changed"]) > 10
+    # Both see the same data up to their first update.
+    assert series["loss.base"][0] == series["loss.changed"][0]
+    record = tried(30.0)
+    losses = tuple(one for one in found.series if one.name.startswith("loss."))
+    times = tuple(one for one in record.series if not one.name.startswith("loss."))
+    judged = Tried(msgspec.structs.replace(record, series=(*times, *losses)))
+    assert judged.verdict == "dropped: the loss differs"
+
+
 def test_a_script_that_ends_early_says_so(script: Path) -> None:
     made = trial(script, 7, data="workers")
     assert made.program is not None
@@ -137,7 +177,7 @@ def test_losses_add_up_over_micro_batches_and_without_their_scale() -> None:
     seen.end_step()
     (x.sum() * float("nan")).backward()
     seen.end_step()
-    assert seen.take() == [7.0, 3.0, None, None]
+    assert seen.take() == [7.0, 3.0, None]
     assert seen.take() == []
 
 

@@ -18,7 +18,7 @@ from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.cli.verification import OF_MODELS, OF_SCRIPTS, Verification, say
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Ceiling, Record
+from stepscope.records.schema import Record
 from stepscope.records.store import Store
 from stepscope.report.blocks import Page, Section, Table
 from stepscope.studies.advice import STUDY_NAME as TRIALS
@@ -107,11 +107,9 @@ def main(words: list[str]) -> int:
     return _show(options, load_records(options.source, options))
 
 
-def _advice(
-    record: Record, lacks: Sequence[str] = (), ceilings: Sequence[Ceiling] = ()
-) -> tuple[Advice, ...]:
+def _advice(record: Record, lacks: Sequence[str] = ()) -> tuple[Advice, ...]:
     known = factors(read_history(), record.environment.device_name)
-    return advise(facts_of(record, ceilings, lacks), known)
+    return advise(facts_of(record, lacks=lacks), known)
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
@@ -151,10 +149,12 @@ def _advise_script(options: AdviseOptions, target: str, words: list[str], comman
     kind = base.environment.device_kind
     with Store(options.store) as store, Runner(kind, options.timeout) as runner:
         store.add_run(run)
-        store.add(base)
         with make_observer(run, 0, 0) as observer:
             ceilings = runner.ceilings(observer)
-        advice = _advice(base, tuple(runner.lacks), ceilings)
+        if not base.ceilings:
+            base = msgspec.structs.replace(base, ceilings=ceilings)
+        store.add(base)
+        advice = _advice(base, tuple(runner.lacks))
         if options.verify:
             Verification(
                 runner, store, run,

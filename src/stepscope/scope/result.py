@@ -20,6 +20,7 @@ from stepscope.records.schema import Quantity, Record, Series
 from stepscope.scope.recorder import ENERGY_MOVES_S, Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
+from stepscope.studies.own.changing import blocks_of
 
 _MOST_SAVED = 200
 """Tensors kept for backward that a record lists, the largest first."""
@@ -104,6 +105,7 @@ def _setting(recorder: Recorder) -> Setting:
         compiled=any_compiled(recorder.models),
         parameter_formats=formats,
         matmul_precision=torch.get_float32_matmul_precision(),
+        blocks=sum(len(blocks_of(model)) for model in recorder.models),
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
     )
 

@@ -45,6 +45,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Its family: `adam`, `sgd`, or empty where that is not known."""
     optimizer_of_torch: bool = True
     fused_optimizer: bool = False
+    loops_over_tensors: bool = False
+    """An optimizer of torch's that was told to go tensor by tensor."""
+    blocks: int = 0
+    """Repeated parts of the model, each an entry of a ModuleList."""
+    loss_ms: float = 0.0
+    """From logits to the loss and back."""
+    logit_bytes: int = 0
+    """What the loss keeps for its backward."""
     forward_ms: float = 0.0
     """Of all that the forward does, idle time included."""
     recomputed_bytes: int = 0

@@ -19,6 +19,11 @@ _NARROW_ELEMENTWISE = 0.35
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
 """Read weight, gradient and moments, write all but the gradient, in float32."""
 _NEAR_BANDWIDTH = 1.3
+_BLOCKS_OF_WHOLE = 0.9
+_FOREACH = 0.6
+"""Share of an update, tensor by tensor, that going over all at once saves."""
+_FUSED_LOSS = 0.6
+"""Share of the time from logits to loss and back that one pass over a chunk saves."""
 _MEMORY_BOUND = ("elementwise", "reduction", "softmax", "copy/cast")
 
 
@@ -130,6 +135,55 @@ def _compile(facts: Facts) -> Advice | None:
         lines=("model = torch.compile(model)",),
         setting={"compile": "model"},
     )
+
+
+@judge
+def _compile_blocks(facts: Facts) -> Advice | None:
+    whole = _compile(facts)
+    if whole is None or facts.blocks < 2:
+        return None
+    return Advice(
+        code="compile-blocks",
+        title="torch.compile of each block",
+        gain_ms=_BLOCKS_OF_WHOLE * whole.gain_ms,
+        why=f"{facts.blocks} blocks are alike, and one is compiled for all: most of what compiling"
+        " the whole model gains, for less time to compile",
+        risk="numerics: sums in another order",
+        lines=("for block in model.blocks:", "    block.compile()"),
+        setting={"compile": "block"},
+    )
+
+
+@judge
+def _foreach(facts: Facts) -> Advice | None:
+    if facts.optimizer or not facts.loops_over_tensors:
+        return None
+    return Advice(
+        code="foreach-optimizer",
+        title="the optimizer over all tensors at once",
+        gain_ms=_FOREACH * facts.optimizer_ms,
+        why=f"the update takes {facts.optimizer_ms:.3g} ms, tensor by tensor",
+        risk="memory: temporaries as large as the parameters",
+        lines=("optimizer = …(model.parameters(), …, foreach=True)",),
+        setting={"optimizer": "foreach"},
+    )
+
+
+@judge
+def _fused_loss(facts: Facts) -> Advice | None:
+    if facts.loss_ms <= 0:
+        return None
+    return Advice(
+        code="fused-loss",
+        title="head and loss by chunks, without all logits",
+        gain_ms=shortened(facts, _FUSED_LOSS * facts.loss_ms) if facts.on_gpu else 0.0,
+        gain_bytes=facts.logit_bytes,
+        why=f"from logits to loss and back takes {facts.loss_ms:.3g} ms, and"
+        f" {facts.logit_bytes / 2**20:.4g} MiB of logits are kept in between",
+        risk="numerics: sums in another order",
+        lines=("from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy",
+               "loss = linear_cross_entropy(hidden, head.weight, targets)"),
+    )  # fmt: skip
 
 
 @judge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ class Backwards:
     def __init__(self) -> None:
         self.before: list[Callable[[], None]] = []
         self._pending: list[torch.Tensor] = []
-        self._steps: list[torch.Tensor | None] = []
+        self._steps: list[torch.Tensor] = []
 
     def attach(self) -> None:
         plain = torch.autograd.backward
@@ -44,12 +45,14 @@ class Backwards:
                 self._pending.append(getattr(root, _UNSCALED, root).detach().clone().flatten()[0])
 
     def end_step(self) -> None:
-        """The losses since the last step are one: micro-batches add up."""
-        self._steps.append(torch.stack(self._pending).double().sum() if self._pending else None)
-        self._pending.clear()
+        """The losses since the last step are one: micro-batches add up. A step without any is none
+        of the loop's: of several optimizers it is not known at first which one ends a step."""
+        if self._pending:
+            self._steps.append(torch.stack(self._pending).double().sum())
+            self._pending.clear()
 
     def take(self) -> list[float | None]:
-        """Of every step since the last time; None where a step had none, or none that is finite."""
-        steps, self._steps = self._steps, []
-        values = [None if one is None else float(one) for one in steps]
-        return [v if v is not None and abs(v) < float("inf") else None for v in values]
+        """Of every step since the last time; None for one that is not finite."""
+        values = [float(one) for one in self._steps]
+        self._steps.clear()
+        return [value if math.isfinite(value) else None for value in values]

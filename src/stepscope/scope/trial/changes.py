@@ -16,7 +16,7 @@ import torch
 
 from stepscope.scope.trial import habits
 from stepscope.scope.trial.backwards import Backwards
-from stepscope.scope.trial.optimizers import fuse_optimizers
+from stepscope.scope.trial.optimizers import fuse_optimizers, use_foreach
 from stepscope.studies.own.changing import (
     call_within,
     checkpoint_blocks,
@@ -25,7 +25,6 @@ from stepscope.studies.own.changing import (
 )
 
 _EARLY = {
-    "optimizer": fuse_optimizers,
     "gradients": habits.drop_gradients,
     "data": habits.load_ahead,
     "copies": habits.copy_from_pinned_memory,
@@ -53,6 +52,10 @@ class Changes:
         for name, change in _EARLY.items():
             if name in self._settings:
                 change(self._applied)
+        if self._settings.get("optimizer") == "foreach":
+            use_foreach(self._applied)
+        elif "optimizer" in self._settings:
+            fuse_optimizers(self._applied)
         if self._settings.get("checkpoint") == "no":
             habits.run_nothing_again(self._applied)
 
@@ -74,7 +77,7 @@ class Changes:
 
     def without_effect(self) -> list[str]:
         """Settings that found nothing to change in the steps so far."""
-        counted = {*_EARLY, "checkpoint"} & set(self._settings)
+        counted = {*_EARLY, "checkpoint", "optimizer"} & set(self._settings)
         found = sorted(name for name in counted if not self._applied[name])
         if self._attention is not None and not self._attention.substituted:
             found.append("attention")

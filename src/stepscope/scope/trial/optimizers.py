@@ -31,6 +31,19 @@ def fuse_optimizers(applied: Counter[str]) -> None:
     torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
 
 
+def use_foreach(applied: Counter[str]) -> None:
+    """Those of torch.optim that go tensor by tensor go over all at once."""
+    plain = torch.optim.Optimizer.__init__
+
+    def made(optimizer: Any, parameters: Any, defaults: dict[str, Any]) -> None:
+        if defaults.get("foreach") is False:
+            applied["optimizer"] += 1
+            defaults = {**defaults, "foreach": True}
+        plain(optimizer, parameters, defaults)
+
+    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
+
+
 _REPLACED: set[type] = set()
 _INSTEAD: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
 

@@ -20,6 +20,7 @@ _FORMATS = ("float32", "tf32", "float16", "bfloat16")
 _WAITS = 0.05
 """From this share of a step on, the host's waits show that no full queue holds it up."""
 _PAGEABLE = "pageable"
+_OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
@@ -60,6 +61,9 @@ def facts_of(
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,
         **_optimizer(record, setting),
+        blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
+        loss_ms=_loss_ms(summary),
+        logit_bytes=_logits(account),
         forward_ms=summary.phases.get("forward", summary.phase_ms("forward")),
         recomputed_bytes=_recomputed(account),
         state_bytes=account.line(OPTIMIZER) if account else 0,
@@ -95,7 +99,30 @@ def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
         "optimizer": family or ("sgd" if names == {"sgd"} else ""),
         "optimizer_of_torch": all(one.of_torch for one in setting.optimizers),
         "fused_optimizer": any(one.fused for one in setting.optimizers),
+        "loops_over_tensors": any(
+            one.of_torch and one.foreach is False and not one.fused for one in setting.optimizers
+        ),
     }
+
+
+def _loss_ms(summary: Summary) -> float:
+    return sum(
+        row.ms
+        for row in summary.kernels
+        if any(word in row.kernel.lower().replace("_", "") for word in _OF_LOSS)
+    )
+
+
+def _logits(account: Account | None) -> int:
+    """What the loss keeps, at most as much as the logits."""
+    if account is None:
+        return 0
+    kept = [
+        tensor.bytes
+        for tensor in account.saved
+        if any(word in tensor.operator.lower().replace("_", "") for word in _OF_LOSS)
+    ]
+    return max(kept, default=0)
 
 
 def _recomputed(account: Account | None) -> int:

@@ -27,6 +27,8 @@ class Setting(Part, frozen=True):
     matmul_precision: str
     """`highest`, or what lets float32 products run in a shorter format."""
     distributed: bool
+    blocks: int = 0
+    """Entries of the models' ModuleLists."""
 
 
 def setting_of(record: Record) -> Setting | None:

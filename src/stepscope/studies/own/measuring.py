@@ -10,6 +10,7 @@ from stepscope.records.memory import INPUTS
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own import OwnCase
+from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.traced import trace_step
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
         "parameters": (sum(p.numel() for p in step.model.parameters()), "parameters"),
         "batch": (case.batch, "samples"),
         "flops": (flops, "FLOP"),
+        "blocks": (len(blocks_of(step.model)), "blocks"),
     }
     peak = device.peak_bytes()
     bench.progress(0, 1, "energy")
