@@ -25,15 +25,15 @@ record() { # NAME SCRIPT WORDS...
 wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; }
 
 if [ "$machine" = cpu ]; then
-    record slow examples/slow.py --steps 100000 --context 256 --batch 2
+    record slow examples/slow.py --steps 2000 --context 256 --batch 2
 else
-    gpu=(--device cuda --steps 1000000)
+    gpu=(--device cuda --steps 2000)
     wanted slow "$@" && record slow examples/slow.py "${gpu[@]}" \
         --layers 12 --width 768 --heads 12 --context 512 --batch 8
     wanted nano_gpt "$@" && record nano_gpt examples/nano_gpt.py "${gpu[@]}" \
         --layers 12 --width 768 --heads 12 --context 1024 --batch 8
     wanted vit "$@" && record vit examples/vit.py "${gpu[@]}" \
-        --layers 12 --width 768 --heads 12 --image 224 --patch 16 --batch 64 --workers 8
+        --layers 12 --width 768 --heads 12 --image 224 --patch 16 --batch 64
     wanted tuned "$@" && record tuned examples/nano_gpt.py "${gpu[@]}" \
         --layers 12 --width 768 --heads 12 --context 1024 --batch 16 --compile
 fi

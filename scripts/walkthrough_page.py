@@ -23,7 +23,12 @@ from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
 from stepscope.studies.inspected import STUDY as INSPECTED
 
-EXAMPLES = ("slow", "nano_gpt", "vit")
+EXAMPLES = {
+    "slow": "The slow example",
+    "nano_gpt": "A loop in the manner of nanoGPT",
+    "vit": "A vision transformer of torch.nn",
+    "tuned": "A step that is tuned already",
+}
 MACHINES = {"h200": "On one H200", "cpu": "On a CPU, in small"}
 _LEDGER = ("inspect-ledger",)
 _INTRODUCTION = (
@@ -64,8 +69,8 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     tried = [Tried(record) for record in records if record.study == TRIALS]
     facts = facts_of(base)
     advice = advise(facts)
-    words = shlex.join([f"examples/{example}.py", *base.config["arguments"]])
-    yield f"### examples/{example}.py"
+    words = shlex.join([f"examples/{base.config['script']}", *base.config["arguments"]])
+    yield f"### {EXAMPLES[example]}"
     yield f"```sh\nstepscope advise --verify {words}\n```"
     yield f"Recorded in {origin(name, records)}"
     yield "#### The first page"
