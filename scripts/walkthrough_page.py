@@ -9,14 +9,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 from page_parts import bullets, origin, shown
 
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.rule import Advice
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Finding, Table
+from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
@@ -82,7 +81,7 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield bullets(blocks)
     yield from shown(_named(blocks, _LEDGER))
     yield "#### What is advised"
-    yield from shown([_bare(advice_table(advice, facts.step_ms), "lines", "risk")])
+    yield from shown([advice_table(advice, facts.step_ms)])
     yield "#### Each change alone, then together"
     judged = trial_blocks([one.record for one in tried])
     yield bullets(judged)
@@ -94,16 +93,6 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
 
 def _named(blocks: Sequence[Block], names: tuple[str, ...]) -> list[Block]:
     return [b for b in blocks if not isinstance(b, Finding) and b.name.startswith(names)]
-
-
-def _bare(table: Table, *leave_out: str) -> Table:
-    """Without columns that stand further down."""
-    kept = [place for place, one in enumerate(table.columns) if one.title not in leave_out]
-    return msgspec.structs.replace(
-        table,
-        columns=tuple(table.columns[place] for place in kept),
-        rows=tuple(tuple(row[place] for place in kept) for row in table.rows),
-    )
 
 
 def _not_tried(advice: Sequence[Advice], tried: Sequence[Tried]) -> Iterator[str]:

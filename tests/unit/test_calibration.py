@@ -75,7 +75,7 @@ def test_the_page_shows_the_history_of_the_error() -> None:
         verify(history)
     blocks = history_blocks(history, "H200")
     texts = [block.text for block in blocks if isinstance(block, Finding)]
-    assert "Of 8 predictions that were verified on this device so far" in texts[0]
+    assert texts[0].startswith("Predictions verified on this device so far: 8. Of those, ")
     assert texts[1].startswith("It was 14.7 % for the first half of them and 0.0 % for")
     (figure,) = (block for block in blocks if isinstance(block, Figure))
     assert figure.curves[0].y[:2] == pytest.approx((14.85, 35.0))

@@ -26,7 +26,7 @@ from stepscope.studies.advice import Script, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
-from stepscope.studies.advice.view import Tried, advice_table
+from stepscope.studies.advice.view import Tried, advice_table, lines_table
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
 from stepscope.studies.own import OwnCase, OwnFlags
@@ -210,14 +210,27 @@ def _conclude(
     from stepscope.report.terminal import print_sections
     from stepscope.studies.page import make_page, study_sections
 
-    table = advice_table(advice, facts_of(base).step_ms)
-    section = Section(name="advice", title="Advice", question=_QUESTION, blocks=(table,))
+    listed = [
+        advice_table(advice, facts_of(base).step_ms),
+        lines_table(advice, "advise-how", "How each is written"),
+    ]
+    section = Section(
+        name="advice", title="Advice", question=_QUESTION,
+        blocks=tuple(table for table in listed if table.rows),
+    )  # fmt: skip
     made = make_page(records)
     past = history_blocks(read_history(), base.environment.device_name)
     history = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
     trials = [one for one in made.sections if one.name == TRIALS]
     rest = [one for one in made.sections if one.name != TRIALS]
     tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
+    # The first stands on top of the page.
+    trials = [
+        msgspec.structs.replace(
+            one, blocks=tuple(block for block in one.blocks if block not in tables[:1])
+        )
+        for one in trials
+    ]
     page = Page(
         title=f"Advice for {base.config.get('script') or base.config['model']}",
         subtitle=made.subtitle,

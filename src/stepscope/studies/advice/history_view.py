@@ -23,7 +23,7 @@ def history_blocks(history: Sequence[Verified], device: str) -> tuple[Block, ...
 def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
     right = sum(map(is_right, own))
     yield Finding(
-        text=f"Of {len(own)} predictions that were verified on this device so far {right} gained"
+        text=f"Predictions verified on this device so far: {len(own)}. Of those, {right} gained"
         f" within a third of what was predicted; the median error is {percent(off_by(own) or 0)} of"
         " the step."
     )

@@ -188,10 +188,14 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
 
 
 def _lines_table(advice: Sequence[Advice]) -> Table:
+    return lines_table(advice, "advise-lines", "What to write")
+
+
+def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
     distinct = {one.code: one for one in advice}.values()
     return Table(
-        name="advise-lines",
-        title="What to write",
+        name=name,
+        title=title,
         columns=(Column(title="change"), Column(title="lines"), Column(title="risk")),
         rows=tuple((one.title, " ⏎ ".join(one.lines), one.risk) for one in distinct),
     )
@@ -207,13 +211,9 @@ def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
             Column(title="share", kind="percent", hint="of the step"),
             Column(title="memory", kind="bytes", hint="predicted to be saved at the peak"),
             Column(title="why"),
-            Column(title="risk"),
-            Column(title="lines"),
         ),
         rows=tuple(
-            (a.title, a.gain_ms, a.gain_ms / step_ms, a.gain_bytes or None, a.why, a.risk,
-             " ⏎ ".join(a.lines))
-            for a in advice
+            (a.title, a.gain_ms, a.gain_ms / step_ms, a.gain_bytes or None, a.why) for a in advice
         ),
         caption="Each gain is for the change alone; together they overlap.",
-    )  # fmt: skip
+    )
