@@ -294,6 +294,36 @@ def other_ways(world: World, way: str, usual: str = "left right", steps: int = 1
         model.finish_gradient_synchronization()
 
 
+TURNS = ("left right", "left right", "right left", "left", "wide", "left right wide", "left right")
+"""Ways that all ranks take alike, though each step may take another one than the last."""
+
+
+def turns(world: World | None) -> State:
+    model = Branches() if world is None else FSDP(Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    share = slice(None) if world is None else slice(world.rank, world.rank + 1)
+    for number, way in enumerate(TURNS):
+        x = torch.arange(8.0).view(2, 4)[share] + number
+        if world is not None:
+            world.step(number)
+            with torch.no_grad():
+                # Looking at the loss between steps is a way of its own.
+                model(x, "wide" if number % 2 else "right")
+        model(x, way).pow(2).mean().backward()
+        if isinstance(model, FSDP):
+            model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.gather_full_params() if isinstance(model, FSDP) else state(model)
+
+
+def test_ways_may_change_from_step_to_step_if_they_do_on_all_ranks() -> None:
+    truth = turns(None)
+    for held in launch(turns, ranks=2, limits=LIMITS):
+        for name, value in truth.items():
+            torch.testing.assert_close(held[name], value, rtol=1e-5, atol=1e-6)
+
+
 def another_format(world: World) -> None:
     FSDP(Branches(), torch.bfloat16 if world.rank else torch.float16)
 

@@ -41,7 +41,7 @@ _POLL_S = 0.02
 _GRACE_S = 0.06
 """A rank that dies takes its peers along within this time; the first of them is the cause."""
 _STACK_WAIT_S = 0.3
-_EXIT_CODE_WAIT_S = 0.6
+_EXIT_CODE_WAIT_S = 0.45
 _UNTIL_ENDED_S = 5.0
 
 
