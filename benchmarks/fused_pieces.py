@@ -1,10 +1,12 @@
 """The fused pieces of a step against their eager form and torch.compile: time and memory.
 
-    python benchmarks/fused_pieces.py [linear-cross-entropy adamw add-norm swiglu rotary]
+    python benchmarks/fused_pieces.py [linear-cross-entropy adamw add-norm swiglu rotary
+                                       projections feed-forward]
 
 Forward and backward together (an optimizer: one step), in bfloat16 as under autocast: the stream
-and the weights of norms in float32. The ways take turns, since a GPU at work lowers its clock.
-Memory is the peak above what was held before. Needs a GPU.
+and all weights in float32, gradients of weights too. The ways take turns, since a GPU at work
+lowers its clock; `cublasLt` has torch ask that library first. Memory is the peak above what was
+held before. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from torch.nn import functional
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.turns import time_in_turns
 from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.norm import plain_rms_norm
+from stepscope.model.kernels.products import joined_product
 from stepscope.model.kernels.rotary import plain_rotate
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
@@ -135,6 +140,68 @@ def rotated(shape: Shape, device: torch.device) -> Race:
     return Race("rotary", shape.name, ways(plain, fused, [x], [torch.randn_like(heads(x))]))
 
 
+def autocast(function: Function) -> Function:
+    def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        with torch.autocast("cuda", torch.bfloat16):
+            return function(*inputs)
+
+    return run
+
+
+def by_cublaslt(run: Call) -> Call:
+    """The same call with torch's other library for matrix products."""
+
+    def other() -> object:
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        try:
+            return run()
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    return other
+
+
+def projections(shape: Shape, device: torch.device) -> Race:
+    """Queries, keys and values of one input; the casts of the weights are part of it where they are
+    not kept."""
+    x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
+    weights = [torch.randn(shape.d_model, shape.d_model, device=device) * 0.02 for _ in range(3)]
+    grad = torch.randn(shape.tokens, 3 * shape.d_model, device=device, dtype=torch.bfloat16)
+
+    def plain(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([functional.linear(x, weight) for weight in (q, k, v)], dim=-1)
+
+    copies = WeightCopies()
+
+    def joined(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return joined_product(x, (q, k, v), copies)
+
+    made = ways(autocast(plain), autocast(joined), [x, *weights], [grad])
+    made["ours, cublasLt"] = by_cublaslt(made["ours"])
+    return Race("projections", shape.name, made)
+
+
+def whole_feed_forward(shape: Shape, device: torch.device) -> Race:
+    x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
+    wide = [torch.randn(shape.d_ff, shape.d_model, device=device) * 0.02 for _ in range(2)]
+    back = torch.randn(shape.d_model, shape.d_ff, device=device) * 0.02
+
+    def plain(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+        gate, up = functional.linear(x, w1), functional.linear(x, w3)
+        return functional.linear(functional.silu(gate) * up, w2)
+
+    def ours(keep: str) -> Function:
+        copies = WeightCopies()
+        return autocast(lambda x, w1, w3, w2: feed_forward(x, w1, w3, w2, copies, keep))
+
+    inputs, grads = [x, *wide, back], [torch.randn_like(x)]
+    made = ways(autocast(plain), ours("all"), inputs, grads)
+    made["ours, cublasLt"] = by_cublaslt(made["ours"])
+    made |= {f"ours, {k}": both_passes(ours(k), inputs, grads) for k in ("gates", "inputs")}
+    return Race("feed-forward", shape.name, made)
+
+
 def optimizers(shape: Shape, device: torch.device) -> Race:
     """Four blocks' matrices and norms, all states in float32 but in the last way."""
 
@@ -151,6 +218,13 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
         made.step = torch.compile(made.step)  # type: ignore[method-assign]
         return made
 
+    def copied(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+        copies = WeightCopies()
+        for each in held:
+            if each.dim() == 2:
+                copies.narrow((each,), torch.bfloat16)
+        return FusedAdamW(held, copies=copies)
+
     return Race(
         "adamw",
         shape.name,
@@ -159,6 +233,7 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
             "torch's fused": step(lambda held: torch.optim.AdamW(held, fused=True)),
             "compiled": step(compiled),
             "ours": step(FusedAdamW),
+            "ours with copies": step(copied),
             "ours, bf16 state": step(lambda held: FusedAdamW(held, stochastic_bfloat16_state=True)),
         },
     )
@@ -170,6 +245,8 @@ PIECES = {
     "add-norm": sum_and_norm,
     "swiglu": gated,
     "rotary": rotated,
+    "projections": projections,
+    "feed-forward": whole_feed_forward,
 }
 
 

@@ -29,7 +29,8 @@ from stepscope.records.memory import Remedy
 from stepscope.studies.plans import plan_of
 from stepscope.studies.post_mortem import Refusal, examined, read_refusal
 from stepscope.studies.step_peaks import counted_peaks
-from stepscope.studies.workload import Mode, TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Mode, Workload
 
 Planted = tuple[str, int, int, str, str, Mode, float]
 PLANTED: tuple[Planted, ...] = (

@@ -18,7 +18,8 @@ from stepscope.measure.device import pick_device
 from stepscope.model import layers, loss, transformer
 from stepscope.ranges import named
 from stepscope.records.stats import summarize
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 MODULES = (layers, loss, transformer)
 ROUNDS = 30

@@ -27,7 +27,8 @@ from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
 from stepscope.studies.step_peaks import one_step, steps_in_turns
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 ON_CUDA = (
     ("small", 128, "bfloat16"),

@@ -19,7 +19,8 @@ from torch import Tensor
 from stepscope.measure.device import pick_device
 from stepscope.measure.timer import time_step
 from stepscope.model import layers
-from stepscope.studies.workload import MODES, TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import MODES, Workload
 
 
 def softmax(x: Tensor) -> Tensor:

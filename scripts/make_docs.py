@@ -18,6 +18,7 @@ from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
 from published_figures import published_h200
+from step_page import step_pages
 from walkthrough_page import walkthrough_pages
 
 from stepscope.records.jsonl import read_records
@@ -202,6 +203,7 @@ def main() -> int:
         **{f"docs/{name}": made for name, made in memory_pages(ROOT / "results").items()},
         **{f"docs/{name}": made for name, made in profile_pages(ROOT / "results").items()},
         **{f"docs/{name}": made for name, made in walkthrough_pages(ROOT / "results").items()},
+        **{f"docs/{name}": made for name, made in step_pages(ROOT / "results").items()},
     }
     stale = [
         name

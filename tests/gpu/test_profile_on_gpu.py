@@ -13,7 +13,8 @@ from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.profile.experiments import first_cause, graph_replay, run_phases
 from stepscope.studies.registry import find_study
-from stepscope.studies.workload import TrainingStep, WorkloadFlags, workloads
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import WorkloadFlags, workloads
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ from stepscope.studies.step import StepFlags
 from stepscope.studies.step.goals import Heat, racers
 from stepscope.studies.step.race import Field
 from stepscope.studies.step.training import measure_loss
-from stepscope.studies.workload import TrainingStep, Workload, WorkloadFlags, workloads
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,8 +85,16 @@ def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch
         {"optimizer": ("stepscope-fused",)},
         {"optimizer": ("stepscope-fused",), "loss": ("fused",), "fused": True},
         {"optimizer": ("stepscope-fused",), "loss": ("fused",), "checkpoint": ("1",)},
+        {"optimizer": ("stepscope-fused",), "loss": ("fused",), "fused": True, "joined": True},
+        {
+            "optimizer": ("stepscope-in-backward",),
+            "loss": ("fused",),
+            "fused": True,
+            "joined": True,
+            "keep": "gates",
+        },
     ],
-    ids=["torch", "ours", "our kernels", "checkpointed"],
+    ids=["torch", "ours", "our kernels", "checkpointed", "joined", "in backward"],
 )
 def test_a_replayed_step_trains_as_the_same_step_kernel_by_kernel(
     device: CudaDevice, attention: str, more: dict[str, Any]
@@ -160,6 +169,45 @@ def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> 
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
+def test_products_write_gradients_in_the_format_of_the_weights() -> None:
+    from stepscope.model.kernels.products import _writes_wide, add_product, wide_product
+
+    assert _writes_wide(), "torch >= 2.8 passes it on to cuBLAS"
+    a = torch.randn(300, 2048, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(2048, 200, device="cuda", dtype=torch.bfloat16)
+    exact = a.double() @ b.double()
+    made = wide_product(a, b, torch.float32)
+    total = torch.ones_like(made)
+    add_product(total, a, b)
+    for found, expected in ((made, exact), (total, exact + 1)):
+        # bfloat16 would be off by up to 0.5 here.
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=5e-3)
+
+
+def test_updates_beside_the_backward_keep_few_gradients(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers' gradients at most where all would be sixteen."""
+    import stepscope.optim.in_backward as subject
+
+    monkeypatch.setattr(subject, "MOST_WAITING", 1 << 22)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+    layers.to("cuda")
+    optimizer = subject.InBackwardAdamW(layers.parameters())
+    x = torch.randn(64, 1024, device="cuda")
+    for _ in range(2):
+        layers(x).square().mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    device.reset_peak()
+    layers(x).square().mean().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    # Each gradient is 4 MiB; activations are a quarter of one.
+    assert (device.peak_bytes() or 0) - before < 8 * 4 * 2**20
+
+
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
     parameter = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = FusedAdamW([parameter], capturable=True)
@@ -170,21 +218,27 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"joined": True},
+        {"joined": True, "keep": "inputs"},
+        {"joined": True, "keep": "gates", "optimizer": ("stepscope-in-backward",)},
+    ],
+    ids=["fused", "joined", "inputs kept", "in backward"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
-def test_the_fused_pieces_learn_as_the_plain_ones(device: CudaDevice, dtype: str) -> None:
+def test_the_fused_pieces_learn_as_the_plain_ones(
+    device: CudaDevice, dtype: str, more: dict[str, Any]
+) -> None:
     plain = trained(workload(dtype=(dtype,), attention=("sdpa",)), device)[0]
-    fused = trained(
-        workload(
-            dtype=(dtype,), attention=("sdpa",), fused=True, loss=("fused",),
-            optimizer=("stepscope-fused",),
-        ),
-        device,
-    )[0]  # fmt: skip
+    form = {"fused": True, "loss": ("fused",), "optimizer": ("stepscope-fused",)} | more
+    fused = trained(workload(dtype=(dtype,), attention=("sdpa",), **form), device)[0]
     assert fused == pytest.approx(plain, rel=1e-4 if dtype == "float32" else 1e-2)
 
 
 def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDevice) -> None:
-    field = Field(Silent(device))
     forms = [
         racer._replace(
             workload=msgspec.structs.replace(
@@ -195,10 +249,14 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
         for racer in racers("small-512")
         if racer.workload.compile_mode == "default"
     ]  # fmt: skip
-    for racer in {racer.name: racer for racer in forms}.values():
+    alone = list({racer.name: racer for racer in forms}.values())
+    field = Field(alone[0], Silent(device))
+    for racer in alone:
         field.heat(racer, steps=3)
     assert set(field.fastest) == {"peer", "ours"}, field.notes
-    peer, ours = (field.fastest[side].step.model for side in ("peer", "ours"))
+    assert not any(key.startswith("out.") for key in field.notes), field.notes
+    entries = [field.entry(racer) for racer in field.fastest.values()]
+    peer, ours = (entry.step.model for entry in entries)
     pairs = zip(peer.parameters(), ours.parameters(), strict=True)
     assert all(one is other for one, other in pairs)
     heats = [
@@ -206,15 +264,18 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
         for key, note in field.notes.items()
         if key.startswith("heat.")
     ]
-    state = 16 * sum(p.numel() for p in peer.parameters())
-    # Weights, gradients and moments in float32 are a floor for every form.
+    state = 12 * sum(p.numel() for p in peer.parameters())
+    # Weights and moments in float32 are a floor for every form.
     assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
 
 
 def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
     flags = StepFlags(
         part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
-        loss_rungs=("bf16", "flash", "fused-loss", "fused-pieces", "fused-optimizer", "graph"),
+        loss_rungs=(
+            "bf16", "flash", "fused-loss", "fused-pieces", "joined", "fused-optimizer",
+            "in-backward", "graph",
+        ),
     )  # fmt: skip
     from stepscope.studies.registry import find_study
 

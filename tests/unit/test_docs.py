@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from lever_records import card_record, lever_record
 from precision_records import autocast_record
+from step_records import (
+    compile_record,
+    loss_record,
+    rung_record,
+    step_race_record,
+    waterfall_record,
+)
 from stepscope.cli import COMMANDS
 from stepscope.records.jsonl import write_records
 from stepscope.studies.registry import all_studies
@@ -87,6 +95,39 @@ def test_the_page_of_profiles_appears_with_its_records(
         "## Not traced",
     ):
         assert part in text
+
+
+def test_pages_of_the_fast_step_appear_with_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from step_page import step_pages
+
+    assert step_pages(tmp_path) == {}
+    falling = [9.0 - step * 0.1 for step in range(50)]
+    records = [
+        step_race_record(), rung_record(step=100.0), rung_record("bf16", "first", step=40.0),
+        loss_record("start", 0, falling), waterfall_record(),
+        waterfall_record("graph", status="oom", reason="too large"),
+    ]  # fmt: skip
+    write_records(records, tmp_path / "step_h200.jsonl")
+    write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
+    write_records([lever_record(), card_record()], tmp_path / "levers_h200.jsonl")
+    pages = step_pages(tmp_path)
+    step, compiled, levers = (pages[n] for n in ("step.md", "compile.md", "levers-h200.md"))
+    titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
+    assert titles == [
+        "Against torch.compile", "What each change brings", "From the ideal to the measured step",
+        "Does it still learn the same?", "Every form that was tried", "Not measured",
+    ]  # fmt: skip
+    assert "| 2.7b-512 | block default sdpa\\_flash | 100.0 |" in step
+    assert "oom | too large" in step
+    assert "## Time to compile" in compiled
+    assert "## The device" in levers
+    for page in (step, compiled, levers):
+        assert "## More" not in page
+        for target in re.findall(r"\]\((figures/[^)]+)", page):
+            assert pages[target].startswith("<svg")
 
 
 def test_pages_of_memory_and_precision_appear_with_their_records(

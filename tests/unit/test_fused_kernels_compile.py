@@ -1,4 +1,5 @@
-"""The fused kernels compile for a Hopper GPU on a machine without one, and load 16 bytes at once.
+"""The fused kernels compile for a Hopper GPU on a machine without one, with wide loads and without
+spills.
 
 In a process of its own: under Triton's interpreter nothing compiles.
 """
@@ -13,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
-COMPILE = """
+COMPILE = r"""
+import pathlib
+import re
+import subprocess
+import tempfile
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -32,31 +37,52 @@ def wide_loads(kernel, types, **constants):
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    return compiled.asm["ptx"].count("ld.global.v")
+    spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
+    return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
+
+def resources(compiled):
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        call = [str(tool), "--dump-resource-usage", file.name]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout
 
 x, f, i = "*bf16", "*fp32", "i32"
 print("cross-entropy", wide_loads(
     triton_cross_entropy._rows_kernel, [x, "*i64", f, i, i, i], GRADIENT=True, BLOCK=4096))
-print("norm forward", wide_loads(
-    triton_norm._forward_kernel, [f, x, f, f, x, f, "fp32", i], ADD=True, BLOCK=4096))
-print("norm backward", wide_loads(
-    triton_norm._backward_kernel, [x, f, f, f, f, f, x, f, i, i, i],
-    THROUGH=True, SPLIT=True, BLOCK=4096))
+for units in (False, True):
+    kept = x if units else f
+    print("norm forward", units, wide_loads(
+        triton_norm._forward_kernel, [f, x, f, f, x, kept, f, "fp32", i],
+        ADD=True, UNITS=units, BLOCK=4096))
+    print("norm backward", units, wide_loads(
+        triton_norm._backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
+        THROUGH=True, SPLIT=True, UNITS=units, BLOCK=4096))
+print("norm again", wide_loads(triton_norm._scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(
-    triton_swiglu._forward_kernel, [x, x, x, i], BLOCK=2048, EXACT=False))
+    triton_swiglu._forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
 print("swiglu backward", wide_loads(
-    triton_swiglu._backward_kernel, [x] * 5 + [i], BLOCK=2048, EXACT=False))
+    triton_swiglu._backward_kernel, [x] * 6 + [i, i], AGAIN=True, BLOCK=2048, EXACT=False))
 print("rotary", wide_loads(
     triton_rotary._turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
-for name, moments, chance in (("float32", tl.float32, False), ("chance", tl.uint16, True)):
+print("rotary gathered", wide_loads(
+    triton_rotary._gather_kernel, [x] * 4 + [f, f] + [i] * 13, BLOCK_H=32, BLOCK_HALF=64))
+for name, moments, chance, copied in (
+    ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
+    ("chance", tl.uint16, True, False),
+):
     print("adamw", name, wide_loads(
         triton_adamw._table_kernel, ["*i64", "*i32", f, i], PARAMETER=tl.float32,
-        GRADIENT=tl.float32, MOMENTS=moments, ALIGNED=True, CHANCE=chance))
+        GRADIENT=tl.float32, MOMENTS=moments, COPY=tl.bfloat16, ALIGNED=True, CHANCE=chance,
+        COPIED=copied))
+print("adamw one", wide_loads(
+    triton_adamw._one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
 """
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is there on Linux only")
-def test_every_kernel_compiles_with_wide_loads(tmp_path: Path) -> None:
+def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)
@@ -66,5 +92,5 @@ def test_every_kernel_compiles_with_wide_loads(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 8
+    assert len(found) == 14
     assert {name for name, count in found.items() if int(count) == 0} == set(), found

@@ -26,7 +26,8 @@ from stepscope.records.memory import (
     WITHIN_OPERATORS,
     saved_bytes,
 )
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 CPU = torch.device("cpu")
 

@@ -42,7 +42,8 @@ from stepscope.studies.memory.rows import accounted, leading
 from stepscope.studies.registry import find_study
 from stepscope.studies.step_peaks import steps_in_turns
 from stepscope.studies.traced import TRACES
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 from study_records import memory_record
 
 GIB = 1 << 30

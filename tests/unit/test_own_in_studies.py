@@ -20,7 +20,8 @@ from stepscope.report.blocks import Finding, Table
 from stepscope.studies.base import Case, CaseSkipped
 from stepscope.studies.own.training import OwnTrainingStep
 from stepscope.studies.registry import all_studies, find_study
-from stepscope.studies.workload import TrainingStep, Workload, WorkloadFlags, workloads
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
 SMALL: dict[str, dict[str, Any]] = {

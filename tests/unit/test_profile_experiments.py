@@ -14,7 +14,8 @@ from stepscope.studies.profile.experiments import (
     larger_batch,
     run_phases,
 )
-from stepscope.studies.workload import MODES, Mode, TrainingStep, WorkloadFlags, workloads
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
 
 
 def built(mode: Mode, compiled: str = "no") -> TrainingStep:

@@ -20,7 +20,8 @@ from stepscope.measure.device import CpuDevice
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import AdamW
 from stepscope.ranges import name_groups, named
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)

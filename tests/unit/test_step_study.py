@@ -20,9 +20,10 @@ from stepscope.studies.registry import find_study
 from stepscope.studies.step import PARTS, StepFlags
 from stepscope.studies.step.goals import GOALS, racers
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
+from stepscope.studies.step.race import measure_race
 from stepscope.studies.step.rows import curves, ladders, races
 from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
-from stepscope.studies.workload import TrainingStep
+from stepscope.studies.training_step import TrainingStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
@@ -51,7 +52,9 @@ class TestLadder:
         assert places["master", "so far"].graph is False
         # A compiled model fuses the pieces itself.
         assert places["compile", "so far"].fused is False
-        assert places["fused-optimizer", "so far"].fused is True
+        best = places["graph", "so far"]
+        assert (best.compile, best.fused, best.joined) == ("no", True, True)
+        assert best.optimizer == "stepscope-in-backward"
 
     def test_rungs_come_in_the_ladder_s_order_and_the_climb_has_one_of_each(self) -> None:
         places = climbed(FIRST, ("flash", "tf32"))
@@ -70,6 +73,7 @@ class TestLadder:
             ({"part": ("race",), "race": ("huge",)}, "race 'huge' does not exist"),
             ({"size": ("smal",)}, "perhaps you meant small"),
             ({"steps": 0}, "steps is 0"),
+            ({"heat_seconds": 0.0}, "heat-seconds is 0"),
             ({"warmup": -1}, "it cannot be negative"),
         ],
     )
@@ -107,20 +111,44 @@ class TestRacers:
             assert len({racer.name for racer in found}) == len(found)
             assert {racer.workload.dtype for racer in found} == {goal.dtype}
             assert {r.workload.optimizer for r in found if r.side == "peer"} == {"torch-fused"}
-        forms = {
-            (r.workload.compile, r.workload.compile_mode, r.workload.attention)
-            for r in racers("2.7b-512")
-            if r.side == "peer"
-        }
-        assert len(forms) == 2 * 3 * 2
+        tuned = racers("2.7b-512", modes=("default", "reduce-overhead", "max-autotune"))
+        for found, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
+            forms = {
+                (r.workload.compile, r.workload.compile_mode, r.workload.attention)
+                for r in found
+                if r.side == "peer"
+            }
+            assert len(forms) == 2 * modes * 2
 
-    def test_the_long_context_is_checkpointed_with_the_fused_loss_on_both_sides(self) -> None:
+    def test_one_of_the_peer_then_ours_then_the_rest(self) -> None:
+        sides = [side for side, _ in itertools.groupby(racers("2.7b-2048"), lambda r: r.side)]
+        assert sides == ["peer", "ours", "spare", "peer"]
+
+    def test_forms_are_chosen_by_a_part_of_their_name(self) -> None:
+        found = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
+        assert [racer.name for racer in found] == [
+            "ours: eager auto joined updates in backward graph",
+            "ours: eager triton joined updates in backward graph",
+            "peer: block default sdpa_cudnn",
+        ]
+        with pytest.raises(UsageError, match="name one of each side: peer: block default"):
+            racers("small-512", forms=("peer",))
+
+    def test_less_memory_is_asked_for_where_it_is_a_goal(self) -> None:
+        kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
+        assert kept == {("ours", "gates"), ("spare", "inputs")}
+        assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
+
+    def test_the_long_context_has_the_fused_loss_on_both_sides_and_never_a_graph(self) -> None:
         found = racers("8b-32768")
-        assert {(r.workload.checkpoint, r.workload.loss) for r in found} == {("1", "fused")}
+        assert {r.workload.loss for r in found} == {"fused"}
+        assert {r.workload.checkpoint for r in found if r.side == "peer"} == {"1"}
         assert not any(r.workload.graph for r in found)
         model = found[0].workload.model()
         assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
         assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
+        thrifty = next(r.workload for r in found if r.workload.keep == "inputs-16")
+        assert thrifty.kept().count("gates") == 18
 
     def test_racers_travel_in_a_case(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
@@ -239,6 +267,53 @@ class TestPage:
         assert "as a graph" in held["step-waterfall-2"].title  # type: ignore[attr-defined]
         without = self.blocks(waterfall_record("graph"))
         assert "as a graph" not in without["step-waterfall"].title  # type: ignore[attr-defined]
+
+
+class Watched(CpuDevice):
+    """Counts how often what a form left was given back."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.device = Watched()
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+def race_config(**changes: object) -> dict[str, object]:
+    (case,) = STUDY.cases(StepFlags(part=("race",), race=("tiny-64",), rounds=2, min_seconds=0.0))
+    config = json.loads(msgspec.json.encode(case.config))
+    for racer in config["racers"]:
+        racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
+    return config | changes
+
+
+def test_a_race_tries_each_form_alone_and_lets_go_of_it() -> None:
+    bench = Silent()
+    made = measure_race(race_config(), bench)  # type: ignore[arg-type]
+    assert bench.device.released == 3
+    heats = [key for key in made.notes if key.startswith("heat.")]
+    assert len(heats) == 3
+    raced = {made.notes["best.peer"], made.notes["best.ours"]}
+    assert {series.name for series in made.series} == raced
+    assert all(len(series.values) == 2 for series in made.series)
+
+
+def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr("stepscope.studies.step.race.time.monotonic", lambda: next(clock))
+    # The clock is read when a race begins, before each heat, and twice within one.
+    made = measure_race(race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    late = [key for key, note in made.notes.items() if note.startswith("not tried")]
+    assert late == ["out.peer: eager reference"]
+    assert {"best.peer", "best.ours"} <= made.notes.keys()
 
 
 def test_ladders_of_several_sizes_stay_apart() -> None:

@@ -31,9 +31,12 @@ def time_in_turns(
     min_seconds: float = 0.0,
     back_to_back: int = 0,
     host_ahead: bool = False,
+    before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
     """A series for each contestant: by the device's queue, and how long the host took to issue it.
+
+    `before` has what a contestant does ahead of its sample, outside of it.
 
     With `host_ahead` the device is kept busy until the host has issued a sample, so that the first
     is the device's own time, without the gaps that a slow host leaves.
@@ -53,6 +56,8 @@ def time_in_turns(
                 started = time.monotonic()
             shuffle(order)
             for name in order:
+                if before and name in before:
+                    before[name]()
                 lead_ms = _lead(samples, name) if host_ahead else 0.0
                 _alone(name, contestants[name], device, samples, lead_ms, warm=taken >= 0)
                 if back_to_back:

@@ -5,7 +5,8 @@ Every layer takes `device=` and `dtype=`, so that a large model is drawn where i
 
 Norm and rotation compute in float32 at least and answer in the format of their input. With `fused`
 the pieces between the matrix products are those of `model.kernels`, and a norm answers in the
-format of the product that reads it. Parameters are the same.
+format of the product that reads it. With `joined` products that read the same input are one, their
+weights come from kept copies, and `keep` says what the backward finds. Parameters are the same.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.launching import product_format
-from stepscope.model.kernels.norm import add_rms_norm, plain_rms_norm, rms_norm
-from stepscope.model.kernels.rotary import plain_rotate, rotated_heads_
+from stepscope.model.kernels.norm import (
+    Normed,
+    add_rms_norm,
+    normed_sum,
+    plain_rms_norm,
+    rms_norm,
+)
+from stepscope.model.kernels.products import joined_product
+from stepscope.model.kernels.rotary import plain_rotate, rotated_heads_, rotated_parts_
 from stepscope.model.kernels.swiglu import swiglu
+from stepscope.model.memory import ALL
 from stepscope.ranges import named
 
 
@@ -84,6 +95,10 @@ class RMSNorm(nn.Module):
     def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """x + branch and its norm, in one pass."""
         return add_rms_norm(x, branch, self.weight, self.eps, product_format(x))
+
+    def for_products(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
+        """x with the branch, where there is one, and its norm for a joined product."""
+        return normed_sum(x, branch, self.weight, self.eps, product_format(x), units=keep != ALL)
 
 
 class RotaryEmbedding(nn.Module):
@@ -149,6 +164,9 @@ class SwiGLU(nn.Module):
             out = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
+    def joined(self, x: Normed, copies: WeightCopies, keep: str) -> Tensor:
+        return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, copies, keep)
+
 
 class CausalSelfAttention(nn.Module):
     """Multi-head attention of each position to itself and those before it."""
@@ -184,6 +202,18 @@ class CausalSelfAttention(nn.Module):
         with named("projections"):
             out: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape))
         return out
+
+    def joined(self, x: Normed, copies: WeightCopies) -> Tensor:
+        weights = (self.query.weight, self.key.weight, self.value.weight)
+        with named("projections"):
+            parts = joined_product(x, weights, copies)
+        with named("rotary"):
+            q, k, v = rotated_parts_(parts, self.rotary.cos, self.rotary.sin, self.n_heads)
+        with named("core"):
+            heads = self.attend(q, k, v, is_causal=True)
+        with named("projections"):
+            together = heads.transpose(1, 2).reshape(x.value.shape)
+            return joined_product(together, (self.output.weight,), copies)
 
     def _rotated_heads(self, x: Tensor) -> Tensor:
         if self.fused:

@@ -14,6 +14,7 @@ from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
 from stepscope.model.config import ModelConfig
 from stepscope.model.kernels import linear_cross_entropy
+from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -22,7 +23,11 @@ from stepscope.model.layers import (
     RotaryEmbedding,
     SwiGLU,
 )
+from stepscope.model.memory import ALL
 from stepscope.ranges import named
+
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream, and the branch that is still to be added to it."""
 
 
 class Block(nn.Module):
@@ -70,14 +75,33 @@ class Block(nn.Module):
             out: Tensor = x + self.feed_forward(read)
         return out
 
+    def joined(
+        self, x: Tensor, branch: Tensor | None, copies: WeightCopies, keep: str
+    ) -> tuple[Tensor, Tensor]:
+        """The same on a stream whose last branch is not yet added: whoever norms it next adds it in
+        the same pass. Gives such a stream."""
+        with named("norm"):
+            x, read = self.attention_norm.for_products(x, branch, keep)
+        with named("attention"):
+            branch = self.attention.joined(read, copies)
+        with named("norm"):
+            x, read = self.feed_forward_norm.for_products(x, branch, keep)
+        with named("feed-forward"):
+            return x, self.feed_forward.joined(read, copies, keep)
+
 
 class Head(Linear):
     """Logits, or with targets the mean loss. Both are made in here, so that whoever gathers a
     module's weights for its forward gathers these too."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # (..., d_model)
+    def forward(
+        self,
+        x: Tensor,  # (..., d_model)
+        targets: Tensor | None = None,
+        copies: WeightCopies | None = None,
+    ) -> Tensor:
         if targets is not None:
-            return linear_cross_entropy(x, self.weight, targets)
+            return linear_cross_entropy(x, self.weight, targets, copies=copies)
         with named("head"):
             return super().forward(x)
 
@@ -85,8 +109,11 @@ class Head(Linear):
 class TransformerLM(nn.Module):
     """Tokens in, logits of the next token out; with targets the mean loss, and never all logits.
 
-    `fused` takes the pieces of `model.kernels` between the matrix products. `checkpoint` has the
-    blocks of each stretch that keeps its input only (`model.checkpointing`), outermost first.
+    `fused` takes the pieces of `model.kernels` between the matrix products. `joined` also takes one
+    product where several read the same input, from copies of the weights in the products' format
+    (`copies`), and `keep` has what each block keeps for the backward (`model.memory`). `checkpoint`
+    has the blocks of each stretch that keeps its input only (`model.checkpointing`), outermost
+    first.
     """
 
     def __init__(
@@ -97,11 +124,16 @@ class TransformerLM(nn.Module):
         dtype: torch.dtype | None = None,
         fused: bool = False,
         checkpoint: tuple[int, ...] = (),
+        joined: bool = False,
+        keep: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.context = config.context
         self.checkpoint = checkpoint
+        self.joined = joined
+        self.keep = keep or (ALL,) * config.n_layers
+        self.copies = WeightCopies()
         self.embedding = Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
         # One table for all blocks.
         rotary = RotaryEmbedding(
@@ -126,27 +158,42 @@ class TransformerLM(nn.Module):
             )
         with named("embedding"):
             x = self.embedding(tokens)
-        x = self._through_blocks(x, 0, len(self.blocks), self.checkpoint)
+        # Under the compiler the plain form runs, which it fuses itself.
+        joined = self.joined and not torch.compiler.is_compiling()
+        x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)
         with named("norm"):
-            x = self.norm(x)
-        out: Tensor = self.head(x, targets)
+            x = self.norm(x) if branch is None else self.norm.of_sum(x, branch)[1]
+        out: Tensor = self.head(x, targets, self.copies if joined else None)
         return out
 
-    def _through_blocks(self, x: Tensor, first: int, end: int, levels: tuple[int, ...]) -> Tensor:
+    def _through_blocks(
+        self, x: Tensor, branch: Tensor | None, first: int, end: int, levels: tuple[int, ...],
+        joined: bool,
+    ) -> Stream:  # fmt: skip
         if not levels:
             for number in range(first, end):
                 with named(f"block {number}"):
-                    x = self.blocks[number](x)
-            return x
+                    x, branch = self._through(number, x, branch, joined)
+            return x, branch
         for start in range(first, end, levels[0]):
-            # Nothing in a block is random, so no generator's state has to be kept.
-            x = run_again_in_backward(
+            # Tensors one by one: of those inside of something else a stretch around this one would
+            # not let go. Nothing in a block is random, so no generator's state has to be kept.
+            x, branch = run_again_in_backward(
                 self._through_blocks,
                 x,
+                branch,
                 start,
                 min(start + levels[0], end),
                 levels[1:],
+                joined,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-        return x
+        return x, branch
+
+    def _through(self, number: int, x: Tensor, branch: Tensor | None, joined: bool) -> Stream:
+        block = self.blocks[number]
+        if not joined:
+            return block(x), None
+        assert isinstance(block, Block)
+        return block.joined(x, branch, self.copies, self.keep[number])

@@ -2,6 +2,7 @@
 
 from stepscope.optim.adamw import AdamW
 from stepscope.optim.fused import FusedAdamW
+from stepscope.optim.in_backward import InBackwardAdamW
 from stepscope.optim.master import MasterWeights
 
-__all__ = ["AdamW", "FusedAdamW", "MasterWeights"]
+__all__ = ["AdamW", "FusedAdamW", "InBackwardAdamW", "MasterWeights"]

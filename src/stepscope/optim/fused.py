@@ -19,7 +19,7 @@ import importlib.util
 import math
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ _FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_SEED = (1 << 31) - 1
 
 
+class Copies(Protocol):
+    """Weights in another format beside themselves, such as `model.kernels.copies.WeightCopies`."""
+
+    def find(self, weight: Tensor) -> Tensor | None: ...
+
+
 class Counted(NamedTuple):
     """What a captured launch uses again at every replay."""
 
@@ -49,7 +55,8 @@ class FusedAdamW(AdamW):
     """`stochastic_bfloat16_state` keeps both moments in bfloat16, rounded up or down by chance so
     that small changes are kept on average: a quarter of the bytes of a step less, and not the same
     numbers. The chance comes from `seed` and the step, so a run repeats. `capturable` keeps the
-    count of steps on the device, so that a step may be part of a CUDA graph."""
+    count of steps on the device, so that a step may be part of a CUDA graph. Where `copies` has one
+    of a parameter, it is written together with the parameter."""
 
     def __init__(
         self,
@@ -62,6 +69,7 @@ class FusedAdamW(AdamW):
         stochastic_bfloat16_state: bool = False,
         seed: int = 0,
         capturable: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         if capturable and stochastic_bfloat16_state:
             raise ValueError("a captured step would round by the same chance at every replay")
@@ -69,6 +77,7 @@ class FusedAdamW(AdamW):
         self._by_chance = stochastic_bfloat16_state
         self._seed = seed
         self._capturable = capturable
+        self._copies = copies
         self._tables: dict[tuple[torch.device, Formats], Table] = {}
         self._counted: dict[tuple[torch.device, Formats], Counted] = {}
 
@@ -81,7 +90,7 @@ class FusedAdamW(AdamW):
     def refresh(self) -> None:
         """Take the hyperparameters of the groups over into what a captured step reads."""
         for held in self._counted.values():
-            held.settings.follow(_rules(held.groups))
+            held.settings.follow(rules(held.groups))
 
     def _update_all(self) -> None:
         if not self._capturable:
@@ -102,14 +111,14 @@ class FusedAdamW(AdamW):
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                if not _kernel_takes(parameter, gradient):
+                if not kernel_takes(parameter, gradient):
                     raise RuntimeError(
                         "a capturable FusedAdamW takes dense tensors of 16 or 32 bits on a GPU,"
                         f" not {parameter.dtype} on {parameter.device}"
                     )
-                state = self._state_for_kernel(parameter)
-                place = len(gathered.get(_key(parameter, gradient, state), ()))
-                key, row = _described(parameter, gradient, state, place)
+                state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
+                place = len(gathered.get(_key(parameter, gradient, state, copy), ()))
+                key, row = _described(parameter, gradient, state, copy, place)
                 gathered.setdefault(key, []).append(parameter)
                 rows.setdefault(key, []).append(row)
                 groups.setdefault(key, []).append(group)
@@ -139,11 +148,13 @@ class FusedAdamW(AdamW):
             return kept
         if kept is None or not fits:
             counts = [float(state["step"]) for state in states]
-            settings = DeviceSettings(counts, _rules(groups), device)
+            settings = DeviceSettings(counts, rules(groups), device)
             for state, steps in zip(states, settings.steps, strict=True):
                 state["step"] = steps
-            kept = self._counted[key] = Counted(Table(rows, device), settings, groups)
-        kept.settings.follow(_rules(groups))
+            kept = self._counted[key] = Counted(
+                Table(rows, device, kept.table if kept else None), settings, groups
+            )
+        kept.settings.follow(rules(groups))
         return kept
 
     def _update_from_the_host(self) -> None:
@@ -155,14 +166,14 @@ class FusedAdamW(AdamW):
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                if not _kernel_takes(parameter, gradient):
+                if not kernel_takes(parameter, gradient):
                     self._update(parameter, gradient, group)
                     continue
                 state = self._state_for_kernel(parameter)
                 steps = state["step"].add_(1).item()
                 seed = self._seed + int(steps)
                 own = settings.setdefault(_settings(group, steps), len(settings))
-                key, row = _described(parameter, gradient, state, own)
+                key, row = _described(parameter, gradient, state, self._copy_of(parameter), own)
                 gathered.setdefault(key, []).append(row)
         for (device, formats), rows in gathered.items():
             self._launch(device, formats, tuple(rows), list(settings), seed)
@@ -176,7 +187,7 @@ class FusedAdamW(AdamW):
         table = self._tables.get((device, formats))
         # An allocator gives gradients the same addresses again, step after step.
         if table is None or table.rows != rows:
-            table = self._tables[device, formats] = Table(rows, device)
+            table = self._tables[device, formats] = Table(rows, device, table)
         by_chance = self._by_chance and formats.moments == torch.bfloat16
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             table.update(
@@ -185,6 +196,15 @@ class FusedAdamW(AdamW):
                 by_chance=by_chance,
                 seed=seed % _LARGEST_SEED,
             )
+
+    def _copy_of(self, parameter: Tensor) -> Tensor | None:
+        """Its copy, for the kernel to write. A parameter's version tells others that it changed:
+        the kernel writes past torch, so it is counted here, unless the copy changes along."""
+        copy = self._copies.find(parameter) if self._copies is not None else None
+        if copy is None or not copy.is_contiguous() or not _format_taken(copy.dtype):
+            torch.autograd.graph.increment_version(parameter)
+            return None
+        return copy
 
     def _state_for_kernel(self, parameter: Tensor) -> dict[str, Tensor]:
         moments = torch.bfloat16 if self._by_chance else parameter.dtype
@@ -196,24 +216,30 @@ class FusedAdamW(AdamW):
         return state
 
 
-def _rules(groups: tuple[dict[str, Any], ...]) -> tuple[Rule, ...]:
+def rules(groups: tuple[dict[str, Any], ...]) -> tuple[Rule, ...]:
     from stepscope.optim.device_settings import Rule
 
     return tuple(Rule.of(group) for group in groups)
 
 
-def _kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
+def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
     if not _HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
         return False
     formats = (parameter.dtype, gradient.dtype)
-    if not all(each in _FORMATS for each in formats) or not parameter.numel():
+    if not all(map(_format_taken, formats)) or not parameter.numel():
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # The interpreter computes bfloat16 wrongly.
-        return torch.bfloat16 not in formats
-    return parameter.is_cuda
+    return parameter.is_cuda or _interpreted()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _format_taken(dtype: torch.dtype) -> bool:
+    """The interpreter computes bfloat16 wrongly."""
+    return dtype in _FORMATS and not (dtype == torch.bfloat16 and _interpreted())
 
 
 def _settings(group: dict[str, Any], steps: float) -> Settings:
@@ -232,21 +258,28 @@ def _settings(group: dict[str, Any], steps: float) -> Settings:
 
 
 def _described(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], settings: int
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    copy: Tensor | None,
+    settings: int,
 ) -> tuple[tuple[torch.device, Formats], Row]:
     from stepscope.optim.triton_adamw import Row
 
     mean, square = state["exp_avg"], state["exp_avg_sq"]
     row = Row(
         parameter.data_ptr(), gradient.data_ptr(), mean.data_ptr(), square.data_ptr(),
-        parameter.numel(), settings,
+        copy.data_ptr() if copy is not None else 0, parameter.numel(), settings,
     )  # fmt: skip
-    return _key(parameter, gradient, state), row
+    return _key(parameter, gradient, state, copy), row
 
 
 def _key(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], copy: Tensor | None
 ) -> tuple[torch.device, Formats]:
     from stepscope.optim.triton_adamw import Formats
 
-    return parameter.device, Formats(parameter.dtype, gradient.dtype, state["exp_avg"].dtype)
+    copied = copy.dtype if copy is not None else None
+    return parameter.device, Formats(
+        parameter.dtype, gradient.dtype, state["exp_avg"].dtype, copied
+    )

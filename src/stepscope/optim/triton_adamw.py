@@ -1,7 +1,8 @@
 """AdamW over many tensors in one launch: a table says where they are, each program takes a piece.
 
-A row of the table is one tensor: the addresses of parameter, gradient and both moments, the number
-of elements, and which row of the settings is its own. A piece is a tensor and a block of it.
+A row of the table is one tensor: the addresses of parameter, gradient, both moments and the copy
+that products read (0 where there is none), the number of elements, and which row of the settings is
+its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 1024
+"""Four elements for each thread of a program: few registers, so five programs share a processor and
+one's loads hide behind another's stores."""
 _BLOCK = tl.constexpr(BLOCK)
 _ALIGNMENT = 16
-_COLUMNS = tl.constexpr(6)
+_COLUMNS = tl.constexpr(7)
 _SETTINGS = tl.constexpr(7)
 _FORMATS = {
     torch.float32: tl.float32,
@@ -42,6 +45,7 @@ class Row(NamedTuple):
     gradient: int
     mean: int
     square: int
+    copy: int
     elements: int
     settings: int
 
@@ -50,6 +54,8 @@ class Formats(NamedTuple):
     parameter: torch.dtype
     gradient: torch.dtype
     moments: torch.dtype
+    copy: torch.dtype | None = None
+    """Of the copy that products read; None where there is none."""
 
 
 @triton.jit
@@ -76,8 +82,8 @@ def _rounded_by_chance(x, noise):
 
 @triton.jit
 def _update(
-    parameter, gradient, mean, square, settings, at, inside, seed,
-    MASKED: tl.constexpr, CHANCE: tl.constexpr,
+    parameter, gradient, mean, square, copy, settings, at, inside, seed,
+    MASKED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """The rule of `optim.adamw`, in its order, for the elements `at`."""
     decay, mean_share = tl.load(settings), tl.load(settings + 1)
@@ -118,13 +124,19 @@ def _update(
         tl.store(parameter + at, p)
         tl.store(mean + at, m)
         tl.store(square + at, s)
+    if COPIED:
+        narrow = p.to(copy.dtype.element_ty)
+        if MASKED:
+            tl.store(copy + at, narrow, mask=inside)
+        else:
+            tl.store(copy + at, narrow)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _table_kernel(
     table, pieces, settings, seed,
-    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr,
-    ALIGNED: tl.constexpr, CHANCE: tl.constexpr,
+    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     row = tl.load(pieces + 2 * number)
@@ -133,31 +145,54 @@ def _table_kernel(
     gradient = _address(table, row, 1, GRADIENT, ALIGNED)
     mean = _address(table, row, 2, MOMENTS, ALIGNED)
     square = _address(table, row, 3, MOMENTS, ALIGNED)
-    elements = tl.load(table + row * _COLUMNS + 4)
-    own = settings + tl.load(table + row * _COLUMNS + 5) * _SETTINGS
+    copy = _address(table, row, 4, COPY, ALIGNED)
+    elements = tl.load(table + row * _COLUMNS + 5)
+    own = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
+    _piece(parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED)
+
+
+@triton.jit
+def _piece(
+    parameter, gradient, mean, square, copy, settings, start, elements, seed,
+    CHANCE: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
     at = start + tl.arange(0, _BLOCK)
     # Whole blocks need no mask, and only without one do loads take 16 bytes at once.
     if start + _BLOCK <= elements:
-        _update(parameter, gradient, mean, square, own, at, at, seed, False, CHANCE)
+        _update(
+            parameter, gradient, mean, square, copy, settings, at, at, seed, False, CHANCE, COPIED
+        )
     else:
         inside = at < elements
-        _update(parameter, gradient, mean, square, own, at, inside, seed, True, CHANCE)
+        _update(
+            parameter, gradient, mean, square, copy, settings, at, inside, seed,
+            True, CHANCE, COPIED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row"])
+def _one_kernel(
+    parameter, gradient, mean, square, copy, settings, elements, row, COPIED: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * _BLOCK
+    own = settings + row * _SETTINGS
+    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED)
 
 
 class Table:
     """Tensors of the same formats on one device, ready for a launch."""
 
-    def __init__(self, rows: tuple[Row, ...], device: torch.device) -> None:
+    def __init__(
+        self, rows: tuple[Row, ...], device: torch.device, like: Table | None = None
+    ) -> None:
+        """`like` has the pieces already where its tensors have the same sizes."""
         self.rows = rows
         addresses = 0
         for row in rows:
-            addresses |= row.parameter | row.gradient | row.mean | row.square
+            addresses |= row.parameter | row.gradient | row.mean | row.square | row.copy
         self._aligned = addresses % _ALIGNMENT == 0
-        blocks = torch.tensor([-(-row.elements // BLOCK) for row in rows])
-        owners = torch.repeat_interleave(torch.arange(len(rows)), blocks)
-        firsts = (blocks.cumsum(0) - blocks)[owners]
-        pieces = torch.stack((owners, torch.arange(len(owners)) - firsts), dim=1)
-        self._pieces = sent(pieces.to(torch.int32), device)
+        same = like is not None and _sizes(like.rows) == _sizes(rows)
+        self._pieces: Tensor = like._pieces if same and like else _cut(rows, device)
         self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
 
     def update(self, settings: Tensor, formats: Formats, *, by_chance: bool, seed: int) -> None:
@@ -165,8 +200,33 @@ class Table:
         _table_kernel[(len(self._pieces),)](
             self._table, self._pieces, settings, seed,
             PARAMETER=_FORMATS[formats.parameter], GRADIENT=_FORMATS[formats.gradient],
-            MOMENTS=moments, ALIGNED=self._aligned, CHANCE=by_chance, num_warps=8,
+            MOMENTS=moments, COPY=_FORMATS[formats.copy or formats.parameter],
+            ALIGNED=self._aligned, CHANCE=by_chance, COPIED=formats.copy is not None, num_warps=8,
         )  # fmt: skip
+
+
+def _sizes(rows: tuple[Row, ...]) -> list[int]:
+    return [row.elements for row in rows]
+
+
+def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
+    blocks = torch.tensor([-(-row.elements // BLOCK) for row in rows])
+    owners = torch.repeat_interleave(torch.arange(len(rows)), blocks)
+    firsts = (blocks.cumsum(0) - blocks)[owners]
+    pieces = torch.stack((owners, torch.arange(len(owners)) - firsts), dim=1)
+    return sent(pieces.to(torch.int32), device)
+
+
+def update_one(
+    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
+    settings: Tensor, row: int,
+) -> None:  # fmt: skip
+    """One tensor, with the settings of that row."""
+    elements = parameter.numel()
+    _one_kernel[(triton.cdiv(elements, BLOCK),)](
+        parameter, gradient, mean, square, copy, settings, elements, row,
+        COPIED=copy is not None, num_warps=8,
+    )  # fmt: skip
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
-"""A training step as CUDA graphs: what the host launches kernel by kernel, as two launches.
+"""A training step as CUDA graphs: what the host launches kernel by kernel, as one or two launches.
 
 Forward and backward are one graph, the optimizer is another. Between their captures the gradients
 exist at the addresses that every replay will write, so an optimizer can prepare itself for them.
+One that works within the backward is part of the first graph, and there is no other.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from typing import TYPE_CHECKING
 
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.workload import GRAPHS_OF_TORCH
+from stepscope.studies.workload_flags import IN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
 
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
-    from stepscope.studies.workload import TrainingStep
+    from stepscope.studies.training_step import TrainingStep
 
 _WARM_UP = 3
+_FIRST = -1
+"""Lower numbers go first; 0 is the usual."""
 
 
 class CapturedStep:
@@ -33,8 +37,12 @@ class CapturedStep:
         optimizer = [phase for phase in phases if phase.name == "optimizer"]
         self._graphs: list[torch.cuda.CUDAGraph] = []
         warm_up(step, phases)
+        if step.workload.optimizer == IN_BACKWARD:
+            self._graphs.append(captured([*work, _update(step)], device))
+            self.gradients_missing = step.without_gradient()
+            return
         self._graphs.append(captured(work, device))
-        self.gradients_missing = sum(p.grad is None for p in step.model.parameters())
+        self.gradients_missing = step.without_gradient()
         if optimizer:
             prepare = getattr(step.optimizer, "prepare", None)
             if prepare is not None:
@@ -69,7 +77,9 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     done = False
     try:
-        with torch.cuda.graph(graph):
+        # Work that is forked off within the capture, on a stream of the usual priority, then fills
+        # what this one leaves idle.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=_FIRST)):  # type: ignore[no-untyped-call]
             for phase in phases:
                 phase.run()
         done = True

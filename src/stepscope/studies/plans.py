@@ -7,6 +7,7 @@ from typing import Literal
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import IN_BACKWARD
 
 
 def plan_of(workload: Workload, device_kind: str) -> StepPlan:
@@ -29,10 +30,9 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
 
 def can_be_predicted(workload: Workload) -> bool:
     """Not a compiled step, whose operators are the compiler's choice, nor one of our kernels, nor
-    somebody else's model."""
-    return (
-        not workload.own and workload.compile == "no" and not workload.fused and not workload.graph
-    )
+    somebody else's model, nor one whose gradients go as they come."""
+    plain = workload.compile == "no" and not workload.fused and not workload.graph
+    return plain and not workload.own and workload.optimizer != IN_BACKWARD
 
 
 def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:

@@ -14,6 +14,20 @@ def adopt_weights(model: torch.nn.Module, source: torch.nn.Module) -> None:
         same = source.get_submodule(name)
         module._parameters.update(same._parameters)
         module._buffers.update(same._buffers)
+    # One set of copies for all: whoever updates a weight writes them too.
+    if hasattr(model, "copies"):
+        model.copies = source.copies
+
+
+def begin_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Moments of zero for every parameter, for others to adopt."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+            }
 
 
 def adopt_moments(optimizer: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.studies.base import CaseSkipped
+from stepscope.studies.workload_flags import IN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -26,17 +27,23 @@ def make_optimizer(
     CUDA graph."""
     import torch
 
-    from stepscope.optim import AdamW, FusedAdamW, MasterWeights
+    from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
     from stepscope.ranges import name_groups
 
     if name == "stepscope" and capturable:
         raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
     if name == "stepscope-fused" and master and capturable:
         raise CaseSkipped("master weights get their gradients within the step: no graph with ours")
+    if name == IN_BACKWARD and master:
+        raise CaseSkipped("master weights are updated after the backward, from all gradients")
     kind: Callable[..., torch.optim.Optimizer] = {
-        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+        "stepscope": AdamW, "stepscope-fused": FusedAdamW, IN_BACKWARD: InBackwardAdamW,
     }.get(name, torch.optim.AdamW)  # fmt: skip
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
+    if name == IN_BACKWARD:
+        settings = {"attach": False}
+    if name in ("stepscope-fused", IN_BACKWARD) and not master:
+        settings["copies"] = getattr(model, "copies", None)
     if name == "torch-fused":
         settings["fused"] = True
     made = (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
     from stepscope.studies.base import Bench
-    from stepscope.studies.workload import TrainingStep
+    from stepscope.studies.training_step import TrainingStep
 
 
 class PlainSteps(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any
 
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 
 def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Measurement:

@@ -65,7 +65,7 @@ class Warmup(Study[WarmupFlags]):
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.measure.timer import time_step
-        from stepscope.studies.workload import TrainingStep
+        from stepscope.studies.training_step import TrainingStep
 
         workload = msgspec.convert(config, Workload)
         step = TrainingStep(workload, bench.device)

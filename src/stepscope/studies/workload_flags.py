@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NONE
+from stepscope.model.memory import ALL
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
@@ -16,7 +17,8 @@ COMPILE_MODES = (
     "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
 )  # fmt: skip
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused")
+IN_BACKWARD = "stepscope-in-backward"
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", IN_BACKWARD)
 LOSSES = ("plain", "fused")
 
 
@@ -40,7 +42,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """torch.compile: no (eager), block (each block alone), model (whole)."""
     optimizer: tuple[str, ...] = ("torch",)
     """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
-    stepscope-fused (the same in one launch)."""
+    stepscope-fused (the same in one launch), stepscope-in-backward (each as soon as its gradient is
+    there)."""
     compile_mode: tuple[str, ...] = ("default",)
     """Of torch.compile: default, reduce-overhead (CUDA graphs of its own), max-autotune (these and
     tuned products), max-autotune-no-cudagraphs."""
@@ -48,6 +51,11 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     """plain (from all logits), fused (head and loss by chunks of rows)."""
     fused: bool = False
     """Norms, SwiGLU and rotation by our kernels; a compiled model fuses them itself."""
+    joined: bool = False
+    """With --fused: one product where several read the same input, from kept copies of weights."""
+    keep: str = ALL
+    """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
+    inputs of the first blocks, such as inputs-12."""
     graph: bool = False
     """Replay the step as a CUDA graph; only on a GPU."""
     checkpoint: tuple[str, ...] = (NONE,)
@@ -68,8 +76,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     def refuse_sizes(self) -> None:
         """A model of one's own has its shape, attention and loss from its author."""
         fixed = {
-            "size", "table", "context", "attention", "loss", "fused", "graph", "d_model", "d_ff",
-            "layers", "heads", "vocab",
+            "size", "table", "context", "attention", "loss", "fused", "joined", "keep", "graph",
+            "d_model", "d_ff", "layers", "heads", "vocab",
         }  # fmt: skip
         for field in msgspec.structs.fields(WorkloadFlags):
             if field.name in fixed and getattr(self, field.name) != field.default:

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stepscope.model.cost import rows_of_a_chunk
+from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.kernels.launching import kernels_take
+from stepscope.model.kernels.products import add_product
 from stepscope.ranges import named
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -31,10 +33,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     chunk_rows: int | None = None,
+    copies: WeightCopies | None = None,
 ) -> Tensor:
     """Cross-entropy of the logits x weightᵀ, in float32 at least.
 
-    Gradients are scaled in place, so a backward runs once, also with `retain_graph`.
+    Gradients are scaled in place, so a backward runs once, also with `retain_graph`. `copies` has
+    the weight in the format of the products, where it is kept.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
@@ -59,16 +63,18 @@ def linear_cross_entropy(
         if torch.compiler.is_compiling():
             made: Made = _operator(*arguments)
             return made[0]
-        loss: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+        narrow = None if copies is None else copies.narrow((weight,), compute)[0]
+        loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow)  # type: ignore[no-untyped-call]
         return loss
 
 
 def _make(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_rows: int,
     compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+    narrow: Tensor | None = None,
 ) -> Made:  # fmt: skip
     wide = torch.promote_types(compute, torch.float32)
-    narrow = weight.to(compute)
+    narrow = weight.to(compute) if narrow is None else narrow
     grad_x = x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0)
     # Over many chunks a sum in a 16-bit format would lose the small ones.
     grad_weight = (
@@ -83,20 +89,13 @@ def _make(
         if needs_x:
             torch.mm(logits, narrow, out=grad_x[part])
         if needs_weight:
-            _add_product(grad_weight, logits.T, read)
+            add_product(grad_weight, logits.T, read)
     count = (targets != ignore_index).sum().to(wide)
     total = losses.sum()
     if not mean:
         return total, torch.ones_like(total), grad_x, grad_weight
     # No row counts: the loss is NaN as torch's is, and no gradient moves anything.
     return total / count, count.clamp(min=1), grad_x, grad_weight
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore_index: int, gradient: bool) -> Tensor:
@@ -131,9 +130,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,
         compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+        narrow: Tensor | None,
     ) -> Tensor:  # fmt: skip
         loss, divisor, grad_x, grad_weight = _make(
-            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight
+            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow
         )
         ctx.save_for_backward(divisor, grad_x, grad_weight)
         ctx.formats = (x.dtype, weight.dtype)
@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, grad)
+        return *_differentiate(ctx, grad), None
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

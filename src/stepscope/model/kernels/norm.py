@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from stepscope.model.kernels.launching import format_taken, kernels_take
 
 WIDEST = 16_384
 """Columns of a row that a program still holds in registers."""
+
+
+class Normed(NamedTuple):
+    """What a product reads, and what that can be made of again: the row over its root mean square,
+    before the weight."""
+
+    value: Tensor
+    unit: Tensor | None = None
+    weight: Tensor | None = None
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,11 +37,7 @@ def rms_norm(
 ) -> Tensor:
     """x over its root mean square, times the weight; in `out_dtype` where the next product wants
     another format than the stream has."""
-    dtype = out_dtype or x.dtype
-    if x.shape[-1] > WIDEST or not kernels_take(x, weight) or not format_taken(dtype):
-        return plain_rms_norm(x, weight, eps).to(dtype)
-    made: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), None, weight, eps, dtype)  # type: ignore[no-untyped-call]
-    return made[1]
+    return normed_sum(x, None, weight, eps, out_dtype)[1].value
 
 
 def add_rms_norm(
@@ -43,51 +48,71 @@ def add_rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + branch, and its norm."""
-    if x.shape != branch.shape:
+    stream, normed = normed_sum(x, branch, weight, eps, out_dtype)
+    return stream, normed.value
+
+
+def normed_sum(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None, *, units: bool = False,
+) -> tuple[Tensor, Normed]:  # fmt: skip
+    """x with the branch added, where there is one, and its norm.
+
+    With `units` the backward keeps the unit row in the format of the output, not the stream, and a
+    product that reads the norm can keep the same tensor in place of its input.
+    """
+    if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
-    dtype = out_dtype or torch.promote_types(x.dtype, branch.dtype)
-    if x.shape[-1] > WIDEST or not kernels_take(x, branch, weight) or not format_taken(dtype):
-        stream = x + branch
-        return stream, plain_rms_norm(stream, weight, eps).to(dtype)
-    made: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), branch.contiguous(), weight, eps, dtype
-    )
-    return made
+    inputs = [x, weight] if branch is None else [x, branch, weight]
+    dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
+    if x.shape[-1] > WIDEST or not kernels_take(*inputs) or not format_taken(dtype):
+        stream = x if branch is None else x + branch
+        return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
+    added = None if branch is None else branch.contiguous()
+    stream, normed, unit = _AddNorm.apply(x.contiguous(), added, weight, eps, dtype, units)  # type: ignore[no-untyped-call]
+    return x if branch is None else stream, Normed(normed, unit, weight.detach())
 
 
 class _AddNorm(torch.autograd.Function):
-    """Stream and normed; without a branch the stream is x, and its gradient goes another way."""
+    """Stream, normed and, where asked for, the unit rows; without a branch the stream is x, and its
+    gradient goes another way."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor]:
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        units: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         from stepscope.model.kernels import triton_norm
 
-        stream, normed, inverse = triton_norm.forward(x, branch, weight, eps, dtype)
-        ctx.save_for_backward(stream, weight, inverse)
-        ctx.formats = (x.dtype, branch.dtype if branch is not None else stream.dtype)
-        ctx.added = branch is not None
+        made = triton_norm.forward(x, branch, weight, eps, dtype, units)
+        ctx.save_for_backward(made.stream if made.unit is None else made.unit, weight, made.inverse)
+        ctx.stream = made.stream.dtype
+        ctx.formats = (x.dtype, branch.dtype if branch is not None else made.stream.dtype)
+        ctx.added, ctx.units = branch is not None, units
         ctx.set_materialize_grads(False)
-        return stream if ctx.added else None, normed
+        if made.unit is not None:
+            ctx.mark_non_differentiable(made.unit)
+        return made.stream if ctx.added else None, made.normed, made.unit
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None
+        ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         from stepscope.model.kernels import triton_norm
 
-        stream, weight, inverse = ctx.saved_tensors
+        kept, weight, inverse = ctx.saved_tensors
         x_dtype, branch_dtype = ctx.formats
         grad_weight = None
         if grad_normed is None:
             if grad_stream is None:
-                return (None,) * 5
+                return (None,) * 6
             grad_sum, grad_branch = grad_stream, grad_stream.to(branch_dtype)
         else:
             through = grad_stream.contiguous() if grad_stream is not None else None
             grad_sum, grad_branch, grad_weight = triton_norm.backward(
-                grad_normed.contiguous(), through, stream, weight, inverse, branch_dtype
-            )
-        return grad_sum.to(x_dtype), grad_branch if ctx.added else None, grad_weight, None, None
+                grad_normed.contiguous(), through, kept, weight, inverse, ctx.stream, branch_dtype,
+                units=ctx.units,
+            )  # fmt: skip
+        branch = grad_branch if ctx.added else None
+        return grad_sum.to(x_dtype), branch, grad_weight, None, None, None

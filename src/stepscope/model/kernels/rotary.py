@@ -39,6 +39,23 @@ def rotated_heads_(
     return _split(turned, heads)
 
 
+def rotated_parts_(
+    x: Tensor,  # (batch, seq, 3 · heads · d_head): queries, keys, values
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, heads, seq, d_head)
+    """The heads of a joined projection, queries and keys turned by their position. x is
+    overwritten, so nobody else may want it."""
+    if x.shape[1] > cos.shape[0]:
+        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
+        q, k, v = (_split(part, heads) for part in x.chunk(3, dim=-1))
+        return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
+    made: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return made
+
+
 def _split(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
@@ -65,3 +82,29 @@ class _Rotate(torch.autograd.Function):
         out = torch.empty_like(grad)
         turn(grad, out, cos, sin, ctx.heads, back=True)
         return out, None, None, None
+
+
+class _RotateParts(torch.autograd.Function):
+    """Three views of x out; their gradients are gathered into one tensor as they are turned back,
+    where slicing would fill three with zeros and add them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
+        from stepscope.model.kernels.triton_rotary import turn
+
+        held = x.detach()
+        turned = held[..., : 2 * x.shape[-1] // 3]
+        turn(turned, turned, cos, sin, 2 * heads, back=False)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        return tuple(_split(part, heads) for part in held.chunk(3, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from stepscope.model.kernels.triton_rotary import gather_back
+
+        cos, sin = ctx.saved_tensors
+        return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None

@@ -27,11 +27,18 @@ class _SwiGLU(torch.autograd.Function):
         from stepscope.model.kernels import triton_swiglu
 
         ctx.save_for_backward(gate, up)
-        return triton_swiglu.forward(gate, up)
+        return triton_swiglu.forward(*map(_as_row, (gate, up))).view(gate.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         from stepscope.model.kernels import triton_swiglu
 
-        return triton_swiglu.backward(grad.contiguous(), *ctx.saved_tensors)
+        gate, up = ctx.saved_tensors
+        made = (torch.empty_like(gate), torch.empty_like(up))
+        triton_swiglu.backward(*map(_as_row, (grad.contiguous(), gate, up, *made)))
+        return made
+
+
+def _as_row(x: Tensor) -> Tensor:
+    return x.view(1, -1)

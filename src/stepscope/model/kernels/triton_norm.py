@@ -1,10 +1,13 @@
 """RMSNorm with the sum before it: one read of the row each way.
 
-The forward keeps the inverse root mean square of each row. In the backward a program takes a run of
-rows and leaves one partial sum for the weight, so there are no atomics and the bits repeat.
+The forward keeps the inverse root mean square of each row, and of the row either itself or the unit
+row: the row over its root mean square. In the backward a program takes a run of rows and leaves one
+partial sum for the weight, so there are no atomics and the bits repeat.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +20,8 @@ _PROGRAMS_INTERPRETED = 4
 
 @triton.jit
 def _forward_kernel(
-    x, branch, weight, stream, normed, inverse, eps, D,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x, branch, weight, stream, normed, unit, inverse, eps, D,
+    ADD: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
@@ -36,17 +39,24 @@ def _forward_kernel(
     scale = tl.math.div_rn(root * 0.0 + 1.0, root)
     tl.store(inverse + row, scale)
     learned = tl.load(weight + j, mask=inside, other=0.0).to(tl.float32)
-    out = wide * scale * learned
+    out = wide * scale
+    if UNITS:
+        # From here on as it is stored, so that the norm can be made of it again.
+        rounded = out.to(unit.dtype.element_ty)
+        tl.store(unit + at, rounded, mask=inside)
+        out = rounded.to(tl.float32)
+    out = out * learned
     tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    grad_normed, grad_stream, stream, weight, inverse, grad_sum, grad_branch, grad_weight,
+    grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, grad_weight,
     rows, rows_each, D,
-    THROUGH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    THROUGH: tl.constexpr, SPLIT: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """THROUGH: a gradient comes along the stream too. SPLIT: the branch has its own format."""
+    """THROUGH: a gradient comes along the stream too. SPLIT: the branch has its own format. UNITS:
+    unit rows were kept."""
     program = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     inside = j < D
@@ -57,7 +67,9 @@ def _backward_kernel(
         row = start + number
         at = row * D + j
         scale = tl.load(inverse + row)
-        unit = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) * scale
+        unit = tl.load(kept + at, mask=inside, other=0.0).to(tl.float32)
+        if not UNITS:
+            unit = unit * scale
         g = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
         total += g * unit
         g = g * learned
@@ -71,43 +83,73 @@ def _backward_kernel(
     tl.store(grad_weight + program * D + j, total, mask=inside)
 
 
+@triton.jit
+def _scaled_kernel(unit, weight, out, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < D
+    learned = tl.load(weight + j, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(unit + row * D + j, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * D + j, (x * learned).to(out.dtype.element_ty), mask=inside)
+
+
+class Made(NamedTuple):
+    stream: Tensor
+    normed: Tensor
+    unit: Tensor | None
+    inverse: Tensor
+    """The inverse root mean square of each row."""
+
+
 def forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Stream, normed, and the inverse root mean square of each row, of contiguous (..., d)."""
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype,
+    units: bool = False,
+) -> Made:  # fmt: skip
+    """Of contiguous (..., d)."""
     stream = x
     if branch is not None:
         stream = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
     normed = torch.empty_like(x, dtype=out_dtype)
+    unit = torch.empty_like(normed) if units else None
     inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     block = triton.next_power_of_2(x.shape[-1])
     _forward_kernel[(inverse.numel(),)](
-        x, branch, weight, stream, normed, inverse, eps, x.shape[-1],
-        ADD=branch is not None, BLOCK=block, num_warps=_warps(block),
+        x, branch, weight, stream, normed, unit, inverse, eps, x.shape[-1],
+        ADD=branch is not None, UNITS=units, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-    return stream, normed, inverse
+    return Made(stream, normed, unit, inverse)
 
 
 def backward(
-    grad_normed: Tensor, grad_stream: Tensor | None, stream: Tensor, weight: Tensor,
-    inverse: Tensor, branch_dtype: torch.dtype,
+    grad_normed: Tensor, grad_stream: Tensor | None, kept: Tensor, weight: Tensor,
+    inverse: Tensor, stream_dtype: torch.dtype, branch_dtype: torch.dtype, *, units: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the stream, of the branch (the same tensor where the format is), of the
-    weight."""
-    rows, d = inverse.numel(), stream.shape[-1]
-    grad_sum = torch.empty_like(stream)
-    split = branch_dtype != stream.dtype
-    grad_branch = torch.empty_like(stream, dtype=branch_dtype) if split else grad_sum
-    rows_each = triton.cdiv(rows, _programs(stream.device))
+    """Gradients of the stream, of the branch (the same tensor where the format is), of the weight.
+    `kept` is the stream, or with `units` the unit rows."""
+    rows, d = inverse.numel(), kept.shape[-1]
+    grad_sum = torch.empty_like(kept, dtype=stream_dtype)
+    split = branch_dtype != stream_dtype
+    grad_branch = torch.empty_like(kept, dtype=branch_dtype) if split else grad_sum
+    rows_each = triton.cdiv(rows, _programs(kept.device))
     programs = triton.cdiv(rows, rows_each)
-    partial = torch.empty(programs, d, device=stream.device, dtype=torch.float32)
+    partial = torch.empty(programs, d, device=kept.device, dtype=torch.float32)
     block = triton.next_power_of_2(d)
     _backward_kernel[(programs,)](
-        grad_normed, grad_stream, stream, weight, inverse, grad_sum, grad_branch, partial,
+        grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, partial,
         rows, rows_each, d,
-        THROUGH=grad_stream is not None, SPLIT=split, BLOCK=block, num_warps=_warps(block),
+        THROUGH=grad_stream is not None, SPLIT=split, UNITS=units, BLOCK=block,
+        num_warps=_warps(block),
     )  # fmt: skip
     return grad_sum, grad_branch, partial.sum(0).to(weight.dtype)
+
+
+def scaled(unit: Tensor, weight: Tensor) -> Tensor:
+    """The norm made again of its unit rows, with the same bits."""
+    out = torch.empty_like(unit)
+    d = unit.shape[-1]
+    block = triton.next_power_of_2(d)
+    _scaled_kernel[(unit.numel() // d,)](unit, weight, out, d, BLOCK=block, num_warps=_warps(block))
+    return out
 
 
 def _warps(block: int) -> int:

@@ -1,4 +1,5 @@
-"""silu(gate) · up, element by element.
+"""silu(gate) · up, element by element, of rows that may lie apart: gate and up are often the two
+halves of one tensor.
 
 EXACT is for float32: the compiler's sigmoid is off by more than the reference is.
 """
@@ -30,22 +31,31 @@ def _sigmoid(a, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate, up, out, n, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+def _place(width, stride, BLOCK: tl.constexpr):
+    """A program's piece of a row: where it is in a tensor of that stride and in a packed one."""
+    chunks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    row, column = program // chunks, (program % chunks) * BLOCK + tl.arange(0, BLOCK)
+    return row * stride + column, row * width + column, column < width
+
+
+@triton.jit
+def _forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    at, packed, inside = _place(width, stride, BLOCK)
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     s, _ = _sigmoid(a, EXACT)
-    tl.store(out + at, (a * s * b).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + packed, (a * s * b).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    grad, gate, up, grad_gate, grad_up, n, BLOCK: tl.constexpr, EXACT: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    grad, gate, up, grad_gate, grad_up, made, width, stride,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """AGAIN: what the forward made is made once more."""
+    at, packed, inside = _place(width, stride, BLOCK)
+    g = tl.load(grad + packed, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     s, rest = _sigmoid(a, EXACT)
@@ -53,22 +63,28 @@ def _backward_kernel(
     of_up = g * (a * s)
     tl.store(grad_gate + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at, of_up.to(grad_up.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(made + packed, (a * s * b).to(made.dtype.element_ty), mask=inside)
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Both contiguous."""
-    out = torch.empty_like(gate)
-    n = gate.numel()
-    _forward_kernel[(triton.cdiv(n, _BLOCK),)](
-        gate, up, out, n, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32
+    """Of (rows, width), both with the same stride between rows."""
+    out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
+    rows, width = gate.shape
+    _forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+        gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32
     )
     return out
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    n = gate.numel()
-    _backward_kernel[(triton.cdiv(n, _BLOCK),)](
-        grad, gate, up, grad_gate, grad_up, n, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32
-    )
-    return grad_gate, grad_up
+def backward(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor,
+    made: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Into tensors with the strides of their inputs, which may be their inputs; `made` gets what
+    the forward gave."""
+    rows, width = gate.shape
+    _backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+        grad, gate, up, grad_gate, grad_up, made, width, gate.stride(0),
+        AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
+    )  # fmt: skip

@@ -13,7 +13,8 @@ from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.strategies import chosen_for
 from stepscope.studies.plans import prediction_for
 from stepscope.studies.step_peaks import counted_peaks, plain_steps
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

@@ -18,7 +18,8 @@ from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

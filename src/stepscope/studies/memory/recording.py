@@ -18,7 +18,8 @@ from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.plans import prediction_for
 from stepscope.studies.step_peaks import one_step, plain_steps, steps_in_turns
 from stepscope.studies.traced import TRACES
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator

@@ -12,7 +12,8 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own.building import build, call, loss_of
 from stepscope.studies.own.changing import blocks_of, checkpoint_blocks
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     import torch

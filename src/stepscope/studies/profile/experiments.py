@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from stepscope.studies.captured import captured, forget_steps, warm_up
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

@@ -12,7 +12,8 @@ import sys
 import msgspec
 
 from stepscope.errors import StepscopeError
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 
 class Watched(Workload, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.profile.experiments import experiments, first_cause, run_phases
 from stepscope.studies.traced import trace_step
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.timer import Timing

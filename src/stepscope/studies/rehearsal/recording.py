@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from stepscope.analysis.rehearsal.recording import ReadyTimes
 from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

@@ -49,8 +49,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch: tuple[int, ...] = (4,)
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
-    """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, fused-pieces, fused-optimizer,
-    compile, graph; master and checkpoint alone and on top."""
+    """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, compile, fused-pieces, joined,
+    fused-optimizer, in-backward, graph, master, checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Each change alone, and on top of those before it."""
     race: tuple[str, ...] = tuple(name for name in GOALS if name != "tiny-64")
@@ -58,9 +58,14 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     scopes: tuple[str, ...] = SCOPES
     """What is compiled in a race: block, model."""
     modes: tuple[str, ...] = MODES
-    """How the peer compiles: default, reduce-overhead, max-autotune."""
+    """How the peer compiles: default, reduce-overhead; max-autotune takes minutes for each form."""
     attentions: tuple[str, ...] = ATTENTIONS
     """The peer's attention."""
+    forms: tuple[str, ...] = ()
+    """Race only forms with one of these in their name, such as 'peer: block' 'updates in
+    backward'."""
+    heat_seconds: float = 300.0
+    """No further form of a race is tried after this time; those that were tried race."""
     loss_size: str = "small"
     """Size of the model that is trained."""
     loss_context: int = 512
@@ -87,6 +92,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds of a race at least."""
 
     def __post_init__(self) -> None:
+        if self.heat_seconds <= 0:
+            raise UsageError(f"heat-seconds is {self.heat_seconds:g}", "it must be above 0")
         for name in ("steps", "rounds", "loss_steps", "words"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
@@ -137,12 +144,11 @@ class Step(Study[StepFlags]):
 
     def _waterfalls(self, flags: StepFlags) -> Iterator[Case]:
         for first in _starts(flags):
-            stay = [name for name in flags.rungs if RUNGS[name].stays]
-            places = climbed(first, stay)
-            # One that is compiled and one that has our kernels, where both are wanted.
-            ends = {0: places[0], len(places) - 1: places[-1]}
-            ends |= {n: p for n, p in enumerate(places) if p.rung == "fused-optimizer"}
-            for _, place in sorted(ends.items()):
+            # Updates beside the backward would hide in its kernels: they are traced after it.
+            apart = [n for n in flags.rungs if n == "compile" or RUNGS[n].stays]
+            first_place, *rest = climbed(first, [n for n in apart if n != "in-backward"])
+            compiled = [place for place in rest[:-1] if place.rung == "compile"]
+            for place in (first_place, *compiled, *rest[-1:]):
                 effort = _effort(flags) | {"traced": 2}
                 case = self._case("waterfall", place, f"waterfall-{place.key}", effort)
                 # It is traced kernel by kernel; the replay comes on top where there is one.
@@ -151,14 +157,16 @@ class Step(Study[StepFlags]):
 
     def _races(self, flags: StepFlags) -> Iterator[Case]:
         for name in flags.race:
-            found = racers(name, flags.scopes, flags.modes, flags.attentions)
+            found = racers(name, flags.scopes, flags.modes, flags.attentions, flags.forms)
             workload = found[-1].workload
+            chosen = "".join(f"_{form.replace(' ', '-')}" for form in flags.forms)
             yield Case(
                 study=self.name,
-                key=f"race-{name}",
+                key=f"race-{name}{chosen}",
                 config={"kind": "race", "race": name, "dtype": goal(name).dtype}
                 | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
-                | {"heat_steps": 3, "min_seconds": flags.min_seconds},
+                | {"heat_steps": 3, "heat_seconds": flags.heat_seconds}
+                | {"min_seconds": flags.min_seconds},
                 needs=(
                     workload.needs()[:1]
                     if goal(name).size == "tiny"

@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.errors import unknown_name
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import IN_BACKWARD
 
 How = Literal["start", "first", "alone", "so far"]
 """`first`: alone and so far are the same, because nothing of what is below is left."""
@@ -22,7 +23,7 @@ class Rung(NamedTuple):
     words: str
     changes: dict[str, Any]
     stays: bool = True
-    """The rungs after it keep it; otherwise it is tried alone and on top of all the others."""
+    """The rungs after it keep it; otherwise it is tried alone and on top of those before it."""
 
 
 RUNGS: dict[str, Rung] = {
@@ -32,16 +33,18 @@ RUNGS: dict[str, Rung] = {
         Rung("bf16", "bfloat16 autocast", {"dtype": "bfloat16"}),
         Rung("flash", "flash attention", {"attention": "auto"}),
         Rung("fused-loss", "head and loss by chunks", {"loss": "fused"}),
+        # It fuses what lies between the products itself, and has no part in what follows.
+        Rung("compile", "torch.compile of each block", {"compile": "block"}, stays=False),
         Rung("fused-pieces", "our kernels between the products", {"fused": True}),
+        Rung("joined", "one product for each input, kept casts", {"fused": True, "joined": True}),
         Rung("fused-optimizer", "AdamW in one launch", {"optimizer": "stepscope-fused"}),
-        # A compiled model fuses what lies between the products itself.
-        Rung("compile", "torch.compile of each block", {"compile": "block", "fused": False}),
+        Rung("in-backward", "AdamW beside the backward", {"optimizer": IN_BACKWARD}),
         Rung("graph", "the step as a CUDA graph", {"graph": True}),
         Rung(
             "master",
             "bfloat16 with float32 master weights",
             # Their gradients are made within the optimizer's step, which our kernel cannot capture.
-            {"dtype": "bfloat16-master", "graph": False},
+            {"dtype": "bfloat16-master", "graph": False, "optimizer": "stepscope-fused"},
             stays=False,
         ),
         Rung("checkpoint", "each block run again in backward", {"checkpoint": "1"}, stays=False),

@@ -1,8 +1,9 @@
 """A race of whole steps: every form of the peer and of ours is tried, the fastest of each race.
 
 All share one set of weights and moments, so that a model of which one fits can be raced in several
-forms. In the heats each form is built, warmed up, timed for a few steps and let go of unless it is
-the fastest of its side. The last of each side then take turns, sample by sample, in this process.
+forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
+was compiled for it, so none is short of memory because of another. The fastest of each side are
+then built once more, from the compiler's caches, and take turns, sample by sample, in this process.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import msgspec
 
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.goals import Heat, Racer
-from stepscope.studies.workload import TrainingStep
+from stepscope.studies.training_step import TrainingStep
 
 if TYPE_CHECKING:
     import torch
@@ -47,88 +49,107 @@ class Entry:
 def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     from stepscope.measure.turns import time_in_turns
 
-    _allow_many_forms()
     racers = [msgspec.convert(racer, Racer) for racer in config["racers"]]
-    field = Field(bench)
+    if any(racer.workload.compile != "no" for racer in racers):
+        _allow_many_forms()
+    field = Field(racers[0], bench)
+    began = time.monotonic()
     for place, racer in enumerate(racers):
+        if time.monotonic() - began > config["heat_seconds"]:
+            field.notes[f"out.{racer.name}"] = "not tried: the time for heats was over"
+            continue
         bench.progress(place, len(racers), f"heat of {racer.name}")
         field.heat(racer, config["heat_steps"])
-    best = field.fastest
-    if "peer" not in best or "ours" not in best:
+    if {"peer", "ours"} - field.fastest.keys():
         said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
         raise CaseSkipped(f"no race: {said}")
-    contestants: dict[str, Callable[[], object]] = {
-        entry.racer.name: entry.run for entry in best.values()
-    }
+    entries = [field.entry(racer) for racer in field.fastest.values()]
+    contestants: dict[str, Callable[[], object]] = {e.racer.name: e.run for e in entries}
     timing = time_in_turns(
         contestants,
         bench.device,
-        warmup=1,
+        warmup=2,
         rounds=config["rounds"],
         min_seconds=config["min_seconds"],
+        before={entry.racer.name: entry.step.follow_weights for entry in entries},
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
-    quantities: dict[str, Quantity] = dict(best["ours"].racer.workload.quantities())
+    quantities: dict[str, Quantity] = dict(field.fastest["ours"].workload.quantities())
     return Measurement(
         series=timing.series,
         quantities=quantities,
         readings=timing.readings,
-        notes=field.notes | {f"best.{side}": entry.racer.name for side, entry in best.items()},
+        notes=field.notes | {f"best.{side}": racer.name for side, racer in field.fastest.items()},
     )
 
 
 class Field:
     """All forms of one step on the same weights."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, first: Racer, bench: Bench) -> None:
         self._bench = bench
-        self._first: TrainingStep | None = None
-        self.fastest: dict[str, Entry] = {}
+        plain = msgspec.structs.replace(
+            first.workload, compile="no", compile_mode="default", graph=False
+        )
+        self._owner = TrainingStep(plain, bench.device)
+        begin_moments(self._owner.optimizer)
+        self.fastest: dict[str, Racer] = {}
         self._times: dict[str, float] = {}
         self.notes: dict[str, str] = {}
 
+    def entry(self, racer: Racer) -> Entry:
+        """Built and run once."""
+        entry = Entry(racer, TrainingStep(racer.workload, self._bench.device, shares=self._owner))
+        entry.run()
+        self._bench.device.synchronize()
+        return entry
+
     def heat(self, racer: Racer, steps: int) -> None:
-        device = self._bench.device
-        device.release()
         try:
-            entry, heat = self._try(racer, steps, device)
+            heat = self._try(racer, steps, self._bench.device)
         except CaseSkipped as skipped:
             self.notes[f"out.{racer.name}"] = f"refused: {skipped}"
-            return
         except Exception as error:
             said = (str(error).strip().splitlines() or [""])[0]
             self.notes[f"out.{racer.name}"] = f"failed: {type(error).__name__}: {said}"
             # The traceback holds the frames that hold the tensors.
             del error
-            device.release()
-            return
-        self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
-        if heat.ms < self._times.get(racer.side, float("inf")):
-            self.fastest[racer.side], self._times[racer.side] = entry, heat.ms
+        else:
+            self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
+            if heat.ms < self._times.get(racer.side, float("inf")):
+                self.fastest[racer.side], self._times[racer.side] = racer, heat.ms
+        self._let_go(racer)
 
-    def _try(self, racer: Racer, steps: int, device: Device) -> tuple[Entry, Heat]:
+    def _try(self, racer: Racer, steps: int, device: Device) -> Heat:
         began = time.monotonic()
         held = device.held_bytes()
         device.reset_peak()
-        step = TrainingStep(racer.workload, device, shares=self._first)
-        shared = self._shared_bytes(step)
-        if self._first is not None and held is not None:
-            held -= shared
-        entry = Entry(racer, step)
-        entry.run()
-        device.synchronize()
+        entry = self.entry(racer)
         first_s = time.monotonic() - began
-        if self._first is None:
-            self._first = step
         _timed(entry, device, _WARM_UP, _WARM_UP_S)
         samples = _timed(entry, device, steps, _HEAT_S)
         peak = device.peak_bytes()
-        own = None if peak is None or held is None else float(peak - held)
-        return entry, Heat(ms=statistics.median(samples), first_s=first_s, peak_bytes=own)
+        if peak is not None and held is not None:
+            # Weights and moments were there before and count for this form too.
+            peak = peak - held + self._shared_bytes(entry.step)
+        return Heat(
+            ms=statistics.median(samples), first_s=first_s,
+            peak_bytes=None if peak is None else float(peak),
+        )  # fmt: skip
+
+    def _let_go(self, racer: Racer) -> None:
+        """Of all that it left: copies of weights, compiled code, torch's graphs."""
+        self._owner.optimizer.zero_grad(set_to_none=True)
+        self._owner.model.copies.clear()  # type: ignore[union-attr,operator]
+        if racer.workload.compile != "no":
+            import torch._dynamo
+
+            torch._dynamo.reset()
+        self._bench.device.release()
 
     @staticmethod
     def _shared_bytes(step: TrainingStep) -> int:
-        """Weights and optimizer state: they were there before this form and count for it too."""
+        """Weights and moments."""
 
         def size(tensors: list[torch.Tensor]) -> int:
             return sum(t.numel() * t.element_size() for t in tensors)

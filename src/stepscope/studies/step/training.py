@@ -10,7 +10,8 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.step.text import entropy, sequences
 from stepscope.studies.step.timing import refuse_without_kernels
-from stepscope.studies.workload import TrainingStep, Workload
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 LEARNING_RATE = 3e-4
 

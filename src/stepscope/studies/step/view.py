@@ -67,7 +67,7 @@ def _ladder_blocks(ladder: Ladder, every: Sequence[Ladder]) -> Iterator[Block]:
                     y=tuple(stand.step.median for stand in climb if stand.step),
                 ),
             ),
-            x_label="each with all before it; master weights and checkpointing on top of all",
+            x_label="each with all before it that stay; see the table for those that do not",
             y_label="step, ms",
         )
     yield _ladder_table(ladder, suffix)
@@ -123,8 +123,9 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
         ),
         rows=tuple(rows),
         caption="Alone: the start with this one change. On those before: on top of every change"
-        " above it that stays; master weights and checkpointing do not stay. Both: the two are the"
-        " same. MFU is of the rate of each step's own format, so a faster format can lower it.",
+        " above it that stays; torch.compile, master weights and checkpointing do not. Both: the"
+        " two are the same. MFU is of the rate of each step's own format, so a faster format can"
+        " lower it.",
     )
 
 

@@ -1,0 +1,135 @@
+"""Where the time of a step should go, part by part, before it runs: the peer's and ours.
+
+    python benchmarks/step_budget.py [2.7b-2048 2.7b-512 xl-512 xl-2048 small-512 8b-32768]
+
+A product runs at a base rate times how well its tiles fill the processors, the best of a few tiles;
+the base is what the forward of 2.7b at context 2048 was measured at, compiled, on an H200 (109.1 ms
+in all). Passes and AdamW run at nine tenths of the measured copy. Attention runs at rates measured
+alone. Kernels in a graph are a microsecond apart. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from stepscope.analysis.ideal import operations
+from stepscope.errors import UsageError
+from stepscope.model.config import ModelConfig, precision
+from stepscope.model.cost import flops, parameters
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.studies.step.goals import GOALS, Goal, goal
+
+PROCESSORS = 132
+TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.97, (128, 128): 0.9, (64, 256): 0.88}
+"""Tile of the result, and what a processor reaches with it relative to the best."""
+BASE = 665e12
+COPY = 4.3e12 * 0.9
+DATA_SHEET = 989e12
+GAP_MS = 1e-3
+KERNELS_PER_BLOCK = 30
+ATTENTION = {"2.7b": (257e12, 300e12), "xl": (300e12, 360e12), "small": (120e12, 120e12)}
+"""FLOP/s of forward and backward together: the peer's and ours, at context 2048."""
+SHORT = 0.4
+"""At context 512 attention has too little work: of its rate this much is left."""
+LONG_CONTEXT = 549e12
+HIDDEN = 0.4
+"""Of AdamW beside the backward: a guess, to be measured."""
+
+
+class Budget(NamedTuple):
+    products: float
+    attention: float
+    passes: float
+    casts: float
+    optimizer: float
+    again: float
+    gaps: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def product_ms(m: int, n: int, k: int) -> float:
+    """An m × n result of k products each."""
+    fill = max(
+        quality * m * n / (rows * columns)
+        / (math.ceil(_tiles(m, n, rows, columns) / PROCESSORS) * PROCESSORS)
+        for (rows, columns), quality in TILES.items()
+    )  # fmt: skip
+    return 2 * m * n * k / (BASE * fill) * 1e3
+
+
+def _tiles(m: int, n: int, rows: int, columns: int) -> int:
+    return math.ceil(m / rows) * math.ceil(n / columns)
+
+
+def products(config: ModelConfig, tokens: int, *, joined: bool) -> Iterator[float]:
+    """Forward, towards the input and towards the weight of every product of a block."""
+    d, hidden = config.d_model, config.d_ff
+    groups = ((1, 3 * d, d), (1, d, d), (1, 2 * hidden, d), (1, d, hidden)) if joined else (
+        (4, d, d), (2, hidden, d), (1, d, hidden),
+    )  # fmt: skip
+    for count, out, into in groups:
+        yield count * product_ms(tokens, out, into)
+        yield count * product_ms(tokens, into, out)
+        yield count * product_ms(out, into, tokens)
+
+
+def budget(wanted: Goal, *, ours: bool) -> Budget:
+    config = with_overrides(find_size(wanted.size, wanted.table), context=wanted.context)
+    form, tokens = precision(wanted.dtype), wanted.batch * wanted.context
+    layers, weights = config.n_layers, parameters(config)
+    block = sum(products(config, tokens, joined=ours))
+    head = 3 * product_ms(tokens, config.vocab, config.d_model)
+    listed = operations(config, wanted.batch, wanted.context, form)
+    passes = sum(one.instances * one.bytes for one in listed if one.kind == "memory")
+    adamw = next(one.bytes for one in listed if one.kind == "optimizer")
+    attention = sum(one.instances * one.flops for one in listed if one.kind == "attention")
+    rate = LONG_CONTEXT if wanted.context > 8192 else ATTENTION[wanted.size][ours]
+    rate *= SHORT if wanted.context <= 512 else 1.0
+    # A float32 weight under autocast: cast there and back, or a copy and a wider gradient written.
+    moved = (4 if ours else 12) * weights.multiplied if form.autocast else 0
+    again = 0.0
+    if wanted.checkpoint != "no":
+        gates = product_ms(tokens, 2 * config.d_ff, config.d_model)
+        forward = block / 3 + attention / layers / 3.5 / rate * 1e3
+        again = wanted.thrifty * gates if ours else layers * forward
+    return Budget(
+        products=layers * block + head,
+        attention=attention / rate * 1e3,
+        passes=passes / COPY * 1e3,
+        casts=moved / COPY * 1e3,
+        optimizer=adamw / COPY * 1e3 * (1 - HIDDEN if ours else 1),
+        again=again,
+        gaps=layers * KERNELS_PER_BLOCK * GAP_MS,
+    )
+
+
+def main() -> int:
+    titles = Budget._fields
+    print(f"{'step':<10} {'side':<5}" + "".join(f"{title:>11}" for title in titles) + "      total")
+    for name in sys.argv[1:] or [name for name in GOALS if name != "tiny-64"]:
+        try:
+            wanted = goal(name)
+        except UsageError as error:
+            print(error)
+            return 2
+        config = with_overrides(find_size(wanted.size, wanted.table), context=wanted.context)
+        counted = flops(config, wanted.batch, wanted.context).step
+        totals = {}
+        for side in ("peer", "ours"):
+            made = budget(wanted, ours=side == "ours")
+            totals[side] = made.total
+            share = counted / (made.total * 1e-3) / DATA_SHEET
+            parts = "".join(f"{value:>11.1f}" for value in made)
+            print(f"{name:<10} {side:<5}{parts} {made.total:>10.1f} ms, {share:.0%} MFU")
+        print(f"{'':<10} {totals['peer'] / totals['ours']:.2f} times as fast")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Weights in the format of the products that read them, kept from step to step.
+
+Under autocast every product casts its weight anew: 6 bytes moved for each parameter in each step.
+Here the cast is kept, and made again only where a weight has changed since. An optimizer that
+writes the copy together with the weight (`FusedAdamW`) never lets that happen. Weights of products
+that read the same input lie one under the other, so that one product serves them all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Weights = tuple[Tensor, ...]
+
+
+class WeightCopies:
+    """The copies of one model, or of several that share their weights."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._rows: dict[int, Tensor] = {}
+
+    def narrow(self, weights: Weights, dtype: torch.dtype) -> Weights:
+        """What products in that format read: one tensor with all rows where it is a copy, the
+        weights themselves where they have the format."""
+        if all(weight.dtype == dtype for weight in weights):
+            return tuple(weight.detach() for weight in weights)
+        key = tuple(map(id, weights))
+        group = self._groups.get(key)
+        if group is None or not group.fits(weights, dtype):
+            group = self._made(key, weights, dtype)
+        group.follow(weights)
+        return (group.joined,)
+
+    def find(self, weight: Tensor) -> Tensor | None:
+        """The copy of this weight, for whoever updates it."""
+        return self._rows.get(id(weight))
+
+    def refresh(self) -> None:
+        """Follow what others did to the weights since."""
+        for group in self._groups.values():
+            weights = group.weights()
+            if weights is not None:
+                group.follow(weights)
+
+    def clear(self) -> None:
+        """Let go of all copies; who asks again gets a new one."""
+        self._groups.clear()
+        self._rows.clear()
+
+    def _made(self, key: tuple[int, ...], weights: Weights, dtype: torch.dtype) -> _Group:
+        self._groups = {k: held for k, held in self._groups.items() if held.weights() is not None}
+        group = self._groups[key] = _Group(weights, dtype)
+        self._rows = {
+            number: row for k, held in self._groups.items()
+            for number, row in zip(k, held.rows, strict=True)
+        }  # fmt: skip
+        return group
+
+
+class _Group:
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._owners = [weakref.ref(weight) for weight in weights]
+        rows = [weight.shape[0] for weight in weights]
+        self.joined = torch.empty(
+            sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
+        )
+        self.rows: Sequence[Tensor] = torch.split(self.joined, rows)
+        self._seen: list[tuple[int, int]] = []
+
+    def weights(self) -> Weights | None:
+        """Those it was made for; None where one is gone, or where its number has a new owner."""
+        alive = [owner() for owner in self._owners]
+        found = tuple(weight for weight in alive if weight is not None)
+        return found if len(found) == len(alive) else None
+
+    def fits(self, weights: Weights, dtype: torch.dtype) -> bool:
+        same = all(owner() is weight for owner, weight in zip(self._owners, weights, strict=True))
+        shapes = [weight.shape for weight in weights] == [row.shape for row in self.rows]
+        return same and shapes and (self.joined.dtype, self.joined.device) == (
+            dtype, weights[0].device,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def follow(self, weights: Weights) -> None:
+        state = [(weight._version, weight.data_ptr()) for weight in weights]
+        if state != self._seen:
+            torch._foreach_copy_(list(self.rows), list(weights))
+            self._seen = state

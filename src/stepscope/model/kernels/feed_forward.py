@@ -1,0 +1,97 @@
+"""A whole SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one operation.
+
+One product makes gate and up side by side, and one kernel makes their gradients in the same layout.
+What is kept for the backward is a choice: `all` keeps what is gated too, `gates` makes it again on
+the way, for one write of it, and `inputs` keeps neither, for the first product once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from stepscope.model.kernels.copies import WeightCopies, Weights
+from stepscope.model.kernels.launching import kernels_take, product_format
+from stepscope.model.kernels.norm import Normed
+from stepscope.model.kernels.products import Kept, gradients, product, product_back, wide_product
+from stepscope.model.memory import ALL, INPUTS
+
+
+def feed_forward(
+    x: Tensor | Normed,  # (..., d)
+    w1: Tensor,  # (hidden, d)
+    w3: Tensor,  # (hidden, d)
+    w2: Tensor,  # (d, hidden)
+    copies: WeightCopies,
+    keep: str = ALL,
+) -> Tensor:
+    read = x.value if isinstance(x, Normed) else x
+    dtype = product_format(read)
+    first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
+    kept = x if isinstance(x, Normed) else None
+    made: Tensor = _FeedForward.apply(read.to(dtype), kept, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, normed: Normed | None, first: Weights, second: Tensor, keep: str,
+        w1: Tensor, w3: Tensor, w2: Tensor,
+    ) -> Tensor:  # fmt: skip
+        flat = x.reshape(-1, x.shape[-1])
+        gates = product(flat, first)
+        gated = _gated(gates)
+        out = gated @ second.T
+        held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
+        ctx.weights = [(w1.dtype, w1.shape[0]), (w3.dtype, w3.shape[0]), (w2.dtype, w2.shape[0])]
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, (*first, second), held = ctx.x.again(ctx)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_gated = flat @ second
+        gates = held[0] if held else product(x, tuple(first))
+        gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
+        # Gates that were made for this alone give their room to their gradient.
+        grad_gates = torch.empty_like(gates) if held else gates
+        _gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
+        *dtypes, (w2_dtype, _) = ctx.weights
+        grad_w2 = wide_product(flat.T, gated, w2_dtype)
+        grad_first = gradients(grad_gates, x, dtypes)
+        grad_x = product_back(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
+        return grad_x, None, None, None, None, *grad_first, grad_w2
+
+
+def _gated(gates: Tensor) -> Tensor:
+    gate, up = gates.chunk(2, dim=1)
+    if kernels_take(gates):
+        from stepscope.model.kernels import triton_swiglu
+
+        return triton_swiglu.forward(gate, up)
+    return functional.silu(gate) * up
+
+
+def _gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
+    """Fills the gradient of the gates, and what they gated where that is asked for."""
+    gate, up = gates.chunk(2, dim=1)
+    if kernels_take(gates, grad):
+        from stepscope.model.kernels import triton_swiglu
+
+        grad_gate, grad_up = grad_gates.chunk(2, dim=1)
+        triton_swiglu.backward(grad, gate, up, grad_gate, grad_up, gated)
+        return
+    wide = torch.promote_types(gates.dtype, torch.float32)
+    a, b, g = gate.to(wide), up.to(wide), grad.to(wide)
+    share = torch.sigmoid(a)
+    silu = a * share
+    if gated is not None:
+        gated.copy_(_gated(gates))
+    grad_gates.copy_(torch.cat((g * b * (share + silu * (1 - share)), g * silu), dim=1))

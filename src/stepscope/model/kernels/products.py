@@ -1,0 +1,142 @@
+"""Matrix products that read the same input, as one, with gradients in the weights' own format.
+
+Autocast makes the gradient of a weight in the format of the products and then casts it: written,
+read and written again. Here the product writes it in the weight's format at once, which is also
+what it was summed in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stepscope.model.kernels.copies import WeightCopies, Weights
+from stepscope.model.kernels.launching import product_format
+from stepscope.model.kernels.norm import Normed
+
+
+def joined_product(
+    x: Tensor | Normed,  # (..., d)
+    weights: Weights,  # each (rows, d)
+    copies: WeightCopies,
+) -> Tensor:  # (..., all rows)
+    """x times each weight transposed, side by side."""
+    read = x.value if isinstance(x, Normed) else x
+    dtype = product_format(read)
+    narrow = copies.narrow(weights, dtype)
+    kept = x if isinstance(x, Normed) else None
+    made: Tensor = _Joined.apply(read.to(dtype), kept, narrow, *weights)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights: Tensor
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.x = Kept(ctx, flat, normed, narrow)
+        ctx.weights = [(weight.dtype, weight.shape[0]) for weight in weights]
+        return product(flat, narrow).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, narrow, _ = ctx.x.again(ctx)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = product_back(flat, narrow).view(*grad.shape[:-1], -1)
+        return grad_x, None, None, *gradients(flat, x, ctx.weights)
+
+
+class Kept:
+    """What a product keeps of its input: itself, or what it can be made of again."""
+
+    def __init__(
+        self, ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *more: Tensor
+    ) -> None:
+        remade = normed is not None and normed.unit is not None
+        held = (normed.unit, normed.weight) if remade else (x,)  # type: ignore[union-attr]
+        self._remade, self._narrow = remade, len(narrow)
+        ctx.save_for_backward(*held, *narrow, *more)
+
+    def again(self, ctx: Any) -> tuple[Tensor, Weights, tuple[Tensor, ...]]:
+        """Input, weights, and what else was kept."""
+        held = ctx.saved_tensors
+        first = 1 + self._remade
+        end = first + self._narrow
+        x = held[0]
+        if self._remade:
+            from stepscope.model.kernels.triton_norm import scaled
+
+            x = scaled(*held[:2]).view(-1, held[0].shape[-1])
+        return x, held[first:end], held[end:]
+
+
+def product(x: Tensor, narrow: Weights) -> Tensor:
+    """x times each transposed, side by side."""
+    if len(narrow) == 1:
+        return x @ narrow[0].T
+    out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
+    start = 0
+    for weight in narrow:
+        end = start + weight.shape[0]
+        torch.mm(x, weight.T, out=out[:, start:end])
+        start = end
+    return out
+
+
+def product_back(grad: Tensor, narrow: Weights) -> Tensor:
+    """The gradient towards the input, summed over the weights."""
+    if len(narrow) == 1:
+        return grad @ narrow[0]
+    parts = torch.split(grad, [weight.shape[0] for weight in narrow], dim=1)
+    out = parts[0] @ narrow[0]
+    for part, weight in zip(parts[1:], narrow[1:], strict=True):
+        out.addmm_(part, weight)
+    return out
+
+
+def gradients(
+    grad: Tensor, x: Tensor, weights: list[tuple[torch.dtype, int]]
+) -> tuple[Tensor, ...]:
+    """Of each weight, given its format and rows: row ranges of one product."""
+    made = wide_product(grad.T, x, weights[0][0])
+    return torch.split(made, [rows for _, rows in weights])
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in a format that may be wider than theirs, rounded once."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda and _writes_wide():
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, where total may be wider."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and _writes_wide():
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+@functools.cache
+def _writes_wide() -> bool:
+    """cuBLAS always could; torch passes it on since 2.8."""
+    probe = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    wide: Callable[..., Tensor] = torch.addmm
+    try:
+        total = torch.zeros(16, 16, device="cuda")
+        wide(total, probe, probe, out_dtype=torch.float32, out=total)
+        torch.mm(probe, probe, out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,227 @@
+"""AdamW that updates each parameter as soon as its gradient is there, beside the rest of backward.
+
+An update moves bytes and a matrix product computes, so on a GPU one can fill the gaps of the other:
+updates run on a stream of their own. A gradient lives until its update is done, so there are never
+all of them. What needs all gradients at once (clipping by a global norm, accumulation over several
+backwards, loss scaling that skips steps) cannot be had with it.
+
+    optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
+    loss.backward()
+    optimizer.step()  # waits for the updates, on the device
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
+
+if TYPE_CHECKING:
+    from stepscope.optim.device_settings import DeviceSettings
+
+MOST_WAITING = 1 << 30
+"""Bytes of gradients whose updates may be behind before the backward waits for them."""
+
+
+class Crowd(NamedTuple):
+    """The parameters of one device that a kernel can take."""
+
+    settings: DeviceSettings
+    groups: tuple[dict[str, Any], ...]
+    """Of each row of the settings its parameter group."""
+    beside: _Beside | None
+
+
+class InBackwardAdamW(FusedAdamW):
+    """`overlap=False` updates on the backward's own stream. With `attach=False` it listens only
+    within `attached()`: several optimizers can then take turns on the same parameters."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        copies: Copies | None = None,
+        overlap: bool = True,
+        attach: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
+        self._overlap = overlap
+        self._crowds: list[Crowd] = []
+        self._places: dict[Tensor, tuple[Crowd, int]] = {}
+        self._begun = False
+        self.updated = 0
+        """Parameters that the last backward reached."""
+        if attach:
+            self._listen()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Updates happen in backwards within this."""
+        handles = self._listen()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def prepare(self) -> None:
+        """Nothing is to be prepared: a captured backward has its updates in it."""
+
+    def refresh(self) -> None:
+        for crowd in self._crowds:
+            crowd.settings.follow(rules(crowd.groups))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # The counts are others now.
+        self._crowds.clear()
+        self._places.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Wait, on the device, until all updates of this backward are done."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._begun and self._has_gradients():
+            raise RuntimeError(
+                "gradients were made while InBackwardAdamW was not listening: run the backward"
+                " within attached(), or make it with attach=True"
+            )
+        for crowd in self._crowds:
+            if crowd.beside is not None:
+                crowd.beside.join()
+        self._begun = False
+        return loss
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+
+    def _listen(self) -> list[Any]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._hook_of(group))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def _hook_of(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            with torch.no_grad():
+                self._take(parameter, parameter.grad, group)
+            parameter.grad = None
+
+        return hook
+
+    def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if not self._begun:
+            self._begin()
+        self.updated += 1
+        if parameter not in self._places:
+            self._update(parameter, gradient, group)
+            return
+        crowd, row = self._places[parameter]
+        state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
+        dense = gradient.contiguous()
+
+        def update() -> None:
+            from stepscope.optim.triton_adamw import update_one
+
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row)
+
+        if crowd.beside is None:
+            update()
+        else:
+            crowd.beside.run(update, dense)
+
+    def _begin(self) -> None:
+        """Count the step; the first time, make the settings of all parameters."""
+        if not self._crowds:
+            self._gather()
+        for crowd in self._crowds:
+            if not _capturing(crowd.settings.rows.device):
+                crowd.settings.follow(rules(crowd.groups))
+            if crowd.beside is None:
+                crowd.settings.advance()
+            else:
+                crowd.beside.run(crowd.settings.advance, None)
+        self._begun, self.updated = True, 0
+
+    def _gather(self) -> None:
+        members: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if kernel_takes(parameter, parameter):
+                    members.setdefault(parameter.device, []).append((parameter, group))
+        for device, held in members.items():
+            self._crowds.append(self._crowd(device, held))
+
+    def _crowd(self, device: torch.device, members: list[tuple[Tensor, dict[str, Any]]]) -> Crowd:
+        from stepscope.optim.device_settings import DeviceSettings
+
+        if _capturing(device):
+            raise RuntimeError("run a step before the capture: it makes the moments")
+        groups = tuple(group for _, group in members)
+        counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
+        settings = DeviceSettings(counts, rules(groups), device)
+        overlaps = self._overlap and device.type == "cuda"
+        crowd = Crowd(settings, groups, _Beside(device) if overlaps else None)
+        for row, (parameter, _) in enumerate(members):
+            self.state[parameter]["step"] = settings.steps[row]
+            self._places[parameter] = (crowd, row)
+        return crowd
+
+
+class _Beside:
+    """Work beside the current stream, in its order, on gradients that it keeps alive.
+
+    Memory that another stream still reads must not be given back to the first one. Here the first
+    waits for the oldest update before its gradient is let go of, so the allocator has to know
+    nothing of the second stream, in a capture as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._bytes = 0
+
+    def run(self, work: Callable[[], None], gradient: Tensor | None) -> None:
+        first = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(first)
+        with torch.cuda.stream(self._stream):
+            work()
+            done = self._stream.record_event()
+        if gradient is not None:
+            self._waiting.append((gradient, done))
+            self._bytes += gradient.nbytes
+            while self._bytes > MOST_WAITING and len(self._waiting) > 1:
+                self._let_go(first)
+
+    def join(self) -> None:
+        first = torch.cuda.current_stream(self._stream.device)
+        first.wait_stream(self._stream)
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _let_go(self, first: torch.cuda.Stream) -> None:
+        gradient, done = self._waiting.popleft()
+        first.wait_event(done)
+        self._bytes -= gradient.nbytes
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
