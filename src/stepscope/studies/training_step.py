@@ -41,6 +41,10 @@ class TrainingStep:
 
         return super().__new__(OwnTrainingStep)
 
+    def __getnewargs__(self) -> tuple[Workload]:
+        """For copies of a step."""
+        return (self.workload,)
+
     def __init__(
         self, workload: Workload, device: Device, *, seed: int = 0,
         shares: TrainingStep | None = None,
