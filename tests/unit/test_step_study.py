@@ -15,6 +15,7 @@ from sample_records import environment
 from step_records import loss_record, rung_record, step_race_record, waterfall_record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
+from stepscope.records.schema import Quantity
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import PARTS, StepFlags
@@ -131,6 +132,8 @@ class TestRacers:
             "ours: eager triton joined updates in backward graph",
             "peer: block default sdpa_cudnn",
         ]
+        chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
+        assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_peer-block_graph"]
         with pytest.raises(UsageError, match="name one of each side: peer: block default"):
             racers("small-512", forms=("peer",))
 
@@ -203,6 +206,28 @@ class TestPage:
         first = next(b for b in held.values() if isinstance(b, Finding))
         assert "from 100 ms to 25.0 ms, 4.00 times as fast" in first.text
         assert "Alone, bfloat16 autocast brings most: 2.00 times" in first.text
+
+    def test_a_hundredth_is_no_gain(self) -> None:
+        held = self.blocks(
+            rung_record("start", "start", step=100.0), rung_record("bf16", "first", step=99.5)
+        )
+        first = next(b for b in held.values() if isinstance(b, Finding))
+        assert "no change makes its 100 ms shorter" in first.text
+
+    def test_what_a_process_grew_by_is_no_peak(self) -> None:
+        on_host = environment(device_kind="cpu", device_name="Xeon")
+        peak = {"peak_bytes": Quantity(value=8192, unit="B")}
+        shown = []
+        for here in (on_host, environment()):
+            held = self.blocks(
+                rung_record("start", "start", quantities=peak, environment=here),
+                step_race_record("tiny-64", {"peer: a": 3.0, "ours: b": 2.0}, environment=here),
+            )
+            ladder, heats = held["step-ladder"], held["step-heats"]
+            assert isinstance(ladder, Table)
+            assert isinstance(heats, Table)
+            shown.append((ladder.rows[0][-2], heats.rows[-1][5]))
+        assert shown == [(None, None), (8192, 50 * 2**30)]
 
     def test_curves_are_held_against_the_one_of_their_seed(self) -> None:
         falling = [9.0 - step * 0.1 for step in range(50)]

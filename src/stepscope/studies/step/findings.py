@@ -9,6 +9,9 @@ from stepscope.report.format import duration, number, percent
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Curve, Ladder, Race
 
+GAINS = 1.01
+"""From here on a step counts as faster."""
+
 
 def step_findings(
     climbed: Sequence[Ladder], learnt: dict[str, Curve], raced: Sequence[Race]
@@ -28,21 +31,15 @@ def _climb(ladder: Ladder) -> Iterator[Finding]:
     best = min(timed, key=lambda stand: stand.step.median if stand.step else 0.0)
     assert best.step is not None
     ratio = first.step.median / best.step.median
-    text = (
-        f"{ladder.name}: from {duration(first.step.median)} to {duration(best.step.median)},"
-        f" {number(ratio, 3)} times as fast"
-    )
-    text += "." if best.rung == START else f", with all up to {words(best.rung)}."
-    alone = [s for s in ladder.stands if s.how in ("alone", "first") and s.step]
-    if alone:
-        top = min(alone, key=lambda stand: stand.step.median if stand.step else 0.0)
-        assert top.step is not None
-        gain = first.step.median / top.step.median
-        if gain > 1:
-            text += f" Alone, {words(top.rung)} brings most: {number(gain, 3)} times."
-        else:
-            text += " Alone, no change makes it faster."
-    yield Finding(text=text, tone="good" if ratio > 1 else "info")
+    if ratio < GAINS:
+        text = f"{ladder.name}: no change makes its {duration(first.step.median)} shorter."
+        yield Finding(text=text, tone="info")
+    else:
+        text = (
+            f"{ladder.name}: from {duration(first.step.median)} to {duration(best.step.median)},"
+            f" {number(ratio, 3)} times as fast, with all up to {words(best.rung)}."
+        )
+        yield Finding(text=f"{text} {_alone(ladder, first.step.median)}", tone="good")
     lost = [s for s in ladder.stands if s.record.status != "ok"]
     if lost:
         kinds = dict.fromkeys(words(s.rung) for s in lost)
@@ -51,6 +48,17 @@ def _climb(ladder: Ladder) -> Iterator[Finding]:
             f" The first said: {lost[0].record.reason}",
             tone="warn" if any(s.record.status != "skipped" for s in lost) else "info",
         )
+
+
+def _alone(ladder: Ladder, start_ms: float) -> str:
+    alone = {s.rung: s.step.median for s in ladder.stands if s.how in ("alone", "first") and s.step}
+    if not alone:
+        return ""
+    rung = min(alone, key=lambda name: alone[name])
+    gain = start_ms / alone[rung]
+    if gain < GAINS:
+        return "Alone, no change makes it faster."
+    return f"Alone, {words(rung)} brings most: {number(gain, 3)} times."
 
 
 def _learnt(learnt: dict[str, Curve]) -> Iterator[Finding]:

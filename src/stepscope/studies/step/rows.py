@@ -34,6 +34,12 @@ class Stand(NamedTuple):
     def step(self) -> Summary | None:
         return step_ms(self.record) if self.record.status == "ok" else None
 
+    @property
+    def peak(self) -> float | None:
+        """On a host it would be what the process grew by, most of which was there before."""
+        on_host = self.record.environment.device_kind == "cpu"
+        return None if on_host else self.record.quantity("peak_bytes")
+
 
 class Ladder(NamedTuple):
     """All rungs of one model, context and batch."""
@@ -174,7 +180,9 @@ class Race(NamedTuple):
         for key, note in self.record.notes.items():
             what, _, name = key.partition(".")
             if what == "heat":
-                found[name] = msgspec.json.decode(note, type=Heat)
+                heat = msgspec.json.decode(note, type=Heat)
+                on_host = self.record.environment.device_kind == "cpu"
+                found[name] = msgspec.structs.replace(heat, peak_bytes=None) if on_host else heat
             elif what == "out":
                 found[name] = note
         return found

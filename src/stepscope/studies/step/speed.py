@@ -22,7 +22,7 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
         return
     yield Table(
         name="step-speed",
-        title="One training step against the fastest of torch.compile",
+        title="One training step: ours against the fastest peer",
         columns=(
             Column(title="case"),
             Column(title="peer", hint="the fastest of its forms"),

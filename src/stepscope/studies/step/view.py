@@ -100,7 +100,7 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
                 _whole(tokens_per_second(stand.record)),
                 mfu(stand.record),
                 mfu(stand.record, measured=False),
-                stand.record.quantity("peak_bytes"),
+                stand.peak,
                 None,
             )
         )
