@@ -61,6 +61,7 @@ def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch
             for state in step.optimizer.state.values():
                 for tensor in state.values():
                     tensor.zero_()
+        step.follow_weights()
     else:
         phases = step.phases()
     losses = []

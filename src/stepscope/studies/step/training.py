@@ -62,4 +62,5 @@ def _from_the_beginning(step: TrainingStep) -> Any:
         for state in step.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
+    step.follow_weights()
     return phases
