@@ -106,10 +106,12 @@ def _end(tried: Sequence[Tried]) -> Iterator[str]:
     kept = [one for one in tried if one.kept and one.ratio is not None]
     if not kept:
         return
-    last = max(kept, key=lambda one: len(one.trial.advice))
+    together = [one for one in kept if len(one.trial.advice) > 1]
+    last = max(together or kept, key=lambda one: 1 / one.ratio.value if one.ratio else 0)
     assert last.ratio is not None
+    titles = " and ".join(one.title for one in last.trial.advice)
     yield (
-        f"With all that was kept a step takes {percent(last.ratio.value)} of the time it took:"
+        f"With {titles} a step takes {percent(last.ratio.value)} of the time it took:"
         f" {number(1 / last.ratio.value, 3)}× the speed"
         f" ({number(1 / last.ratio.high, 3)} to {number(1 / last.ratio.low, 3)}×)."
     )

@@ -64,10 +64,11 @@ def tried(
     """Changes that were tried: the step takes 50 ms without them, `times` with them."""
     trial = Trial(base=BASE, advice=advised or (advice(),), step_ms=100.0)
     spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
+    other = (1.0, 0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
     series = (
         Series(name="base", unit="ms", values=tuple(50 * s for s in spread), clock="device"),
         Series(name="base", unit="ms", values=(1.0,) * 7),
-        Series(name="changed", unit="ms", values=tuple(times * s for s in spread), clock="device"),
+        Series(name="changed", unit="ms", values=tuple(times * s for s in other), clock="device"),
         Series(name="loss.base", unit="nats", values=(2.0, 1.5, 1.2, 1.0)),
         Series(name="loss.changed", unit="nats", values=losses),
     )

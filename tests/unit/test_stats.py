@@ -14,6 +14,7 @@ from stepscope.records import stats
 from stepscope.records.stats import (
     decide,
     mann_whitney,
+    paired_ratio,
     ratio_interval,
     stability,
     summarize,
@@ -261,3 +262,15 @@ def test_a_slowdown_of_five_per_cent_is_found(count: int, spread: float, outlier
         for _ in range(TRIALS)
     )
     assert found >= 0.95 * TRIALS
+
+
+def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
+    drift = [1.0 + 0.2 * place for place in range(15)]
+    base = [100.0 * slow for slow in drift]
+    new = [90.0 * slow * (1.01 if place % 2 else 0.99) for place, slow in enumerate(drift)]
+    paired = paired_ratio(base, new)
+    assert paired.value == pytest.approx(0.9, rel=0.011)
+    assert paired.high < 1.0
+    assert not ratio_interval(base, new).excludes_one
+    with pytest.raises(ValueError, match="above zero"):
+        paired_ratio([1.0, 0.0], [1.0, 1.0])

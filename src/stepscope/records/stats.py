@@ -140,6 +140,23 @@ def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0
     )
 
 
+def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
+    """The median ratio of samples that were taken next to each other, so that a machine that gets
+    slower meanwhile moves both; rounds are resampled for its interval."""
+    if min(*base, *new) <= 0.0:
+        raise ValueError("a ratio needs samples above zero")
+    ratios = _ordered([after / before for before, after in zip(base, new, strict=True)])
+    medians = _bootstrap_medians(ratios, stream=0)
+    medians.sort()
+    tail = (1.0 - level) / 2.0
+    return Ratio(
+        value=_quantile(ratios, 0.5),
+        low=_quantile(medians, tail),
+        high=_quantile(medians, 1.0 - tail),
+        level=level,
+    )
+
+
 def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     """Two-sided p of the rank-sum test: exact for few samples without ties, else normal."""
     before, after = _ordered(base), _ordered(new)

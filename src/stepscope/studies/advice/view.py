@@ -10,7 +10,7 @@ import msgspec
 from stepscope.analysis.advice.calibration import Verified, is_right, off_by
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Clock, Record
-from stepscope.records.stats import Ratio, ratio_interval, summarize
+from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.advice import Trial
@@ -35,7 +35,7 @@ class Tried:
         if not base or not changed:
             return None
         scale = 1 / self.trial.more_samples
-        return ratio_interval(base, tuple(scale * value for value in changed))
+        return paired_ratio(base, tuple(scale * value for value in changed))
 
     def _times(self, name: str) -> tuple[float, ...]:
         """By the wall: the host's clock includes what it takes to issue."""
@@ -175,7 +175,12 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
             Column(title="change"),
             Column(title="step", kind="number", unit="ms", hint="without it, in the same turns"),
             Column(title="predicted", kind="number", unit="ms", hint="gain in a step"),
-            Column(title="realised", kind="number", unit="ms", hint="with its 99 % interval"),
+            Column(
+                title="realised",
+                kind="number",
+                unit="ms",
+                hint="median over the rounds, with its 99 % interval",
+            ),
             Column(title="speed", kind="number", unit="×"),
             Column(title="loss off by", kind="percent", hint="mean of the last quarter of steps"),
             Column(title="peak memory", kind="bytes", hint="change of it, on a GPU"),

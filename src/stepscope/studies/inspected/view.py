@@ -10,6 +10,7 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Interval, Table
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.rows import Watched, lateness, programs
+from stepscope.studies.inspected.waterfall import waterfall_blocks
 from stepscope.studies.memory.view import account_table, saved_table, stack_figure
 from stepscope.studies.trace_view import (
     class_figure,
@@ -31,7 +32,12 @@ def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
     blocks: list[Block] = [*inspected_findings(ranks)]
     if len(ranks) > 1:
         blocks.append(_rank_table(ranks))
-    return (*blocks, *trace_parts(lead, "inspect"), *account_blocks(lead))
+    return (
+        *blocks,
+        *waterfall_blocks(lead, "inspect"),
+        *trace_parts(lead, "inspect"),
+        *account_blocks(lead),
+    )
 
 
 def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:

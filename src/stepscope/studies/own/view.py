@@ -14,6 +14,7 @@ from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.inspected.findings import memory_finding, rate_finding
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.view import account_blocks, trace_parts
+from stepscope.studies.inspected.waterfall import waterfall_blocks
 from stepscope.studies.own import OwnCase
 from stepscope.studies.trace_findings import trace_findings
 
@@ -29,6 +30,7 @@ def own_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         blocks += [*memory_finding(lead), *rate_finding(lead)]
         blocks += energy_finding(sound[0], sound[0].config["model"])
         blocks += [settings_table(sound)] if len(sound) > 1 else []
+        blocks += waterfall_blocks(lead, "own")
         blocks += [*trace_parts(lead, "own"), *account_blocks(lead)]
     if lost:
         blocks.append(_lost_table(lost))

@@ -1,0 +1,92 @@
+"""The waterfall of a watched step: parts add up to the step, whatever they are."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from own_records import inspected_record
+from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.records.schema import Ceiling, Quantity, Record
+from stepscope.report.blocks import Finding, Timeline
+from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.inspected.waterfall import beyond_ms, least_ms, waterfall_blocks
+
+KNOWN = (
+    Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured"),
+    Ceiling(name="memory.copy", value=1e12, unit="B/s", source="measured"),
+)
+
+
+def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN) -> Record:
+    quantities = {
+        "flops": Quantity(value=flops, unit="FLOP"),
+        "parameters": Quantity(value=1e7, unit="parameters"),
+    }
+    return inspected_record(step=10.0, quantities=quantities, ceilings=ceilings)
+
+
+def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
+    made = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    return msgspec.structs.replace(summary, lines=made)
+
+
+def test_the_least_time_is_of_products_and_the_update() -> None:
+    assert least_ms(Watched(watched())) == {
+        "products at the rate measured here": pytest.approx(2.0),
+        "the update's bytes, moved once": pytest.approx(0.28),
+    }
+    assert least_ms(Watched(watched(ceilings=()))) == {}
+    assert least_ms(Watched(watched(flops=0))) == {}
+
+
+def test_every_line_of_the_ledger_has_a_cause() -> None:
+    lead = Watched(watched())
+    assert lead.summary is not None
+    summary = with_lines(
+        lead.summary,
+        ("forward", "matmul", 3.0), ("backward", "attention", 1.0), ("forward", "softmax", 0.5),
+        ("backward", "copy/cast", 0.25), ("optimizer", "elementwise", 1.0),
+        ("backward", "communication", 0.5), ("outside", "reduction", 0.125),
+        ("idle", "host launches late", 2.0), ("", "residual", 0.125),
+    )  # fmt: skip
+    least = {"products": 2.0, "update": 0.28}
+    assert beyond_ms(summary, least, 10.0) == {
+        "products beyond that": pytest.approx(2.0),
+        "operations that move memory": 0.5,
+        "copies and casts": 0.25,
+        "the optimizer beyond that": pytest.approx(0.72),
+        "communication that nothing hides": 0.5,
+        "outside of the model": 0.125,
+        "idle: host launches late": 2.0,
+        "not explained": 0.125,
+        "without the profiler": pytest.approx(1.5),
+    }
+
+
+SUMMARY = Watched(watched()).summary
+PHASES = st.sampled_from(("forward", "backward", "optimizer", "outside", "idle"))
+KINDS = st.sampled_from(("matmul", "attention", "softmax", "copy/cast", "communication", "other"))
+
+
+@given(
+    lines=st.lists(st.tuples(PHASES, KINDS, st.floats(0, 100)), max_size=12),
+    products=st.floats(0, 100),
+    step_ms=st.floats(0.1, 1000),
+)
+def test_parts_add_up(lines: list[tuple[str, str, float]], products: float, step_ms: float) -> None:
+    assert SUMMARY is not None
+    least = {"products": products}
+    beyond = beyond_ms(with_lines(SUMMARY, *lines), least, step_ms)
+    assert sum(least.values()) + sum(beyond.values()) == pytest.approx(step_ms)
+
+
+def test_the_page_has_it_where_the_rate_is_known() -> None:
+    blocks = waterfall_blocks(Watched(watched()), "inspect")
+    (finding,) = (block for block in blocks if isinstance(block, Finding))
+    assert "can take here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
+    (picture,) = (block for block in blocks if isinstance(block, Timeline))
+    assert picture.lanes[-1].label == "measured"
+    assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()
