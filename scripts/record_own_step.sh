@@ -25,7 +25,7 @@ record() { # NAME SCRIPT WORDS...
 wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; }
 
 if [ "$machine" = cpu ]; then
-    record slow examples/slow.py --steps 2000 --context 256 --batch 2
+    record slow --rounds 10 examples/slow.py --steps 2000 --batch 2
 else
     gpu=(--device cuda --steps 2000)
     wanted slow "$@" && record slow examples/slow.py "${gpu[@]}" \
