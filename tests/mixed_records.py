@@ -195,7 +195,7 @@ def mixed_records() -> dict[str, list[Record]]:
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
             loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),
-            waterfall_record("fused-optimizer", status="timeout", reason=FAILURES["timeout"]),
+            waterfall_record("compile", status="timeout", reason=FAILURES["timeout"]),
             step_race_record("xl-512", status="oom", reason=FAILURES["oom"]),
         ],
         "own": [
