@@ -18,9 +18,12 @@ FIGURES = "figures"
 
 def origin(name: str, records: Sequence[Record]) -> str:
     here = records[0].environment
+    versions = {
+        "driver": here.driver, "torch": here.torch, "Triton": here.triton, "cuDNN": here.cudnn,
+    }  # fmt: skip
+    known = ", ".join(f"{what} {version}" for what, version in versions.items() if version)
     return (
-        f"`results/{name}`, {len(records)} records, {here.device_name}, driver {here.driver}, torch"
-        f" {here.torch}, Triton {here.triton}, cuDNN {here.cudnn}, commit"
+        f"`results/{name}`, {len(records)} records, {here.device_name}, {known}, commit"
         f" `{str(here.commit)[:12]}`."
     )
 
