@@ -1,0 +1,340 @@
+"""What the memory study says of records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sample_records import environment, times
+from stepscope.model import cost
+from stepscope.model.sizes import find_size
+from stepscope.records.memory import (
+    PARAMETERS,
+    SAVED,
+    TEMPORARIES,
+    WEIGHT_COPIES,
+    PhasePeak,
+    PostMortem,
+    Remedy,
+    SavedTensor,
+    Standing,
+    decode_peaks,
+)
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Figure, Finding, Table
+from stepscope.report.format import bytes_
+from stepscope.studies.memory.rows import accounted, leading
+from stepscope.studies.registry import find_study
+from study_records import memory_record
+
+GIB = 1 << 30
+
+
+def findings(records: list[Record]) -> str:
+    blocks = find_study("memory").view(records)
+    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+
+
+def table(records: list[Record], name: str) -> Table:
+    (found,) = (
+        block
+        for block in find_study("memory").view(records)
+        if isinstance(block, Table) and block.name == name
+    )
+    return found
+
+
+def test_the_course_of_a_step_is_drawn_with_the_forward_alone_beside_it() -> None:
+    records = [memory_record("forward"), memory_record(), memory_record(context=64, peak=1 << 20)]
+    figures = [
+        block for block in find_study("memory").view(records)
+        if isinstance(block, Figure) and block.kind == "areas"
+    ]  # fmt: skip
+    assert [figure.name for figure in figures] == [
+        "memory-course-forward", "memory-course-train-step",
+    ]  # fmt: skip
+    whole = figures[1]
+    assert [(span.label, span.start) for span in whole.spans] == [
+        ("forward", 10.0), ("loss", 20.0), ("backward", 30.0), ("optimizer", 40.0),
+    ]  # fmt: skip
+    assert whole.curves[0].y == pytest.approx((1000.0, 500.0, 1000 / 3, 250.0))
+    assert whole.marks[0].value == 1000.0
+
+
+def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
+    records = [
+        memory_record("forward", peak=1 << 30),
+        memory_record(peak=2 << 30),
+        memory_record(context=512, peak=9 << 30),
+        memory_record(context=64, peak=3 << 30),
+        memory_record("forward", context=64, peak=1 << 20),
+    ]
+    lead, forward = leading(accounted(records))
+    assert (lead.peak, forward.peak if forward else None) == (2 << 30, 1 << 30)
+    lead, forward = leading(accounted(records[1:4]))
+    assert (lead.peak, forward) == (9 << 30, None)
+    assert leading(accounted(records[:1]))[0].workload.mode == "forward"
+
+
+def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
+    on_cpu = environment(device_kind="cpu", device_name="Xeon")
+    held = memory_record(environment=on_cpu, found={"resident_bytes": 123 << 20})
+    assert table([held], "memory-peaks").columns[-1].title == "resident"
+    assert table([held], "memory-peaks").rows[0][-1] == 123 << 20
+    assert table([memory_record()], "memory-peaks").columns[-1].title == "residual"
+
+
+def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
+    said = findings([memory_record(peak=1000), memory_record(dtype="bfloat16-master")])
+    assert "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in said
+    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in said
+    rows = {row[0]: row[1:5] for row in table([memory_record()], "memory-regimes").rows}
+    assert rows["bfloat16-master"] == (2, 2, 12, 16)
+    assert rows["bfloat16-pure"] == (2, 2, 4, 8)
+    assert rows["bfloat16 autocast"] == (4, 4, 8, 16)
+
+
+def test_it_says_how_far_the_prediction_was_off() -> None:
+    good = memory_record(peak=10 * GIB, found={"predicted_bytes": 10.1 * GIB})
+    bad = memory_record(context=256, peak=10 * GIB, found={"predicted_bytes": 12 * GIB})
+    said = findings([good, bad])
+    assert "off by 10.5 % in the median and 20.0 % at most" in said
+    tones = [b.tone for b in find_study("memory").view([good]) if isinstance(b, Finding)]
+    assert tones[0] == "good"
+
+
+def test_a_residual_is_shown_and_judged() -> None:
+    whole = memory_record(peak=1000)
+    holed = memory_record(peak=1000, lines={"parameters": 300})
+    assert accounted([whole])[0].residual_share == 0
+    assert accounted([holed])[0].residual_share == pytest.approx(0.2)
+    assert "leaves 20.0 % of the peak at most on no line" in findings([holed])
+    ledger = table([holed], "memory-ledger")
+    assert ("residual", 200, 200, 200, 200) in ledger.rows
+    assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
+
+
+def test_lines_of_one_size_have_one_order() -> None:
+    """A set's order changes from process to process, and pages are held to be the same."""
+    names = [f"line {letter}" for letter in "jihgfedcba"]
+    even = memory_record(peak=1000, lines=dict.fromkeys(names, 5))
+    rows = [row[0] for row in table([even], "memory-ledger").rows]
+    assert [name for name in rows if name in names] == sorted(names)
+
+
+def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
+    on_cpu = environment(device_kind="cpu", device_name="Xeon")
+    said = findings([memory_record(environment=on_cpu)])
+    assert "closes by construction" in said
+    assert "nvidia-smi" not in said
+
+
+def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
+    said = findings(
+        [
+            memory_record(
+                peak=10 * GIB,
+                found={
+                    "driver_bytes": 13.0 * GIB,
+                    "reserved_bytes": 12.0 * GIB,
+                    "context_bytes": 0.9 * GIB,
+                },
+            )
+        ]
+    )
+    assert (
+        "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
+        " later, and 922 MiB of CUDA context" in said
+    )
+    assert "102 MiB (1.0 % of the peak) are left over" in said
+
+
+def test_every_case_is_held_against_the_drivers_figure() -> None:
+    large = memory_record(peak=10 * GIB)
+    open_ended = memory_record(
+        context=256, peak=GIB,
+        found={"driver_bytes": 2.0 * GIB, "reserved_bytes": 1.25 * GIB, "context_bytes": GIB / 2},
+    )  # fmt: skip
+    said = findings([large, open_ended])
+    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in said
+    rows = table([large, open_ended], "memory-driver").rows
+    assert rows[1][-6:] == (GIB, GIB / 4, GIB / 2, GIB / 4, 2.0 * GIB, 0.25)
+    on_cpu = memory_record(environment=environment(device_kind="cpu", device_name="Xeon"))
+    names = [b.name for b in find_study("memory").view([on_cpu]) if isinstance(b, Table)]
+    assert "memory-driver" not in names
+
+
+def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
+    end = PhasePeak(phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300},
+                    operator="")  # fmt: skip
+    held = Standing(allocated=900, reserved=1000, driver=1500)
+    whole = memory_record(peak=1000, found={"context_bytes": 480})
+    notes = {
+        "ends": msgspec.json.encode([end]).decode(),
+        "standing": msgspec.json.encode({"forward": held}).decode(),
+    }
+    on_gpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    assert table([on_gpu], "memory-moments").rows == (
+        ("parameters", 600),
+        ("saved for backward", 300),
+        ("allocated", 900),
+        ("free in the allocator", 100),
+        ("CUDA context, kernels and libraries", 480),
+        ("left over", 20),
+        ("driver (nvidia-smi)", 1500),
+    )
+    del notes["standing"]
+    on_cpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    assert table([on_cpu], "memory-moments").rows[-1] == ("allocated", 900)
+
+
+def test_it_says_up_to_which_context_a_step_fits() -> None:
+    ran = [memory_record(context=context, peak=context * GIB // 128) for context in (128, 256)]
+    full = [
+        memory_record(context=context, status="oom", reason="CUDA out of memory", notes={})
+        for context in (512, 1024)
+    ]
+    said = findings([*ran, *full, memory_record("forward", context=512, peak=GIB)])
+    assert (
+        "The longest contexts that fit this device: tiny at context 256 in float32 (2.00 GiB; 512"
+        " runs out)." in said
+    )
+    assert "longest contexts" not in findings(ran)
+
+
+def test_it_explains_why_bfloat16_can_need_more() -> None:
+    wide = memory_record("forward", peak=18 * GIB)
+    narrow = memory_record(
+        "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
+    )
+    said = findings([wide, narrow])
+    assert "needs more than float32 in 1 of 1 forwards" in said
+    assert "the copies are 6.00 GiB" in said
+    assert "peak 22.0 GiB against 18.0 GiB" in said
+    lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
+    assert "In none of 1 forwards" in findings([wide, lower])
+
+    def pair(context: int, *peaks: int) -> list[Record]:
+        return [
+            memory_record("forward", context=context, dtype=form, peak=peak * GIB)
+            for form, peak in zip(("float32", "bfloat16"), peaks, strict=True)
+        ]
+
+    less = findings([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])
+    assert "in 1 of 3 forwards" in less
+    assert "From context 256 on it is less." in less
+    more = findings([*pair(128, 18, 22), *pair(512, 40, 41)])
+    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more
+    assert "autocast runs softmax in float32 and casts what comes out" in more
+
+
+def test_an_account_that_closes_to_the_byte_says_so() -> None:
+    cases = [memory_record(), memory_record(context=256)]
+    said = findings(cases)
+    assert (
+        "The account closes to the byte, at the peak and at the end of every phase of all 2" in said
+    )
+    assert "measured before the model existed; nothing is left. It is so in all 2 cases." in said
+
+
+def test_the_cost_of_the_history_has_an_interval() -> None:
+    plain = memory_record()
+    both = (times("plain", 10.0, "host"), times("history", 10.5, "host"))
+    timed = msgspec.structs.replace(plain, series=(*plain.series, *both))
+    said = findings([timed])
+    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in said
+
+
+def test_it_says_where_the_optimizer_holds_the_peak() -> None:
+    quarter = 250 << 20
+    lines = {PARAMETERS: quarter, TEMPORARIES: quarter}
+    record = memory_record(size="small", context=128, lines=lines)
+    phases = [
+        msgspec.structs.replace(peak, allocated=peak.allocated + (peak.phase == "optimizer"))
+        for peak in decode_peaks(record.notes["ledger"])
+    ]
+    notes = record.notes | {"ledger": msgspec.json.encode(phases).decode()}
+    high = msgspec.structs.replace(record, notes=notes)
+    said = findings([high, memory_record(context=256)])
+    assert "In 1 of 2 train steps the optimizer holds the peak" in said
+    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in said
+    assert "Its fused form makes none: " in said
+    assert "holds the peak" not in findings([record])
+
+
+def test_it_tells_naive_from_flash_attention() -> None:
+    said = findings(
+        [
+            memory_record(peak=60 * GIB),
+            memory_record(attention="sdpa", peak=20 * GIB),
+            memory_record(attention="sdpa", peak=1 * GIB, context=256),
+        ]
+    )
+    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in said
+    assert "peaks at 20.0 GiB, 3.00× less" in said
+    # tiny at context 128, batch 4: 4 heads of 32, two layers.
+    scores, stream = 4 * 4 * 128 * 128, 4 * 4 * 128 * 32
+    naive = 2 * (19 * scores * 4 + 12 * stream * 4 + 2 * 128 * 128)
+    flash = 2 * (12 * stream * 4 + 2 * 4 * 4 * 128 * 4)
+    assert f"attention written out moves {bytes_(naive)} in a step" in said
+    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in said
+
+
+def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
+    small = environment(device_memory_bytes=13 * GIB // 2)
+    lost = memory_record(
+        size="small", context=1024, status="oom", environment=small,
+        reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
+    )  # fmt: skip
+    said = findings([lost])
+    assert "ran out in the forward phase when it asked for another 768 MiB" in said
+    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in said
+    assert "smallest change first: flash attention (" in said
+
+
+def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
+    noted = PostMortem(
+        limit=10 * GIB, asked=2 * GIB, held=9 * GIB, phase="backward",
+        lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB}, needed=15 * GIB,
+        remedies=(Remedy(words="batch 1", peak=8 * GIB, changes={"batch": 1}),),
+    )  # fmt: skip
+    note = {"post_mortem": msgspec.json.encode(noted).decode()}
+    said = findings([memory_record(status="oom", reason="CUDA out of memory", notes=note)])
+    assert "ran out in the backward phase when it asked for another 2.00 GiB" in said
+    assert "it needs 15.0 GiB of 10.0 GiB, 5.00 GiB too much" in said
+    assert "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB" in said
+    assert "smallest change first: batch 1 (8.00 GiB)" in said
+
+
+def test_a_budget_that_nothing_fits_is_said() -> None:
+    tiny = environment(device_memory_bytes=1 << 20)
+    said = findings([memory_record(status="oom", reason="out of memory", environment=tiny)])
+    assert "No change that is known here fits." in said
+
+
+def test_saved_tensors_stand_in_a_table() -> None:
+    saved = SavedTensor(
+        module="blocks.0.attention", operator="softmax", shape=(4, 8, 16, 16), dtype="float32",
+        bytes=32768, code="reference.py:39",
+    )  # fmt: skip
+    rows = table([memory_record(saved=(saved,))], "memory-saved").rows
+    expected = ("blocks.0.attention", "softmax", "4×8×16×16", "float32", 32768, "reference.py:39")
+    assert rows == (expected,)
+
+
+def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
+    rows: dict[Any, Any] = {
+        row[0]: row for row in table([memory_record(peak=1 << 30)], "memory-regimes").rows
+    }
+    assert [row[4] for row in rows.values()] == [16, 16, 8, 16]
+    parameters = cost.parameters(find_size("tiny")).total
+    assert rows["float32"][5] == pytest.approx((1 << 29) / parameters)
+    assert rows["bfloat16-pure"][5] is None
+
+
+def test_records_of_another_form_are_left_out() -> None:
+    bare = msgspec.structs.replace(memory_record(), notes={})
+    assert accounted([bare]) == []
+    assert find_study("memory").view([bare]) == ()
