@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from stepscope.records.schema import Record
 from stepscope.studies.base import Bench, CaseSkipped
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def default_ranks() -> tuple[int, ...]:
 
 def rank_words(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+
+
+def backend_of(record: Record) -> str:
+    """What the ranks talked through; a case may leave that choice open."""
+    return record.notes.get("backend", str(record.config["backend"]))
 
 
 def follow() -> NoReturn:

@@ -11,7 +11,7 @@ from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.studies.published_view import Mine, published_tables
-from stepscope.studies.ranked import rank_words
+from stepscope.studies.ranked import backend_of, rank_words
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"
@@ -45,7 +45,7 @@ class Sweep(NamedTuple):
 
     @property
     def backend(self) -> str:
-        return self.record.notes.get("backend", str(self.record.config["backend"]))
+        return backend_of(self.record)
 
     @property
     def place(self) -> str:
@@ -200,12 +200,11 @@ def _table(records: Sequence[Record], sweeps: Sequence[Sweep]) -> Table:
             rows.append((*head, config["backend"], *(None,) * 3, record.status, *(None,) * 3))
             continue
         sweep = done[record.id]
-        backend = record.notes.get("backend", config["backend"])
         for point in sweep.points:
             time = Interval(value=point.time.median, low=point.time.low, high=point.time.high)
             rows.append(
                 (
-                    *head, backend, point.size, point.size // 4, "float32", time,
+                    *head, sweep.backend, point.size, point.size // 4, "float32", time,
                     point.algorithm_bandwidth, sweep.bus_bandwidth(point), int(point.wrong),
                 )
             )  # fmt: skip

@@ -25,7 +25,7 @@ from stepscope.report.blocks import (
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.studies.ddp.ranks import ALONE, TORCH
 from stepscope.studies.published_view import Mine, published_tables, ranked_step
-from stepscope.studies.ranked import rank_words
+from stepscope.studies.ranked import backend_of, rank_words
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 GOAL = 1.02
@@ -45,11 +45,10 @@ class Ways(NamedTuple):
     @property
     def title(self) -> str:
         config = self.record.config
-        backend = self.record.notes.get("backend", config["backend"])
         at = f" at context {config['context']}" if config["context"] else ""
         return (
             f"{config['size']}{at}, {rank_words(config['ranks'])},"
-            f" {backend}, {config.get('dtype', 'float32')}"
+            f" {backend_of(self.record)}, {config.get('dtype', 'float32')}"
         )
 
     def of(self, way: str, phase: str, rank: int | None = None) -> Summary | None:

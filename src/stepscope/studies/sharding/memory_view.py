@@ -9,7 +9,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import bytes_
-from stepscope.studies.ranked import rank_words
+from stepscope.studies.ranked import backend_of, rank_words
 from stepscope.studies.sharding.ranks import WHOLE
 
 KINDS = ("parameters", "gradients", "state")
@@ -26,7 +26,7 @@ class Divided(NamedTuple):
 
     @property
     def backend(self) -> str:
-        return self.record.notes.get("backend", str(self.record.config["backend"]))
+        return backend_of(self.record)
 
     @property
     def title(self) -> str:
