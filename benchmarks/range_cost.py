@@ -22,13 +22,13 @@ from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
 
 MODULES = (layers, loss, transformer)
-ROUNDS = 30
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", default="mini")
+    parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
     device = pick_device(options.device)
     workload = Workload(
@@ -60,7 +60,7 @@ def main() -> None:
     ranges = counted // 5
     ways = {"with": named, "without": lambda name: nothing}  # noqa: ARG005
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(ROUNDS):
+    for number in range(options.rounds):
         for way in ways if number % 2 else reversed(ways):
             use(ways[way])
             times[way].append(run())
@@ -71,7 +71,7 @@ def main() -> None:
     print(f"{options.size} on {device.name}, forward and backward: {ranges} ranges in a step")
     print(
         f"with ranges over without: {ratio.median:.4f} [{ratio.low:.4f}, {ratio.high:.4f}],"
-        f" {ROUNDS} rounds of a step of {bare:.3f} ms"
+        f" {options.rounds} rounds of a step of {bare:.3f} ms"
     )
     share = ranges * alone / 1e3 / bare
     print(f"one range {alone:.2f} µs; {ranges} of them are {share * 100:.2f} % of the step")

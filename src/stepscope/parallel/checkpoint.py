@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.fsdp import FSDP
+from stepscope.parallel.inner import on_its_device
 from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 
 _OPTIONS = "options"
@@ -82,13 +83,20 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_local(found[f"model.{name}"]))
+    group_of: dict[Tensor, dict[str, Any]] = {}
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
+        group_of |= dict.fromkeys(group["params"], group)
     for entry, value in found.items():
         kind, _, rest = entry.partition(".")
         if kind == "optimizer":
             key, _, name = rest.partition(".")
-            optimizer.state[parameters[name]][key] = _local(value)
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)
+            parameter, held = parameters[name], _local(value)
+            if parameter not in group_of:
+                raise ParallelError(f"{path} has moments of {name}, which the optimizer has not")
+            if isinstance(held, Tensor):
+                held = on_its_device(held, parameter, group_of[parameter])
+            optimizer.state[parameter][key] = held
 
 
 def _divided(model: FSDP, parameter: Tensor, value: Any) -> Any:

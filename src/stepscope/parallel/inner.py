@@ -12,10 +12,9 @@ from torch.optim.optimizer import Optimizer
 Make = Callable[[list[Tensor], dict[str, Any]], Optimizer]
 
 
-def on_its_device(value: Tensor, parameter: Tensor, optimizer: Optimizer) -> Tensor:
-    """Where the optimizer wants a part of its state: a count of steps is on the host, except in the
-    forms that read it on the device."""
-    group = optimizer.param_groups[0]
+def on_its_device(value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """Where an optimizer with that group wants a part of its state: a count of steps is on the
+    host, except in the forms that read it on the device."""
     if value.dim() or group.get("fused") or group.get("capturable"):
         return value.to(parameter.device)
     return value.clone()

@@ -135,7 +135,7 @@ class OwnedParameters:
                 parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
                 value = joined(share.rows, [(one, find(one.name)) for one in parts])
                 if isinstance(value, Tensor):
-                    value = on_its_device(value, share.own, optimizer)
+                    value = on_its_device(value, share.own, optimizer.param_groups[0])
                 state[kind] = value
             optimizer.state[share.own] = state
 

@@ -122,7 +122,7 @@ class SlicedParameters:
                         )
                     value = value.to_local().clone()
                 elif isinstance(value, Tensor):
-                    value = on_its_device(value, line.own, line.optimizer)
+                    value = on_its_device(value, line.own, line.optimizer.param_groups[0])
                 state[name.removeprefix(prefix)] = value
             line.optimizer.state[line.own] = state
 

@@ -32,10 +32,15 @@ class CapturedStep:
 
     def __init__(self, step: TrainingStep, device: Device) -> None:
         _refuse(step, device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.gradients_missing = 0
+        self._capture(step, device)
+        step.forget_graph()
+
+    def _capture(self, step: TrainingStep, device: Device) -> None:
         phases = step.eager_phases()
         work = [phase for phase in phases if phase.name != "optimizer"]
         optimizer = [phase for phase in phases if phase.name == "optimizer"]
-        self._graphs: list[torch.cuda.CUDAGraph] = []
         warm_up(step, phases)
         if step.workload.optimizer == IN_BACKWARD:
             self._graphs.append(captured([*work, _update(step)], device))

@@ -154,6 +154,11 @@ class TrainingStep:
         if self.workload.mode == "forward-backward":
             self.optimizer.zero_grad(set_to_none=True)
 
+    def forget_graph(self) -> None:
+        """Keep the last step's values without what autograd knows of how they came about."""
+        self.logits = None if self.logits is None else self.logits.detach()
+        self.loss = None if self.loss is None else self.loss.detach()
+
     def gradients_missing(self) -> int:
         """Parameters that a backward does not reach."""
         if self._captured is not None:

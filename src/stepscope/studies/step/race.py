@@ -17,6 +17,7 @@ import msgspec
 
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.captured import forget_steps
 from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.goals import Heat, Racer
 from stepscope.studies.training_step import TrainingStep
@@ -98,10 +99,11 @@ class Field:
         self.notes: dict[str, str] = {}
 
     def entry(self, racer: Racer) -> Entry:
-        """Built and run once."""
+        """Built and run once; nothing of that step is left to disturb another's capture."""
         entry = Entry(racer, TrainingStep(racer.workload, self._bench.device, shares=self._owner))
         entry.run()
         self._bench.device.synchronize()
+        forget_steps(entry.step)
         return entry
 
     def heat(self, racer: Racer, steps: int) -> None:
