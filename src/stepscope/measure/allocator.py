@@ -74,10 +74,15 @@ class History:
 @contextlib.contextmanager
 def history(entries: int = HISTORY_ENTRIES) -> Iterator[None]:
     """Every allocation and free inside is kept, the first with its Python stack; forgotten at the
-    end. A free's stack would double the cost and says nothing that a snapshot is read for."""
+    end. A free's stack would double the cost and says nothing that a snapshot is read for.
+
+    A backward runs on the thread that asks for it: the engine's own threads have no frames, and to
+    find that out takes longer than a stack.
+    """
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=entries)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
