@@ -160,7 +160,7 @@ def test_the_view_says_gain_expectation_rates_and_shares() -> None:
 def test_each_form_is_held_against_the_rate_of_its_own_format() -> None:
     product = lever_record(
         "precision", slow=4.0, fast=0.4, work=(140e9, "FLOP"), flops=(140e9, 140e9),
-        moved=(1e8, 5e7), formats=("float32", "bfloat16"),
+        moved=(8e9, 2e9), formats=("float32", "bfloat16"),
     )  # fmt: skip
     _, tables = viewed(product)
     (row,) = tables["levers"].rows
@@ -174,6 +174,16 @@ def test_a_lever_that_does_not_pay_is_said_to() -> None:
     assert "Recomputation: 1.25× slower here" in said
     assert "1.00 MiB instead of 4.00 MiB kept for the backward" in said
     assert "Operator fusion: no difference here" in said
+
+
+def test_what_caches_serve_is_not_held_against_the_memory() -> None:
+    tiled = lever_record(
+        "tiling", work=(17e9, "FLOP"), flops=(17e9, 17e9), moved=(34e9, 1e9),
+        formats=("float32", "float32"),
+    )  # fmt: skip
+    said, tables = viewed(tiled)
+    assert tables["levers"].rows[0][4] is None
+    assert "by arithmetic and traffic" not in said
 
 
 def test_without_ceilings_nothing_is_expected() -> None:

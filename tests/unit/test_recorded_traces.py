@@ -112,7 +112,10 @@ def test_its_ledger_closes_and_its_work_is_attributed(recorded: Path) -> None:
     assert summary.doubt == ""
     assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
     assert summary.shares.kind >= 0.98
-    if "train-step" in recorded.name and summary.on_device:
+    if "_graph_" in recorded.name:
+        # One launch for all of it: what it runs has no operator, and so no part of the model.
+        assert summary.shares.operator == summary.shares.module == 0
+    elif "train-step" in recorded.name and summary.on_device:
         assert summary.shares.backward_module >= 0.95
 
 

@@ -52,7 +52,10 @@ class LeverRow:
 
     @property
     def expected(self) -> float | None:
-        """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer."""
+        """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
+        where the arithmetic is the same and the traffic that of caches."""
+        if LEVERS[self.lever].cached and self._format("slow") == self._format("fast"):
+            return None
         slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
         return None if slow is None or fast is None else slow / fast
 
@@ -68,6 +71,8 @@ class LeverRow:
         flops, moved = (self.record.quantity(f"{what}.{form}") for what in ("flops", "moved"))
         if arithmetic is None or memory is None or flops is None or moved is None:
             return None
+        if LEVERS[self.lever].cached:
+            return flops / arithmetic
         return max(flops / arithmetic, moved / memory)
 
     def _format(self, form: str) -> str:

@@ -146,7 +146,7 @@ def _agreement(group: Group) -> Iterator[Finding]:
     differ = seen / timer - 1
     text = (
         f"The forward of {group.name} takes {duration(timer)} by the timer and {duration(seen)}"
-        f" under the profiler ({differ * 100:+.0f} %)"
+        f" under the profiler ({round(differ * 100):+d} %)"
     )
     if abs(differ) < AGREES_WITHIN:
         yield Finding(text=f"{text}: they agree.", tone="good")
