@@ -183,7 +183,9 @@ def _others(group: Group) -> Iterator[Finding]:
     ]
     if others:
         mode = group.fullest().workload.mode
-        yield Finding(text=f"Besides matrix products ({mode}): {', '.join(others[:5])}.")
+        yield Finding(
+            text=f"Besides matrix products in {mode} of {group.name}: {', '.join(others[:5])}."
+        )
 
 
 def _shares(group: Group) -> Iterator[Finding]:
