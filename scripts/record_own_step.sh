@@ -2,39 +2,51 @@
 # Records what docs/walkthrough.md is made of: `advise --verify` for the examples, then the page.
 #
 #   scripts/record_own_step.sh cpu     the slow example, in small: about ten minutes
-#   scripts/record_own_step.sh h200    all three, and a step that is tuned already: about 20 minutes
+#   scripts/record_own_step.sh h200    all three, and a tuned step: at most 12 minutes
 #
-# Words after the machine are the examples to record, all if there are none.
+# Words after the machine are the examples to record, all if there are none. Each has a time of its
+# own for its trials (below, in seconds); changes with the largest predicted gain come first.
+# A recording that is killed leaves every trial that was done, and with the same WORK a second
+# call goes on where it ended.
+#
+#   RESULTS    where the records go (results)
+#   WORK       where they are kept meanwhile (stepscope-out/own-step)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 machine=${1:?cpu or h200}
 shift
 python=${PYTHON:-.venv/bin/python}
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+results=${RESULTS:-results}
+work=${WORK:-stepscope-out/own-step}
+mkdir -p "$results" "$work"
 
-record() { # NAME SCRIPT WORDS...
-    local name=$1
-    shift
-    echo "== $name"
-    STEPSCOPE_OUT="$scratch/$name" "$python" -m stepscope advise --verify "$@"
-    STEPSCOPE_OUT="$scratch/$name" "$python" -m stepscope export latest --digits 6 \
-        --to "results/advise-${name}_$machine.jsonl"
+record() { # NAME SECONDS WORDS...
+    local name=$1 within=$2 status=0
+    shift 2
+    echo "== $name: $within s for its trials"
+    # A watch over all of it: starting, the first recording and the ceilings come on top.
+    STEPSCOPE_OUT="$work/$name" timeout --signal=TERM --kill-after=20 $((within + 150)) \
+        "$python" -m stepscope advise --verify --resume --within "$within" "$@" || status=$?
+    STEPSCOPE_OUT="$work/$name" "$python" -m stepscope export latest --digits 6 \
+        --to "$results/advise-${name}_$machine.jsonl" || true
+    [ $status -eq 0 ] || echo "== $name ended with $status; what was tried before is kept" >&2
 }
 
 wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; }
 
 if [ "$machine" = cpu ]; then
-    record slow --rounds 10 examples/slow.py --steps 2000 --batch 2
+    record slow 1200 --rounds 10 examples/slow.py --steps 2000 --batch 2
 else
+    ours=(--rounds 11 --timeout 120)
     gpu=(--device cuda --steps 2000)
-    wanted slow "$@" && record slow examples/slow.py "${gpu[@]}" \
-        --layers 12 --width 768 --heads 12 --context 512 --batch 8
-    wanted nano_gpt "$@" && record nano_gpt examples/nano_gpt.py "${gpu[@]}" \
-        --layers 12 --width 768 --heads 12 --context 1024 --batch 8
-    wanted vit "$@" && record vit examples/vit.py "${gpu[@]}" \
-        --layers 12 --width 768 --heads 12 --image 224 --patch 16 --batch 64
-    wanted tuned "$@" && record tuned examples/nano_gpt.py "${gpu[@]}" \
-        --layers 12 --width 768 --heads 12 --context 1024 --batch 16 --compile
+    large=(--layers 12 --width 768 --heads 12)
+    wanted slow "$@" && record slow 230 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
+        --context 512 --batch 8
+    wanted nano_gpt "$@" && record nano_gpt 110 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
+        "${large[@]}" --context 1024 --batch 8
+    wanted vit "$@" && record vit 150 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
+        --image 224 --patch 16 --batch 64
+    wanted tuned "$@" && record tuned 40 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
+        "${large[@]}" --context 1024 --batch 16 --compile
 fi
-"$python" scripts/make_docs.py
+[ "$results" != results ] || "$python" scripts/make_docs.py

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from page_parts import bullets, origin, shown
 
-from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.changes import advise, applicable
 from stepscope.analysis.advice.rule import Advice
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
+from stepscope.studies.advice.advised import advice_given
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
 from stepscope.studies.inspected import STUDY as INSPECTED
@@ -67,7 +69,8 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     base = next(record for record in records if record.study == INSPECTED.name)
     tried = [Tried(record) for record in records if record.study == TRIALS]
     facts = facts_of(base)
-    advice = advise(facts)
+    given = advice_given(base)
+    advice = advise(facts) if given is None else given
     words = shlex.join([f"examples/{base.config['script']}", *base.config["arguments"]])
     yield f"### {EXAMPLES[example]}"
     yield f"```sh\nstepscope advise --verify {words}\n```"
@@ -97,9 +100,14 @@ def _named(blocks: Sequence[Block], names: tuple[str, ...]) -> list[Block]:
 
 def _not_tried(advice: Sequence[Advice], tried: Sequence[Tried]) -> Iterator[str]:
     done = {one.trial.code for one in tried}
-    left = [one.title for one in advice if one.code not in done]
-    if left:
-        yield f"Not tried, because only the author of a program can make it: {', '.join(left)}."
+    left = [one for one in advice if one.code not in done]
+    within_reach = list(applicable(left, OF_SCRIPTS))
+    for why, some in (
+        ("only the author of a program can make it", [o for o in left if o not in within_reach]),
+        ("no time was left", within_reach),
+    ):
+        if some:
+            yield f"Not tried, because {why}: {', '.join(one.title for one in some)}."
 
 
 def _end(tried: Sequence[Tried]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from stepscope.studies.inspected.rows import Watched
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(400),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -94,15 +94,18 @@ def test_a_compiled_example_is_not_compiled_again(tmp_path: Path) -> None:
 
 
 def test_advice_for_a_slow_step_is_tried(tmp_path: Path) -> None:
+    """With a compiled one among them, beside a copy that is not."""
     command = [
         sys.executable, "-m", "stepscope", "advise", "--model", "examples.slow:build",
-        "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--out", str(tmp_path),
+        "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--rounds", "7",
+        "--only", "fused-optimizer,compile", "--timeout", "120", "--out", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, cwd=EXAMPLES.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
     told = msgspec.json.decode(done.stdout)
     assert {one["code"] for one in told["advice"]} >= {"fused-optimizer", "compile"}
     assert any(one["verdict"] == "kept" for one in told["tried"])
+    assert not [one for one in told["tried"] if one["verdict"].startswith("not tried")]
 
 
 def test_rates_are_needed_for_a_change_of_format(tmp_path: Path) -> None:
@@ -126,20 +129,19 @@ def test_energy_is_near_power_times_time() -> None:
     assert found.resolution < 0.2 * found.joules
 
 
-SCRIPT = ("--layers", "12", "--width", "768", "--heads", "12", "--context", "512", "--batch", "8")
-
-
 def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
+    """Without a compiler: that takes most of the time, and is tried with models."""
     command = [
-        sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--out", str(tmp_path),
-        str(EXAMPLES / "slow.py"), "--device", "cuda", "--steps", "100000", *SCRIPT,
+        sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--rounds", "7",
+        "--timeout", "90", "--only", "bfloat16,fused-optimizer", "--out", str(tmp_path),
+        str(EXAMPLES / "slow.py"), "--device", "cuda", "--steps", "100000", *SMALL,
+        "--context", "512", "--batch", "32",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     told = msgspec.json.decode(done.stdout)
-    assert {one["code"] for one in told["advice"]} >= {"bfloat16", "fused-attention"}
     kept = [one for one in told["tried"] if one["verdict"].startswith("kept")]
-    assert len(kept) >= 3
+    assert len(kept) == 3, told["tried"]
     assert not [one for one in told["tried"] if "nothing of the script" in one["verdict"]]
 
 

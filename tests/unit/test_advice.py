@@ -18,12 +18,11 @@ from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import WORTH, advise, applicable
 from stepscope.analysis.advice.facts import Facts
-from stepscope.cli.verification import OF_MODELS, OF_SCRIPTS
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.advice import Trial
+from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
 from stepscope.studies.advice.view import Tried, trial_blocks

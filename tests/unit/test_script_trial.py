@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from torch.utils.data import DataLoader
 from command_line import CommandLine
 from own_records import advice, tried
 from stepscope.analysis.advice.changes import compatible
-from stepscope.records.schema import Ceiling, Quantity
+from stepscope.records.schema import Quantity
 from stepscope.scope.trial import habits
 from stepscope.scope.trial.backwards import Backwards
 from stepscope.scope.trial.changes import COMPILED_AFTER, Changes
@@ -267,24 +265,6 @@ def test_bad_words_are_refused(
 
     assert main(["advise", *(word.format(script=script) for word in words)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_the_command_advises_on_a_script_and_tries_it(script: Path, tmp_path: Path) -> None:
-    command = CommandLine(tmp_path)
-    command.environment["PATH"] = os.fspath(tmp_path)
-    command.know_ceilings(
-        Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured", detail="planted")
-    )
-    done = command("advise", "--verify", "--rounds", "5", "--json", str(script), "100000")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert "fused-optimizer" in [one["code"] for one in told["advice"]]
-    assert all(one["predicted_ms"] > 0 for one in told["tried"])
-    assert not any(one["verdict"].startswith("not tried") for one in told["tried"])
-    page = (command.out / "advice.html").read_text()
-    assert "Advice for train.py" in page
-    assert "Predicted against realised" in page
-    assert command.left_behind() == []
 
 
 def test_a_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:

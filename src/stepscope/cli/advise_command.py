@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,27 +15,24 @@ import tyro
 
 from stepscope.analysis.advice.calibration import factors
 from stepscope.analysis.advice.changes import Advice, advise
-from stepscope.cli.common import Place, json_line, load_records, parse, write_text
+from stepscope.cli.advice_page import conclude
+from stepscope.cli.common import Place, load_records, parse
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
-from stepscope.cli.verification import OF_MODELS, OF_SCRIPTS, Verification, say
+from stepscope.cli.verification import Verification, say
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Record
+from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
-from stepscope.report.blocks import Page, Section, Table
+from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Script, Trial
 from stepscope.studies.advice import STUDY_NAME as TRIALS
-from stepscope.studies.advice import Script, Trial
+from stepscope.studies.advice.advised import advice_given, with_advice
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
-from stepscope.studies.advice.history_view import history_blocks
-from stepscope.studies.advice.view import Tried, advice_table, lines_table
+from stepscope.studies.base import Case
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
 from stepscope.studies.own import OwnCase, OwnFlags
-from stepscope.studies.runner import Runner, new_run
-
-_QUESTION = "Which changes apply, what would each gain, and what does it risk?"
-_SO_FAR = "How far off were predictions on this device, and what is learnt from that?"
+from stepscope.studies.runner import Runner, new_run, plan_digest
 
 
 class AdviseOptions(Place, frozen=True, kw_only=True):
@@ -55,6 +54,12 @@ class AdviseOptions(Place, frozen=True, kw_only=True):
     """Try each change in turns with the step as it is, then those that are kept together."""
     rounds: int = 15
     """Turns in which both steps are timed."""
+    only: str = ""
+    """Codes of the changes to try, with commas between them; all that apply if empty."""
+    within: float = 0.0
+    """Seconds for all trials; those that would end later are not begun. 0 is no limit."""
+    resume: bool = False
+    """Go on with the latest run of this request: what was recorded and tried is not done again."""
     loss_steps: int = 20
     """Steps over which the losses are compared, at least."""
     warmup: int = 5
@@ -62,7 +67,7 @@ class AdviseOptions(Place, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure a model; auto takes the GPU where there is one. A script chooses itself."""
     timeout: float = 600.0
-    """Seconds after which a case is given up."""
+    """Seconds after which a trial is given up."""
     json: bool = False
     """Print one line of JSON instead of the tables."""
 
@@ -82,6 +87,8 @@ def main(words: list[str]) -> int:
         (
             "stepscope advise train.py --batch-size 8",
             "stepscope advise --verify train.py --batch-size 8",
+            "stepscope advise --verify --within 300 --resume train.py --batch-size 8",
+            "stepscope advise --verify --only bfloat16,compile train.py",
             "stepscope advise stepscope-out/train.jsonl",
             "stepscope advise --model examples.slow:build --verify",
         ),
@@ -92,24 +99,34 @@ def main(words: list[str]) -> int:
             f" {options.warmup}",
             "at least 5 rounds, 4 steps and 4 steps of warm-up are needed to tell anything",
         )
-    command = shlex.join(["stepscope", "advise", *words])
+    if options.within < 0 or options.timeout <= 0:
+        raise UsageError(
+            f"within is {options.within:g} and timeout {options.timeout:g}",
+            "within is 0 or more seconds, timeout more than 0",
+        )
+    # A polite kill is an interrupt: what was tried so far is kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_script:
         assert target is not None
-        return _advise_script(options, target, rest, command)
+        return _advise_script(options, target, rest, words)
     if bool(options.source) == bool(options.model):
         raise UsageError(
             "there is no step to advise on", "name a script, records, or --model; one of them"
         )
     if not options.source:
-        return _advise_model(options, command)
+        return _advise_model(options, words)
     if options.verify:
         raise UsageError("records cannot be tried again", "name the script, or give --model")
     return _show(options, load_records(options.source, options))
 
 
-def _advice(record: Record, lacks: Sequence[str] = ()) -> tuple[Advice, ...]:
-    known = factors(read_history(), record.environment.device_name)
-    return advise(facts_of(record, lacks=lacks), known)
+def _advice(
+    record: Record, lacks: Sequence[str] = (), before: str | None = None
+) -> tuple[Advice, ...]:
+    """Corrected by what was verified on this device `before` a moment: a run that goes on gives the
+    advice it gave."""
+    past = [one for one in read_history() if before is None or one.when < before]
+    return advise(facts_of(record, lacks=lacks), factors(past, record.environment.device_name))
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
@@ -120,10 +137,28 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
         raise StepscopeError(
             f"{options.source} has no step to advise on", "use records of `inspect` or `run own`"
         )
-    return _conclude(options, meant[0], _advice(meant[0]), records)
+    return conclude(options.out, options.json, meant[0], _advice(meant[0]), records)
 
 
-def _advise_script(options: AdviseOptions, target: str, words: list[str], command: str) -> int:
+def _open_run(
+    options: AdviseOptions, store: Store, cases: Sequence[Case], words: Sequence[str]
+) -> Run:
+    """`cases` are the request. The latest run of the same is gone on with, where asked for."""
+    held = store.latest_with_plan(plan_digest(cases)) if options.resume else None
+    if held is not None:
+        return held
+    if options.resume:
+        say("no earlier run of this request; starting one")
+    plain = [word for word in words if word != "--resume"]
+    run = new_run(cases, shlex.join(["stepscope", "advise", "--resume", *plain]))
+    store.add_run(run)
+    return run
+
+
+def _advise_script(
+    options: AdviseOptions, target: str, rest: list[str], words: Sequence[str]
+) -> int:
+    from stepscope.studies.inspected import STUDY_NAME
     from stepscope.studies.inspected.order import Order
     from stepscope.studies.inspected.recording import record_script
 
@@ -136,57 +171,92 @@ def _advise_script(options: AdviseOptions, target: str, words: list[str], comman
             "several ranks cannot be tried in turns",
             "record them with `torchrun -m stepscope inspect`, then `stepscope advise` the records",
         )
-    script = Script(target=target, module=options.module, words=tuple(words), warmup=options.warmup)
-    say(f"recording some steps of {target}")
-    base = record_script(
-        Order(
-            target=target, module=options.module, words=tuple(words), warmup=options.warmup,
-            timed=10, traced=3, memory=True, stop=True,
-        )
-    )  # fmt: skip
-    run = new_run((), command)
-    base = msgspec.structs.replace(base, run=run.id)
-    kind = base.environment.device_kind
-    with Store(options.store) as store, Runner(kind, options.timeout) as runner:
-        store.add_run(run)
-        with make_observer(run, 0, 0) as observer:
-            ceilings = runner.ceilings(observer)
-        if not base.ceilings:
-            base = msgspec.structs.replace(base, ceilings=ceilings)
-        store.add(base)
-        advice = _advice(base, tuple(runner.lacks))
-        if options.verify:
-            Verification(
-                runner, store, run,
-                lambda some: _trial(options, base, some, script=script),
-            ).verify(advice, OF_SCRIPTS)  # fmt: skip
+    script = Script(target=target, module=options.module, words=tuple(rest), warmup=options.warmup)
+    request = Case(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
+    with Store(options.store) as store:
+        run = _open_run(options, store, [request], words)
+        held = [one for one in store.records(run.id) if one.study == STUDY_NAME]
+        if held:
+            base = held[0]
+        else:
+            say(f"recording some steps of {target}")
+            base = record_script(
+                Order(
+                    target=target, module=options.module, words=tuple(rest), warmup=options.warmup,
+                    timed=10, traced=3, memory=True, stop=True,
+                )
+            )  # fmt: skip
+        with Runner(base.environment.device_kind, options.timeout) as runner, _kept(store, run):
+            if not held:
+                with make_observer(run, 0, 0) as observer:
+                    ceilings = runner.ceilings(observer)
+                base = msgspec.structs.replace(base, run=run.id, ceilings=base.ceilings or ceilings)
+                base = with_advice(base, _advice(base, tuple(runner.lacks), run.created))
+                store.add(base)
+            advice = advice_given(base) or ()
+            _verify(options, advice, OF_SCRIPTS, Verification(
+                runner, store, run, lambda some: _trial(options, base, some, script=script),
+                within_s=options.within, only=_codes(options, advice),
+            ))  # fmt: skip
         records = store.records(run.id)
-    return _conclude(options, base, advice, records)
+    return conclude(options.out, options.json, base, advice, records)
 
 
-def _advise_model(options: AdviseOptions, command: str) -> int:
+def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
     flags = OwnFlags(
         model=options.model, batch=(options.batch,), dtype=(options.dtype,),
         compile=(options.compile,), optimizer=(options.optimizer,),
     )  # fmt: skip
     cases = OWN.cases(flags)
-    run = new_run(cases, command)
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
         runner.refuse_impossible(cases)
-        store.add_run(run)
-        with make_observer(run, len(cases), 0) as observer:
-            runner.run(cases, run, store, observer)
-        (base,) = store.records(run.id)
-        if base.status != "ok":
-            raise StepscopeError(f"{base.case}: {base.reason or base.status}")
-        advice = _advice(base, tuple(runner.lacks))
-        if options.verify:
+        run = _open_run(options, store, cases, words)
+        with _kept(store, run):
+            with make_observer(run, len(cases), 0) as observer:
+                runner.run(cases, run, store, observer)
+            base = next(one for one in store.records(run.id) if one.study == OWN_NAME)
+            if base.status != "ok":
+                raise StepscopeError(f"{base.case}: {base.reason or base.status}")
+            advice = _advice(base, tuple(runner.lacks), run.created)
             case = msgspec.convert(base.config, OwnCase)
-            Verification(
-                runner, store, run, lambda some: _trial(options, base, some, case=case)
-            ).verify(advice, OF_MODELS)
+            _verify(options, advice, OF_MODELS, Verification(
+                runner, store, run, lambda some: _trial(options, base, some, case=case),
+                within_s=options.within, only=_codes(options, advice),
+            ))  # fmt: skip
         records = store.records(run.id)
-    return _conclude(options, base, advice, records)
+    return conclude(options.out, options.json, base, advice, records)
+
+
+def _codes(options: AdviseOptions, advice: Sequence[Advice]) -> tuple[str, ...]:
+    wanted = tuple(code.strip() for code in options.only.split(",") if code.strip())
+    known = [one.code for one in advice]
+    for code in wanted:
+        if code not in known:
+            raise UsageError(
+                f"{code} is not advised here", f"these are: {', '.join(known) or 'none'}"
+            )
+    return wanted
+
+
+def _verify(
+    options: AdviseOptions,
+    advice: Sequence[Advice],
+    settings: frozenset[str],
+    verification: Verification,
+) -> None:
+    if options.verify:
+        verification.verify(advice, settings)
+
+
+@contextmanager
+def _kept(store: Store, run: Run) -> Iterator[None]:
+    """What was tried before an interrupt is kept, and how to go on is said."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tried = sum(study == TRIALS for study, _ in store.finished(run.id))
+        say(f"interrupted: {tried} trials are kept in run {run.id}\ngo on with: {run.command}")
+        raise
 
 
 def _trial(
@@ -201,57 +271,3 @@ def _trial(
         rounds=options.rounds,
         loss_steps=options.loss_steps,
     )
-
-
-def _conclude(
-    options: AdviseOptions, base: Record, advice: Sequence[Advice], records: Sequence[Record]
-) -> int:
-    from stepscope.report.html import html_page
-    from stepscope.report.terminal import print_sections
-    from stepscope.studies.page import make_page, study_sections
-
-    listed = [
-        advice_table(advice, facts_of(base).step_ms),
-        lines_table(advice, "advise-how", "How each is written"),
-    ]
-    section = Section(
-        name="advice", title="Advice", question=_QUESTION,
-        blocks=tuple(table for table in listed if table.rows),
-    )  # fmt: skip
-    made = make_page(records)
-    past = history_blocks(read_history(), base.environment.device_name)
-    history = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
-    trials = [one for one in made.sections if one.name == TRIALS]
-    rest = [one for one in made.sections if one.name != TRIALS]
-    tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
-    # The first stands on top of the page.
-    trials = [
-        msgspec.structs.replace(
-            one, blocks=tuple(block for block in one.blocks if block not in tables[:1])
-        )
-        for one in trials
-    ]
-    page = Page(
-        title=f"Advice for {base.config.get('script') or base.config['model']}",
-        subtitle=made.subtitle,
-        headline=tables[0] if tables else made.headline,
-        sections=(*trials, section, *((history,) if past else ()), *rest),
-    )
-    path = options.out / "advice.html"
-    write_text(path, html_page(page))
-    own = [record for record in records if record.study == TRIALS]
-    tried = [Tried(record) for record in own]
-    if options.json:
-        facts = {
-            "advice": advice,
-            "tried": [{"change": t.trial.code, "predicted_ms": t.predicted_ms,
-                       "realised_ms": t.realised_ms, "verdict": t.verdict} for t in tried],
-            "report": path,
-        }  # fmt: skip
-        print(json_line(facts))
-        return 0
-    print_sections([section, *study_sections(own)])
-    if not advice:
-        print("No change that is known here is predicted to gain 3 % or more.")
-    print(f"page: {path.resolve()}")
-    return 0

@@ -24,6 +24,12 @@ from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.own import OwnCase
 
 STUDY_NAME = "advise"
+OF_MODELS = frozenset(OwnCase.__struct_fields__) - {"model"}
+OF_SCRIPTS = frozenset(
+    ("dtype", "attention", "optimizer", "compile", "checkpoint",
+     "gradients", "data", "copies", "read_back"),
+)  # fmt: skip
+"""What can be changed from outside of each."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):

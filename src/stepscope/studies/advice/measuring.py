@@ -5,23 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Clock, Quantity, Reading, Series
 from stepscope.studies.advice import Trial
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
+    from stepscope.measure.timer import Timing
     from stepscope.studies.own import OwnCase
     from stepscope.studies.own.step import OwnStep
 
 BASE, CHANGED = "base", "changed"
+IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
+"""One after the other, so that a drift falls on both alike."""
+APART = "apart"
+"""Note of a trial in which the two were not timed in turns, and why."""
 
 
 def measure_trial(trial: Trial, bench: Bench) -> Measurement:
-    from stepscope.measure.turns import time_in_turns
-    from stepscope.studies.own.step import OwnStep
+    import torch
 
     assert trial.base is not None
     device = bench.device
@@ -33,21 +38,59 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
         # Alone, so that its peak is its own.
         losses[name], peaks[name] = _losses(case, device, trial.loss_steps)
         device.release()
-    steps = {name: OwnStep(case, device) for name, case in cases.items()}
-    for step in steps.values():
-        step.compile()
-    timing = time_in_turns(
-        {name: _in_its_format(step) for name, step in steps.items()},
-        device,
-        warmup=3,
-        rounds=trial.rounds,
-        progress=lambda done, total: bench.progress(done, total, "rounds"),
-    )
+    notes: dict[str, str] = {}
+    timing = None
+    with suppress(torch.OutOfMemoryError):
+        timing = _in_turns(cases, device, trial.rounds, bench)
+    if timing is None:
+        # Not while the error is held: its frames hold both models.
+        device.release()
+        notes[APART] = "the two models do not fit into the memory together"
+        timing = _in_blocks(cases, device, trial.rounds, bench)
     return Measurement(
         series=(*timing.series, *loss_series(losses)),
         quantities=trial_quantities(losses, peaks),
         readings=timing.readings,
+        notes=notes,
     )
+
+
+def _in_turns(
+    cases: Mapping[str, OwnCase], device: Device, rounds: int, bench: Bench
+) -> Timing:  # fmt: skip
+    from stepscope.measure.turns import time_in_turns
+    from stepscope.studies.own.step import OwnStep
+
+    steps = {name: OwnStep(case, device) for name, case in cases.items()}
+    for step in steps.values():
+        step.compile()
+    return time_in_turns(
+        {name: _in_its_format(step) for name, step in steps.items()},
+        device,
+        warmup=3,
+        rounds=rounds,
+        progress=lambda done, total: bench.progress(done, total, "rounds"),
+    )
+
+
+def _in_blocks(
+    cases: Mapping[str, OwnCase], device: Device, rounds: int, bench: Bench
+) -> Timing:  # fmt: skip
+    from stepscope.measure.timer import Timing
+
+    held: dict[tuple[str, Clock], tuple[float, ...]] = {}
+    readings: list[Reading] = []
+    for name in IN_BLOCKS:
+        found = _in_turns({name: cases[name]}, device, -(-rounds // 2), bench)
+        device.release()
+        for one in found.series:
+            held[name, one.clock] = held.get((name, one.clock), ()) + one.values
+        readings += found.readings
+    series = [
+        Series(name=name, unit="ms", values=values, clock=clock)
+        for (name, clock), values in held.items()
+    ]
+    return Timing(tuple(series), tuple(readings))
 
 
 def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, ...]:

@@ -24,6 +24,8 @@ from stepscope.errors import StepscopeError
 from stepscope.studies.inspected.order import Order
 
 _LOOK_UP_EVERY_S = 0.5
+_LAST_LINES = 20
+"""An error of torch may have lines of advice after its own."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,12 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 class ScriptEndedError(StepscopeError):
     """The script is no more, and how it ended."""
 
+
+class ScriptOutOfMemoryError(ScriptEndedError):
+    """It asked for more memory than the device had left."""
+
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED")
 
 Message = TypeVar("Message", Ready, Taken)
 
@@ -118,18 +126,23 @@ class Contestant:
             self._begun += chunk
             # A process that the script left behind may hold the channel open.
             if not chunk and (readable or self._process.poll() is not None):
-                raise ScriptEndedError(self._epitaph())
+                raise self._ended()
         line, _, self._begun = self._begun.partition(b"\n")
         return msgspec.json.decode(line, type=kind)
 
-    def _epitaph(self) -> str:
+    def _ended(self) -> ScriptEndedError:
         code = self._wait_a_little()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()
         last = f": {said[-1]}" if said and code else ""
         if code is not None and code < 0:
-            return f"the script was ended by {signal.Signals(-code).name}{last}"
-        return f"the script ended with exit code {code}{last}" if code else "the script ended"
+            return ScriptEndedError(f"the script was ended by {signal.Signals(-code).name}{last}")
+        if not code:
+            return ScriptEndedError("the script ended")
+        for line in reversed(said[-_LAST_LINES:]):
+            if any(words in line for words in _OUT_OF_MEMORY):
+                return ScriptOutOfMemoryError(f"the script ran out of memory: {line}")
+        return ScriptEndedError(f"the script ended with exit code {code}{last}")
 
     def _wait_a_little(self) -> int | None:
         deadline = time.monotonic() + 10

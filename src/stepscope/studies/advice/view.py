@@ -14,7 +14,7 @@ from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.advice import Trial
-from stepscope.studies.advice.measuring import BASE, CHANGED
+from stepscope.studies.advice.measuring import APART, BASE, CHANGED
 
 LOSS_WITHIN = 0.05
 """How far the losses of the last steps may be apart, as a share of how far the loss has come or of
@@ -140,6 +140,17 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
                 text=f"Predictions were off by {percent(error)} of the step, in the median of"
                 f" {len(verified)} changes; {sum(map(is_right, verified))} of them gained within a"
                 " third of what was predicted."
+            )
+        )
+    apart = [one for one in tried if APART in one.record.notes]
+    if apart:
+        blocks.append(
+            Finding(
+                text=f"{', '.join(one.trial.code for one in apart)}: timed one after the other, as"
+                f" it is, changed, changed, as it is, and not in turns:"
+                f" {apart[0].record.notes[APART]}. What the machine did meanwhile is in the"
+                " interval only in part.",
+                tone="warn",
             )
         )
     if tried:

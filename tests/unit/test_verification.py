@@ -1,0 +1,269 @@
+"""Advice is tried in order, within its time, and not twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+from test_own_study import QuietBench
+
+from command_line import CommandLine
+from own_records import advice, tried
+from stepscope.analysis.advice.changes import Advice
+from stepscope.cli import verification
+from stepscope.cli.verification import Deadline, Verification
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Ceiling, Run
+from stepscope.records.store import Store
+from stepscope.studies.advice import OF_MODELS, Script, Trial, script_trial
+from stepscope.studies.advice.advised import advice_given, with_advice
+from stepscope.studies.advice.history import read_history
+from stepscope.studies.advice.measuring import APART
+from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
+from stepscope.studies.advice.view import trial_blocks
+from stepscope.studies.base import Case
+from stepscope.studies.inspected.order import Order
+from stepscope.studies.runner import new_run
+
+FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
+UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
+WHOLE = advice("compile", 20.0, compile="model")
+CHANGED_MS = {"bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0}
+"""Of a step that takes 50 without; `compile` is slower."""
+
+
+class PlantedRunner:
+    """Every trial comes out as planted, and takes so long."""
+
+    def __init__(self, seconds: float, clock: list[float]) -> None:
+        self.asked: list[str] = []
+        self._seconds, self._clock = seconds, clock
+
+    def run(self, cases: Sequence[Case], run: Run, store: Store, observer: object) -> None:
+        del observer
+        for case in cases:
+            trial = msgspec.convert(case.config, Trial)
+            ms = 50.0
+            for one in trial.advice:
+                ms *= CHANGED_MS[one.code] / 50.0
+            self.asked.append(trial.code)
+            self._clock[0] += self._seconds
+            store.add(tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id))
+
+
+def verify(
+    tmp_path: Path, *advised: Advice, seconds: float = 10.0, store: Store | None = None,
+    run: Run | None = None, **keywords: Any,
+) -> list[str]:  # fmt: skip
+    clock = [0.0]
+    runner = PlantedRunner(seconds, clock)
+    with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
+        patched.setattr(verification.time, "monotonic", lambda: clock[0])
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path))
+        place = store or own
+        if run is None:
+            run = new_run((), "stepscope advise")
+            place.add_run(run)
+        base = msgspec.convert(tried().config, Trial).base
+        Verification(
+            runner, place, run,  # type: ignore[arg-type]
+            lambda some: Trial(base=base, advice=some, step_ms=100.0), **keywords,
+        ).verify(advised, OF_MODELS)  # fmt: skip
+    return runner.asked
+
+
+def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
+    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
+    assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+
+
+def test_only_what_was_named_is_tried(tmp_path: Path) -> None:
+    assert verify(tmp_path, FORMAT, UPDATE, WHOLE, only=("compile",)) == ["compile"]
+
+
+def test_time_is_left_for_the_changes_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three trials fit into 35 s: the last is that of both changes, not the third alone."""
+    asked = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
+    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    with Store(tmp_path / "records.db") as store:
+        run = new_run((), "stepscope advise")
+        store.add_run(run)
+        first = verify(tmp_path, FORMAT, UPDATE, store=store, run=run, within_s=15.0)
+        second = verify(tmp_path, FORMAT, UPDATE, store=store, run=run)
+    assert first == ["bfloat16"]
+    assert second == ["fused-optimizer", "bfloat16+fused-optimizer"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert [one.code for one in read_history()] == ["bfloat16", "fused-optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("within", "plain", "compiled"), [(0.0, True, True), (25.0, True, False), (5.0, False, False)]
+)
+def test_what_waits_for_a_compiler_needs_more_time(
+    within: float, plain: bool, compiled: bool
+) -> None:
+    base = msgspec.convert(tried().config, Trial).base
+    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (FORMAT, WHOLE))
+    deadline = Deadline(within, lambda: 0.0)
+    deadline.took(one, 10.0)
+    assert deadline.allows(one) is plain
+    assert deadline.allows(other) is compiled
+
+
+def test_a_record_keeps_the_advice_that_was_given() -> None:
+    made = with_advice(tried(), [FORMAT, UPDATE])
+    assert advice_given(made) == (FORMAT, UPDATE)
+    assert advice_given(tried()) is None
+
+
+class Greedy:
+    """A run that leaves no memory for another one."""
+
+    alive = 0
+
+    def __init__(self, order: Order, settings: dict[str, str], told: object) -> None:
+        del order, told
+        self.losses: list[float | None] = []
+        self.peak_bytes = None
+        self._ms = 4.0 if settings else 5.0
+
+    def __enter__(self) -> Self:
+        Greedy.alive += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Greedy.alive -= 1
+
+    def ready(self) -> Ready:
+        if Greedy.alive > 1:
+            raise ScriptOutOfMemoryError("the script ran out of memory")
+        return Ready(step_ms=self._ms, losses=[])
+
+    def turn(self, steps: int) -> float:
+        self.losses += [1.0] * steps
+        return self._ms
+
+
+def test_runs_that_do_not_fit_together_run_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(script_trial, "Contestant", Greedy)
+    trial = Trial(
+        program=Script(target="large.py"), step_ms=5.0, rounds=7, loss_steps=8, advice=(UPDATE,)
+    )
+    assert trial.program is not None
+    found = script_trial.measure_script_trial(trial, trial.program, QuietBench())
+    assert "do not fit into the memory" in found.notes[APART]
+    values = {one.name: one.values for one in found.series}
+    assert values["base"] == (5.0,) * 8
+    assert values["changed"] == (4.0,) * 8
+    shown = trial_blocks([tried(40.0, UPDATE, notes=found.notes)])
+    assert "timed one after the other" in " ".join(getattr(block, "text", "") for block in shown)
+
+
+def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(
+        "import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried 80 GiB.\\nSee')\n"
+    )
+    order = Order(target=str(script), warmup=5, timed=1, traced=1, memory=False)
+    with (
+        Contestant(order, {}) as run,
+        pytest.raises(ScriptOutOfMemoryError, match=r"out of memory: .*Tried 80 GiB"),
+    ):
+        run.ready()
+
+
+def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from stepscope.studies.advice import measuring
+    from stepscope.studies.own import OwnCase
+
+    plain = measuring._in_turns
+
+    def full(cases: Any, *arguments: Any) -> Any:
+        if len(cases) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(cases, *arguments)
+
+    monkeypatch.setattr(measuring, "_in_turns", full)
+    base = OwnCase(
+        model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
+    )
+    change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
+    trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
+    found = measuring.measure_trial(trial, QuietBench())
+    assert APART in found.notes
+    assert {len(s.values) for s in found.series if s.name in ("base", "changed")} == {6}
+
+
+def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for step in range(100_000):
+            model(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        """)
+    )
+    command = CommandLine(tmp_path)
+    command.environment |= {"PATH": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"}
+    command.know_ceilings(
+        Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured", detail="planted")
+    )
+    words = ("--verify", "--rounds", "5", "--json", "--only", "fused-optimizer", str(script))
+    started = command.start("advise", *words)
+    wait_for_the_record(command.out / "records.db")
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130, said
+    assert "go on with: stepscope advise --resume --verify" in said
+    assert command.left_behind() == []
+    done = command("advise", "--resume", *words)
+    assert done.returncode == 0, done.stderr
+    assert "recording some steps" not in done.stderr
+    (trial,) = json.loads(done.stdout)["tried"]
+    assert trial["change"] == "fused-optimizer"
+    assert trial["predicted_ms"] > 0
+    assert not trial["verdict"].startswith("not tried")
+    page = (command.out / "advice.html").read_text()
+    assert "Advice for train.py" in page
+    assert "Predicted against realised" in page
+    assert command.left_behind() == []
+    refused = command("advise", "--resume", "--verify", "--only", "magic", str(script))
+    assert refused.returncode == 2
+    assert "magic is not advised here" in refused.stderr
+
+
+def wait_for_the_record(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        # At first it is not yet a store.
+        with contextlib.suppress(StepscopeError), Store(path, create=False) as store:
+            if store.records():
+                return
+        time.sleep(0.1)
+    raise AssertionError("no step was recorded")
