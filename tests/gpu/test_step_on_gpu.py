@@ -209,6 +209,27 @@ def test_updates_beside_the_backward_keep_few_gradients(
     assert (device.peak_bytes() or 0) - before < 8 * 4 * 2**20
 
 
+def test_products_leave_processors_and_take_them_again(device: CudaDevice) -> None:
+    """The number of blocks of a product, which fills a processor with each, is what it was told."""
+    from stepscope.optim.processors import _told, products_leave
+
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = a @ a
+    there = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
+    assert _told(None) == 0
+    with products_leave(20, device.torch_device):
+        assert _told(None) == there - 20
+        assert torch.autograd.is_multithreading_enabled() is False
+        found = a @ a
+    assert _told(None) == 0
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1.0)
+    with (
+        pytest.raises(ValueError, match="cannot leave"),
+        products_leave(there, device.torch_device),
+    ):
+        pass
+
+
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
     parameter = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = FusedAdamW([parameter], capturable=True)
@@ -226,8 +247,9 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
         {"joined": True},
         {"joined": True, "keep": "inputs"},
         {"joined": True, "keep": "gates", "optimizer": ("stepscope-in-backward",)},
+        {"joined": True, "optimizer": ("stepscope-in-backward",), "aside": 8, "graph": True},
     ],
-    ids=["fused", "joined", "inputs kept", "in backward"],
+    ids=["fused", "joined", "inputs kept", "in backward", "processors aside"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 def test_the_fused_pieces_learn_as_the_plain_ones(

@@ -91,6 +91,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize(("parts", "d"), [(1, 1), (4, 16), (300, 37)])
+def test_partial_sums_are_added(parts: int, d: int) -> None:
+    partial = torch.randn(parts, d, device=DEVICE)
+    found = triton_norm.added(partial, torch.float32)
+    torch.testing.assert_close(found.double(), partial.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "d"), [(1, 1), (3, 16), (11, 100), (9, 768), (5, 1600), (2, 5120)]

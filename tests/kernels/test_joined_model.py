@@ -303,6 +303,29 @@ class TestInBackward:
             self.trained(InBackwardAdamW), self.trained(FusedAdamW), rtol=2e-5, atol=1e-7
         )
 
+    def test_a_few_programs_do_what_many_do(self) -> None:
+        """The last block of each is not full, and one tensor has fewer blocks than programs."""
+        from stepscope.optim.triton_adamw import FILLING_BLOCK, update_one
+
+        rows = torch.tensor([[0.999, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.3]], device=DEVICE)
+        for elements in (2 * FILLING_BLOCK + 77, 5):
+            start = [draw(elements) for _ in range(3)] + [draw(elements).abs()]
+            held = [[t.clone() for t in start] for _ in range(2)]
+            copies = [torch.empty(elements, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+            for processors, tensors, narrow in zip((0, 2), held, copies, strict=True):
+                update_one(*tensors, narrow, rows, 0, processors)
+            assert not torch.equal(held[0][0], start[0])
+            for many, few in zip(*held, strict=True):
+                assert torch.equal(many, few)
+            assert torch.equal(*copies)
+
+    def test_processors_are_set_aside_where_the_backward_is_known(self) -> None:
+        weight = nn.Parameter(draw(3, 4))
+        with pytest.raises(ValueError, match="within attached"):
+            InBackwardAdamW([weight], processors=4)
+        with pytest.raises(ValueError, match="within attached"):
+            InBackwardAdamW([weight], attach=False, overlap=False, processors=4)
+
     def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
         """Torch would raise: a backward finds its weights as its forward left them."""
         how = {"dtype": torch.float16, "keep": kept(GATES, 2), "checkpoint": (1,)}

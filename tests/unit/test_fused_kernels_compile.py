@@ -50,34 +50,35 @@ def resources(compiled):
 
 x, f, i = "*bf16", "*fp32", "i32"
 print("cross-entropy", wide_loads(
-    triton_cross_entropy._rows_kernel, [x, "*i64", f, i, i, i], GRADIENT=True, BLOCK=4096))
+    triton_cross_entropy.cross_entropy_rows_kernel, [x, "*i64", f, i, i, i],
+    GRADIENT=True, BLOCK=4096))
 for units in (False, True):
     kept = x if units else f
     print("norm forward", units, wide_loads(
-        triton_norm._forward_kernel, [f, x, f, f, x, kept, f, "fp32", i],
+        triton_norm.rms_norm_forward_kernel, [f, x, f, f, x, kept, f, "fp32", i],
         ADD=True, UNITS=units, BLOCK=4096))
     print("norm backward", units, wide_loads(
-        triton_norm._backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
+        triton_norm.rms_norm_backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
         THROUGH=True, SPLIT=True, UNITS=units, BLOCK=4096))
-print("norm again", wide_loads(triton_norm._scaled_kernel, [x, f, x, i], BLOCK=4096))
+print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(
-    triton_swiglu._forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
+    triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
 print("swiglu backward", wide_loads(
-    triton_swiglu._backward_kernel, [x] * 6 + [i, i], AGAIN=True, BLOCK=2048, EXACT=False))
+    triton_swiglu.swiglu_backward_kernel, [x] * 6 + [i, i], AGAIN=True, BLOCK=2048, EXACT=False))
 print("rotary", wide_loads(
-    triton_rotary._turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
+    triton_rotary.rotary_turn_kernel, [x, x, f, f] + [i] * 8 + ["fp32"], BLOCK_H=32, BLOCK_HALF=64))
 print("rotary gathered", wide_loads(
-    triton_rotary._gather_kernel, [x] * 4 + [f, f] + [i] * 13, BLOCK_H=32, BLOCK_HALF=64))
+    triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 13, BLOCK_H=32, BLOCK_HALF=64))
 for name, moments, chance, copied in (
     ("float32", tl.float32, False, False), ("copied", tl.float32, False, True),
     ("chance", tl.uint16, True, False),
 ):
     print("adamw", name, wide_loads(
-        triton_adamw._table_kernel, ["*i64", "*i32", f, i], PARAMETER=tl.float32,
+        triton_adamw.adamw_table_kernel, ["*i64", "*i32", f, i], PARAMETER=tl.float32,
         GRADIENT=tl.float32, MOMENTS=moments, COPY=tl.bfloat16, ALIGNED=True, CHANCE=chance,
         COPIED=copied))
 print("adamw one", wide_loads(
-    triton_adamw._one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
+    triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
 """
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import stepscope
 from stepscope.analysis.kernel_names import (
     CLASSES,
     describe,
@@ -102,6 +106,10 @@ ATTENTIONS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0":
         ("sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0", "cuDNN",
          "FP16/BF16 tensor cores", "64x64x128", "backward"),
+    "void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*, void*)":
+        ("compute_dot_do_o", "cuDNN", "", "", "backward"),
+    "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)":
+        ("convert_dq_to_16bits", "cuDNN", "", "", "backward"),
     "forward_kernel": ("forward_kernel", "Stepscope", "", "", "forward"),
     "key_value_kernel": ("key_value_kernel", "Stepscope", "", "", "backward"),
     "query_kernel": ("query_kernel", "Stepscope", "", "", "backward"),
@@ -114,6 +122,22 @@ def test_an_attention_kernel_says_its_direction(name: str) -> None:
     found = describe(name)
     assert found.kind == "attention"
     assert (found.short, found.library, found.unit, found.tile, found.role) == ATTENTIONS[name]
+
+
+def test_every_kernel_of_ours_has_a_class() -> None:
+    source = Path(stepscope.__file__).parent
+    launched = {
+        name
+        for room in ("attention", "model", "optim")
+        for path in (source / room).rglob("*.py")
+        for name in re.findall(r"(\w+_kernel)\[", path.read_text())
+    }
+    assert len(launched) >= 13
+    assert {name for name in launched if describe(name).library != "Stepscope"} == set()
+    assert describe("adamw_one_kernel").kind == "optimizer"
+    assert describe("rms_norm_backward_kernel")[:3] == (
+        "rms_norm_backward_kernel", "Stepscope", "reduction",
+    )  # fmt: skip
 
 
 OTHERS = {

@@ -56,12 +56,27 @@ _FLASH_TILE = re.compile(
     r"kernel_traits<\s*(?:\(int\))?\d+,\s*(?:\(int\))?(\d+),\s*(?:\(int\))?(\d+)"
 )
 _TILE = re.compile(r"(?<![\dx])(\d+x\d+(?:x\d+)?)(?![\dx])")
-_OWN_ATTENTION: dict[str, Role] = {
-    "forward_kernel": "forward",
-    "delta_kernel": "backward",
-    "key_value_kernel": "backward",
-    "query_kernel": "backward",
+_OWN: dict[str, tuple[Class, Role]] = {
+    "forward_kernel": ("attention", "forward"),
+    "delta_kernel": ("attention", "backward"),
+    "split_kernel": ("attention", ""),
+    "key_value_kernel": ("attention", "backward"),
+    "query_kernel": ("attention", "backward"),
+    "rms_norm_forward_kernel": ("reduction", "forward"),
+    "rms_norm_backward_kernel": ("reduction", "backward"),
+    "rms_norm_weight_kernel": ("reduction", "backward"),
+    "rms_norm_scaled_kernel": ("elementwise", "backward"),
+    "swiglu_forward_kernel": ("elementwise", ""),
+    "swiglu_backward_kernel": ("elementwise", "backward"),
+    "rotary_turn_kernel": ("elementwise", ""),
+    "rotary_gather_kernel": ("elementwise", "backward"),
+    "cross_entropy_rows_kernel": ("softmax", ""),
+    "adamw_table_kernel": ("optimizer", ""),
+    "adamw_one_kernel": ("optimizer", ""),
+    "adamw_few_kernel": ("optimizer", ""),
 }
+_AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
+"""Before and after the products of its backward."""
 _ATTENTION_WORD = re.compile(r"(?:^|_)(?:attn|attention|fmha)(?:_|$)")
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
 _ATEN: tuple[tuple[str, Class], ...] = (
@@ -82,6 +97,7 @@ def describe(name: str) -> Description:
     return (
         _memory(name)
         or _communication(name)
+        or _own(name)
         or _attention(name)
         or _inductor(name)
         or _matmul(name)
@@ -133,10 +149,15 @@ def _communication(name: str) -> Description | None:
     return None
 
 
+def _own(name: str) -> Description | None:
+    found = _OWN.get(_readable(name))
+    return None if found is None else Description(name, "Stepscope", found[0], role=found[1])
+
+
 def _attention(name: str) -> Description | None:
     plain = _readable(name)
-    if plain in _OWN_ATTENTION:
-        return Description(plain, "Stepscope", "attention", role=_OWN_ATTENTION[plain])
+    if _AROUND_CUDNN.search(name):
+        return Description(plain, "cuDNN", "attention", role="backward")
     if plain.startswith("cudnn_generated_fort_native_sdpa"):
         tile = _TILE.search(plain)
         backward = "bprop" in plain

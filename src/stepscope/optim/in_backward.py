@@ -1,9 +1,10 @@
 """AdamW that updates each parameter as soon as its gradient is there, beside the rest of backward.
 
-An update moves bytes and a matrix product computes, so on a GPU one can fill the gaps of the other:
-updates run on a stream of their own. A gradient lives until its update is done, so there are never
-all of them. What needs all gradients at once (clipping by a global norm, accumulation over several
-backwards, loss scaling that skips steps) cannot be had with it.
+An update moves bytes and a matrix product computes, so on a GPU one can run beside the other:
+updates have a stream of their own, and can have processors of their own. A gradient lives until its
+update is done, so there are never all of them. What needs all gradients at once (clipping by a
+global norm, accumulation over several backwards, loss scaling that skips steps) cannot be had with
+it.
 
     optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
     loss.backward()
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
+from stepscope.optim.processors import products_leave
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
@@ -41,7 +43,11 @@ class Crowd(NamedTuple):
 
 class InBackwardAdamW(FusedAdamW):
     """`overlap=False` updates on the backward's own stream. With `attach=False` it listens only
-    within `attached()`: several optimizers can then take turns on the same parameters."""
+    within `attached()`: several optimizers can then take turns on the same parameters.
+
+    `processors`: so many of the GPU work at nothing but updates within `attached()`, where matrix
+    products leave them alone. Without, an update waits until a product leaves a processor idle.
+    """
 
     def __init__(
         self,
@@ -54,9 +60,15 @@ class InBackwardAdamW(FusedAdamW):
         copies: Copies | None = None,
         overlap: bool = True,
         attach: bool = True,
+        processors: int = 0,
     ) -> None:
+        if processors and (attach or not overlap):
+            raise ValueError(
+                "processors are set aside within attached() alone: attach=False, overlap=True"
+            )
         super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
         self._overlap = overlap
+        self._processors = processors
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
@@ -70,7 +82,8 @@ class InBackwardAdamW(FusedAdamW):
         """Updates happen in backwards within this."""
         handles = self._listen()
         try:
-            yield
+            with products_leave(self._processors, self.param_groups[0]["params"][0].device):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -141,7 +154,9 @@ class InBackwardAdamW(FusedAdamW):
             from stepscope.optim.triton_adamw import update_one
 
             mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row)
+            update_one(
+                parameter, dense, mean, square, copy, crowd.settings.rows, row, self._processors
+            )
 
         if crowd.beside is None:
             update()

@@ -2,7 +2,8 @@
 
 A row of the table is one tensor: the addresses of parameter, gradient, both moments and the copy
 that products read (0 where there is none), the number of elements, and which row of the settings is
-its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table.
+its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table, by as
+many programs as it has blocks or by a few that each fill a processor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ BLOCK = 1024
 """Four elements for each thread of a program: few registers, so five programs share a processor and
 one's loads hide behind another's stores."""
 _BLOCK = tl.constexpr(BLOCK)
+FILLING_WARPS, FILLING_BLOCK = 32, 8192
+"""A program of so many warps leaves room for no other on its processor."""
 _ALIGNMENT = 16
 _COLUMNS = tl.constexpr(7)
 _SETTINGS = tl.constexpr(7)
@@ -133,7 +136,7 @@ def _update(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _table_kernel(
+def adamw_table_kernel(
     table, pieces, settings, seed,
     PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
@@ -148,17 +151,19 @@ def _table_kernel(
     copy = _address(table, row, 4, COPY, ALIGNED)
     elements = tl.load(table + row * _COLUMNS + 5)
     own = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED)
+    _piece(
+        parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED, _BLOCK
+    )
 
 
 @triton.jit
 def _piece(
     parameter, gradient, mean, square, copy, settings, start, elements, seed,
-    CHANCE: tl.constexpr, COPIED: tl.constexpr,
+    CHANCE: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = start + tl.arange(0, _BLOCK)
+    at = start + tl.arange(0, BLOCK)
     # Whole blocks need no mask, and only without one do loads take 16 bytes at once.
-    if start + _BLOCK <= elements:
+    if start + BLOCK <= elements:
         _update(
             parameter, gradient, mean, square, copy, settings, at, at, seed, False, CHANCE, COPIED
         )
@@ -171,12 +176,25 @@ def _piece(
 
 
 @triton.jit(do_not_specialize=["row"])
-def _one_kernel(
+def adamw_one_kernel(
     parameter, gradient, mean, square, copy, settings, elements, row, COPIED: tl.constexpr
 ):
     start = tl.program_id(0).to(tl.int64) * _BLOCK
     own = settings + row * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED)
+    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED, _BLOCK)
+
+
+@triton.jit(do_not_specialize=["row"])
+def adamw_few_kernel(
+    parameter, gradient, mean, square, copy, settings, elements, row,
+    COPIED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    own = settings + row * _SETTINGS
+    for number in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        start = tl.cast(number, tl.int64) * BLOCK
+        _piece(
+            parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED, BLOCK
+        )
 
 
 class Table:
@@ -197,7 +215,7 @@ class Table:
 
     def update(self, settings: Tensor, formats: Formats, *, by_chance: bool, seed: int) -> None:
         moments = tl.uint16 if by_chance else _FORMATS[formats.moments]
-        _table_kernel[(len(self._pieces),)](
+        adamw_table_kernel[(len(self._pieces),)](
             self._table, self._pieces, settings, seed,
             PARAMETER=_FORMATS[formats.parameter], GRADIENT=_FORMATS[formats.gradient],
             MOMENTS=moments, COPY=_FORMATS[formats.copy or formats.parameter],
@@ -219,11 +237,18 @@ def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
 
 def update_one(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
-    settings: Tensor, row: int,
+    settings: Tensor, row: int, processors: int = 0,
 ) -> None:  # fmt: skip
-    """One tensor, with the settings of that row."""
+    """One tensor, with the settings of that row; on that many processors where it is not 0."""
     elements = parameter.numel()
-    _one_kernel[(triton.cdiv(elements, BLOCK),)](
+    if processors:
+        programs = min(processors, triton.cdiv(elements, FILLING_BLOCK))
+        adamw_few_kernel[(programs,)](
+            parameter, gradient, mean, square, copy, settings, elements, row,
+            COPIED=copy is not None, BLOCK=FILLING_BLOCK, num_warps=FILLING_WARPS,
+        )  # fmt: skip
+        return
+    adamw_one_kernel[(triton.cdiv(elements, BLOCK),)](
         parameter, gradient, mean, square, copy, settings, elements, row,
         COPIED=copy is not None, num_warps=8,
     )  # fmt: skip

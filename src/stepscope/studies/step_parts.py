@@ -21,10 +21,11 @@ def compile_model(model: torch.nn.Module, how: str, mode: str = "default") -> No
 
 
 def make_optimizer(
-    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False
-) -> torch.optim.Optimizer:
+    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False,
+    aside: int = 0,
+) -> torch.optim.Optimizer:  # fmt: skip
     """`master`: it works on float32 copies of the weights. `capturable`: its step may be part of a
-    CUDA graph."""
+    CUDA graph. `aside`: processors for updates within the backward."""
     import torch
 
     from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
@@ -41,7 +42,7 @@ def make_optimizer(
     }.get(name, torch.optim.AdamW)  # fmt: skip
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name == IN_BACKWARD:
-        settings = {"attach": False}
+        settings = {"attach": False, "processors": aside}
     if name in ("stepscope-fused", IN_BACKWARD) and not master:
         settings["copies"] = getattr(model, "copies", None)
     if name == "torch-fused":

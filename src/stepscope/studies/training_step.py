@@ -79,8 +79,9 @@ class TrainingStep:
         # reads back whether a gradient overflowed, so there the host waits, as in real training.
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
         self.optimizer = make_optimizer(
-            workload.optimizer, self.model, master=form.master, capturable=workload.graph
-        )
+            workload.optimizer, self.model, master=form.master, capturable=workload.graph,
+            aside=workload.aside,
+        )  # fmt: skip
         if shares is not None:
             adopt_moments(self.optimizer, shares.optimizer)
         shape = (workload.batch, workload.context)

@@ -60,6 +60,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     name and `context` 0."""
     joined: bool = False
     keep: str = ALL
+    aside: int = 0
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -88,6 +89,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def _check_joined(self) -> None:
         if self.own and self.optimizer == IN_BACKWARD:
             raise UsageError(f"{IN_BACKWARD} is for the models here", "take stepscope-fused")
+        if self.aside < 0 or (self.aside and self.optimizer != IN_BACKWARD):
+            raise UsageError(
+                f"aside is {self.aside} with the optimizer {self.optimizer}",
+                f"processors are set aside for {IN_BACKWARD}",
+            )
         self.kept()
         if self.joined and not self.fused:
             raise UsageError("joined products belong to the fused model", "add --fused")
@@ -134,6 +140,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         parts += ["loss=fused"] if self.fuses_loss else []
         parts += [name for name in ("fused", "joined", "graph") if getattr(self, name)]
         parts += [] if self.keep == ALL else [f"keep={self.keep}"]
+        parts += [f"aside={self.aside}"] if self.aside else []
         if self.checkpoint != NONE:
             parts.append(f"checkpoint={self.checkpoint}")
         return "_".join((*parts, self.mode))
@@ -152,6 +159,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *(["fused pieces"] if self.fused else []),
             *(["joined products"] if self.joined else []),
             *([] if self.keep == ALL else [f"keeps {self.keep}"]),
+            *([f"{self.aside} processors aside"] if self.aside else []),
             *(["as a graph"] if self.graph else []),
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
@@ -213,6 +221,7 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             fused=flags.fused,
             joined=flags.joined,
             keep=flags.keep,
+            aside=flags.aside,
             graph=flags.graph,
             own=flags.model,
         )

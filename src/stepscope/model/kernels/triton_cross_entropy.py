@@ -11,7 +11,7 @@ _MOST_COLUMNS = 4096
 
 
 @triton.jit
-def _rows_kernel(
+def cross_entropy_rows_kernel(
     logits, targets, losses, stride, V, ignored,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def losses_of_rows(
     rows, vocab = logits.shape
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     block = min(_MOST_COLUMNS, triton.next_power_of_2(vocab))
-    _rows_kernel[(rows,)](
+    cross_entropy_rows_kernel[(rows,)](
         logits, targets, losses, logits.stride(0), vocab, ignore_index,
         GRADIENT=gradient, BLOCK=block, num_warps=8,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 The forward keeps the inverse root mean square of each row, and of the row either itself or the unit
 row: the row over its root mean square. In the backward a program takes a run of rows and leaves one
-partial sum for the weight, so there are no atomics and the bits repeat.
+partial sum for the weight, which a second kernel adds up, so there are no atomics and the bits
+repeat.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS_TO_A_PROCESSOR = 4
+_WARPS_TO_A_PROCESSOR = 32
+_COLUMNS = 16
+"""Of the partial sums, for one program: two sectors of a row, and enough programs for all."""
+_PARTS = 128
 _PROGRAMS_INTERPRETED = 4
 
 
 @triton.jit
-def _forward_kernel(
+def rms_norm_forward_kernel(
     x, branch, weight, stream, normed, unit, inverse, eps, D,
     ADD: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +54,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def rms_norm_backward_kernel(
     grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, grad_weight,
     rows, rows_each, D,
     THROUGH: tl.constexpr, SPLIT: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,7 +88,19 @@ def _backward_kernel(
 
 
 @triton.jit
-def _scaled_kernel(unit, weight, out, D, BLOCK: tl.constexpr):
+def rms_norm_weight_kernel(partial, out, parts, D, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns of (parts, D) added up."""
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, PARTS)
+    total = tl.zeros([PARTS, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, parts, PARTS):
+        inside = (start + i < parts)[:, None] & (j < D)[None, :]
+        total += tl.load(partial + (start + i)[:, None] * D + j[None, :], mask=inside, other=0.0)
+    tl.store(out + j, tl.sum(total, 0).to(out.dtype.element_ty), mask=j < D)
+
+
+@triton.jit
+def rms_norm_scaled_kernel(unit, weight, out, D, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     inside = j < D
@@ -113,7 +129,7 @@ def forward(
     unit = torch.empty_like(normed) if units else None
     inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     block = triton.next_power_of_2(x.shape[-1])
-    _forward_kernel[(inverse.numel(),)](
+    rms_norm_forward_kernel[(inverse.numel(),)](
         x, branch, weight, stream, normed, unit, inverse, eps, x.shape[-1],
         ADD=branch is not None, UNITS=units, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
@@ -130,17 +146,30 @@ def backward(
     grad_sum = torch.empty_like(kept, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
     grad_branch = torch.empty_like(kept, dtype=branch_dtype) if split else grad_sum
-    rows_each = triton.cdiv(rows, _programs(kept.device))
+    block = triton.next_power_of_2(d)
+    # Eight elements for each thread: what a row takes between its loads and its stores is short,
+    # and the programs of all rows run at once.
+    warps = min(16, max(4, block // 256))
+    rows_each = triton.cdiv(rows, _programs(kept.device, warps))
     programs = triton.cdiv(rows, rows_each)
     partial = torch.empty(programs, d, device=kept.device, dtype=torch.float32)
-    block = triton.next_power_of_2(d)
-    _backward_kernel[(programs,)](
+    rms_norm_backward_kernel[(programs,)](
         grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, partial,
         rows, rows_each, d,
-        THROUGH=grad_stream is not None, SPLIT=split, UNITS=units, BLOCK=block,
-        num_warps=_warps(block),
+        THROUGH=grad_stream is not None, SPLIT=split, UNITS=units, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return grad_sum, grad_branch, partial.sum(0).to(weight.dtype)
+    return grad_sum, grad_branch, added(partial, weight.dtype)
+
+
+def added(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """(parts, d) to (d,). torch's own sum takes few programs for so few columns, and half as long
+    as the kernel before it."""
+    parts, d = partial.shape
+    out = torch.empty(d, device=partial.device, dtype=dtype)
+    rms_norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
+        partial, out, parts, d, PARTS=_PARTS, COLUMNS=_COLUMNS, num_warps=4
+    )
+    return out
 
 
 def scaled(unit: Tensor, weight: Tensor) -> Tensor:
@@ -148,7 +177,9 @@ def scaled(unit: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty_like(unit)
     d = unit.shape[-1]
     block = triton.next_power_of_2(d)
-    _scaled_kernel[(unit.numel() // d,)](unit, weight, out, d, BLOCK=block, num_warps=_warps(block))
+    rms_norm_scaled_kernel[(unit.numel() // d,)](
+        unit, weight, out, d, BLOCK=block, num_warps=_warps(block)
+    )
     return out
 
 
@@ -156,8 +187,8 @@ def _warps(block: int) -> int:
     return min(16, max(4, block // 1024))
 
 
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, warps: int) -> int:
     if device.type != "cuda":
         return _PROGRAMS_INTERPRETED
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * _PROGRAMS_TO_A_PROCESSOR
+    return processors * (_WARPS_TO_A_PROCESSOR // warps)

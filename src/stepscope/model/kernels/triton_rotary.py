@@ -11,7 +11,7 @@ _MOST_PAIRS = 4096
 
 
 @triton.jit
-def _turn_kernel(
+def rotary_turn_kernel(
     x, out, cos, sin, x_stride_b, x_stride_s, out_stride_b, out_stride_s, table_stride,
     S, H, HALF, sign,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -35,7 +35,7 @@ def _turn_kernel(
 
 
 @triton.jit
-def _gather_kernel(
+def rotary_gather_kernel(
     q, k, v, out, cos, sin,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, table_stride, S, H, HALF,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -71,7 +71,7 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, seq, d = q.shape
     out = torch.empty(batch, seq, 3 * heads * d, device=q.device, dtype=q.dtype)
-    _gather_kernel[(batch * seq, 3)](
+    rotary_gather_kernel[(batch * seq, 3)](
         q, k, v, out, cos, sin, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], cos.stride(0),
         seq, heads, d // 2,
         BLOCK_H=triton.next_power_of_2(heads), BLOCK_HALF=triton.next_power_of_2(d // 2),
@@ -87,7 +87,7 @@ def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: 
     half = width // heads // 2
     block_half = triton.next_power_of_2(half)
     block_heads = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // block_half))
-    _turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
+    rotary_turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
         x, out, cos, sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
         seq, heads, half, -1.0 if back else 1.0,
         BLOCK_H=block_heads, BLOCK_HALF=block_half, num_warps=4,

@@ -40,7 +40,7 @@ def _place(width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def swiglu_forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     at, packed, inside = _place(width, stride, BLOCK)
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
@@ -49,7 +49,7 @@ def _forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXACT: tl
 
 
 @triton.jit
-def _backward_kernel(
+def swiglu_backward_kernel(
     grad, gate, up, grad_gate, grad_up, made, width, stride,
     AGAIN: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """Of (rows, width), both with the same stride between rows."""
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     rows, width = gate.shape
-    _forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+    swiglu_forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32
     )
     return out
@@ -84,7 +84,7 @@ def backward(
     """Into tensors with the strides of their inputs, which may be their inputs; `made` gets what
     the forward gave."""
     rows, width = gate.shape
-    _backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+    swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         grad, gate, up, grad_gate, grad_up, made, width, gate.stride(0),
         AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
     )  # fmt: skip
