@@ -319,6 +319,26 @@ class TestInBackward:
                 assert torch.equal(many, few)
             assert torch.equal(*copies)
 
+    def test_the_last_updates_of_a_backward_take_every_processor(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import stepscope.optim.triton_adamw as kernels
+
+        seen: list[int] = []
+        monkeypatch.setattr(kernels, "update_one", lambda *given: seen.append(given[-1]))
+        weights = [nn.Parameter(draw(n)) for n in (2, 2, 200)]
+        optimizer = InBackwardAdamW(weights, attach=False, processors=3)
+        with optimizer.attached():
+            sum((w * w).sum() for w in weights).backward()
+        # 4 of 204 elements are below a twentieth, and so is what comes before the third.
+        assert sorted(seen) == [0, 0, 0]
+        seen.clear()
+        several = [nn.Parameter(draw(n)) for n in (20, 200, 200)]
+        optimizer = InBackwardAdamW(several, attach=False, processors=3)
+        with optimizer.attached():
+            sum((w * w).sum() for w in several).backward()
+        assert sorted(seen) == [0, 0, 3]
+
     def test_processors_are_set_aside_where_the_backward_is_known(self) -> None:
         weight = nn.Parameter(draw(3, 4))
         with pytest.raises(ValueError, match="within attached"):

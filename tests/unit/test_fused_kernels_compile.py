@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from stepscope.model.kernels import triton_cross_entropy, triton_norm, triton_rotary, triton_swiglu
+from stepscope.model.kernels import (
+    triton_cross_entropy, triton_embedding, triton_norm, triton_rotary, triton_swiglu
+)
 from stepscope.optim import triton_adamw
 
-def wide_loads(kernel, types, **constants):
+def wide_loads(kernel, types, warps=8, **constants):
     # Pointers and sizes as a launch finds them: multiples of 16.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
@@ -36,7 +38,7 @@ def wide_loads(kernel, types, **constants):
         if signature[name][0] == "*" or (signature[name] == "i32" and name not in ("seed", "S"))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
     return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
 
@@ -60,6 +62,10 @@ for units in (False, True):
     print("norm backward", units, wide_loads(
         triton_norm.rms_norm_backward_kernel, [x, f, kept, f, f, f, x, f, i, i, i],
         THROUGH=True, SPLIT=True, UNITS=units, BLOCK=4096))
+print("norm weight", wide_loads(
+    triton_norm.rms_norm_weight_kernel, [f, f, i, i], PARTS=128, COLUMNS=16, warps=4))
+print("embedding", wide_loads(
+    triton_embedding.embedding_backward_kernel, ["*i64", f, f, i, i], TOKENS=2048, BLOCK=4096))
 print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(
     triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
@@ -79,6 +85,9 @@ for name, moments, chance, copied in (
         COPIED=copied))
 print("adamw one", wide_loads(
     triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
+print("adamw few", wide_loads(
+    triton_adamw.adamw_few_kernel, [f, f, f, f, x, f, i, i], COPIED=True,
+    BLOCK=triton_adamw.FILLING_BLOCK, warps=triton_adamw.FILLING_WARPS))
 """
 
 
@@ -93,5 +102,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 14
+    assert len(found) == 17
     assert {name for name, count in found.items() if int(count) == 0} == set(), found

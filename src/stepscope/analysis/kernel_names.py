@@ -71,6 +71,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "rotary_turn_kernel": ("elementwise", ""),
     "rotary_gather_kernel": ("elementwise", "backward"),
     "cross_entropy_rows_kernel": ("softmax", ""),
+    "embedding_backward_kernel": ("reduction", "backward"),
     "adamw_table_kernel": ("optimizer", ""),
     "adamw_one_kernel": ("optimizer", ""),
     "adamw_few_kernel": ("optimizer", ""),

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
 from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.embedding import embedded
 from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import (
@@ -60,11 +61,16 @@ class Embedding(nn.Embedding):
         d_model: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__(vocab, d_model, device=device, dtype=dtype)
+        self.fused = fused
 
     def reset_parameters(self) -> None:
         _fill_truncated_normal(self.weight, 1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedded(tokens, self.weight) if self.fused else super().forward(tokens)
 
 
 class RMSNorm(nn.Module):

@@ -134,7 +134,9 @@ class TransformerLM(nn.Module):
         self.joined = joined
         self.keep = keep or (ALL,) * config.n_layers
         self.copies = WeightCopies()
-        self.embedding = Embedding(config.vocab, config.d_model, device=device, dtype=dtype)
+        self.embedding = Embedding(
+            config.vocab, config.d_model, device=device, dtype=dtype, fused=fused
+        )
         # One table for all blocks.
         rotary = RotaryEmbedding(
             config.d_head, config.context, config.rope_theta, device=device, dtype=dtype

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 1 << 30
 """Bytes of gradients whose updates may be behind before the backward waits for them."""
+LAST = 0.05
+"""Share of all elements, from the first parameter on, that a backward comes to in the end: nothing
+is left then for their updates to run beside, and they take every processor."""
 
 
 class Crowd(NamedTuple):
@@ -38,6 +41,8 @@ class Crowd(NamedTuple):
     settings: DeviceSettings
     groups: tuple[dict[str, Any], ...]
     """Of each row of the settings its parameter group."""
+    last: int
+    """Rows before this one are reached when the backward is nearly done."""
     beside: _Beside | None
 
 
@@ -150,13 +155,13 @@ class InBackwardAdamW(FusedAdamW):
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
         dense = gradient.contiguous()
 
+        processors = 0 if row < crowd.last else self._processors
+
         def update() -> None:
             from stepscope.optim.triton_adamw import update_one
 
             mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(
-                parameter, dense, mean, square, copy, crowd.settings.rows, row, self._processors
-            )
+            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row, processors)
 
         if crowd.beside is None:
             update()
@@ -194,7 +199,8 @@ class InBackwardAdamW(FusedAdamW):
         counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
         settings = DeviceSettings(counts, rules(groups), device)
         overlaps = self._overlap and device.type == "cuda"
-        crowd = Crowd(settings, groups, _Beside(device) if overlaps else None)
+        last = _rows_of_share([parameter.numel() for parameter, _ in members], LAST)
+        crowd = Crowd(settings, groups, last, _Beside(device) if overlaps else None)
         for row, (parameter, _) in enumerate(members):
             self.state[parameter]["step"] = settings.steps[row]
             self._places[parameter] = (crowd, row)
@@ -236,6 +242,16 @@ class _Beside:
         gradient, done = self._waiting.popleft()
         first.wait_event(done)
         self._bytes -= gradient.nbytes
+
+
+def _rows_of_share(sizes: list[int], share: float) -> int:
+    """How many of the first make up so much of all."""
+    reached = 0
+    for row, size in enumerate(sizes):
+        if reached >= share * sum(sizes):
+            return row
+        reached += size
+    return len(sizes)
 
 
 def _capturing(device: torch.device) -> bool:

@@ -1,0 +1,47 @@
+"""Rows of a table for tokens, with a gradient that one kernel makes.
+
+torch fills the whole gradient with zeros, then few programs walk over all tokens, one after the
+other. Here each row of the table has a program that finds its tokens and adds up their gradients,
+in their order, so the bits repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from stepscope.model.kernels.launching import kernels_take
+from stepscope.model.kernels.norm import WIDEST
+
+MOST_TOKENS = 4096
+MOST_COMPARED = 1 << 27
+"""Every row looks at every token: beyond so many looks torch, which then sorts, is faster."""
+
+
+def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
+    """weight[tokens]."""
+    few = 0 < tokens.numel() <= MOST_TOKENS and tokens.numel() * weight.shape[0] <= MOST_COMPARED
+    if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
+        return functional.embedding(tokens, weight)
+    made: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Embedded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.table = weight.shape[0], weight.dtype
+        return functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        from stepscope.model.kernels.triton_embedding import backward
+
+        (tokens,) = ctx.saved_tensors
+        return None, backward(tokens, grad.contiguous(), *ctx.table)

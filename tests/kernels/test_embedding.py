@@ -1,0 +1,92 @@
+"""The gradient of an embedding by our kernel: each token's share, in order, zeros elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import stepscope.model.kernels.embedding as subject
+from stepscope.model.kernels import embedded
+from stepscope.model.kernels.launching import interpreted
+
+DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not interpreted(), reason="needs a GPU or Triton's interpreter"
+)
+
+
+def gradients(
+    tokens: torch.Tensor, rows: int, d: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours, and the sum in float64 of what was passed to it."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, d, generator=generator).to(DEVICE, dtype).requires_grad_()
+    grad = torch.randn(*tokens.shape, d, generator=generator).to(DEVICE, dtype)
+    made = embedded(tokens, weight)
+    assert torch.equal(made, functional.embedding(tokens, weight))
+    (found,) = torch.autograd.grad(made, weight, grad)
+    exact = torch.zeros(rows, d, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, tokens.flatten(), grad.double().flatten(0, -2))
+    return found, exact
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from stepscope.model.kernels import triton_embedding
+
+    seen: list[int] = []
+    real = triton_embedding.backward
+
+    def watched(*given: object) -> torch.Tensor:
+        seen.append(1)
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_embedding, "backward", watched)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "rows", "d"), [((1,), 1, 1), ((2, 3), 7, 16), ((3, 5), 4, 100), ((2, 37), 11, 24)]
+)
+def test_each_row_gets_what_its_tokens_have(
+    shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype, launched: list[int]
+) -> None:
+    tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found, exact = gradients(tokens, rows, d, dtype)
+    assert launched == [1]
+    assert found.dtype == dtype
+    rtol = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=rtol)
+
+
+def test_one_token_all_over_and_rows_that_nobody_asked_for(launched: list[int]) -> None:
+    tokens = torch.full((4, 16), 2, device=DEVICE)
+    found, exact = gradients(tokens, 5, 8, torch.float32)
+    assert launched
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert found[[0, 1, 3, 4]].count_nonzero() == 0
+
+
+def test_the_bits_repeat() -> None:
+    tokens = torch.randint(3, (50,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    first, second = (gradients(tokens, 3, 40, torch.float32)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_COMPARED"])
+def test_many_tokens_are_left_to_torch(
+    limit: str, launched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, limit, 5)
+    tokens = torch.tensor([0, 1, 1, 0, 1, 0], device=DEVICE)
+    found, exact = gradients(tokens, 2, 3, torch.float32)
+    assert launched == []
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_no_token_at_all() -> None:
+    weight = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    made = embedded(torch.empty(0, dtype=torch.int64, device=DEVICE), weight)
+    assert made.shape == (0, 4)
