@@ -55,7 +55,10 @@ def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
     assert account.line(PARAMETERS) == 4 * found.record.quantity("parameters")  # type: ignore[operator]
     assert "snapshot" in found.record.notes
     facts = facts_of(found.record)
-    assert facts.attention_ms > facts.attention_matmul_ms > 0
+    products = sum(work.classes["matmul"] for work in facts.attention)
+    assert sum(work.device_ms for work in facts.attention) > products > 0
+    assert (facts.waits, facts.reads_back) == ("end", True)
+    assert 1e-3 < facts.launch_ms < 0.5
     assert facts.pageable_ms > 0
     assert facts.cleared_ms > 0
 

@@ -16,8 +16,9 @@ from command_line import CommandLine
 from own_records import BASE, advice, tried
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
-from stepscope.analysis.advice.changes import WORTH, advise, applicable
-from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
+from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
@@ -32,10 +33,25 @@ from stepscope.studies.own import OwnCase, OwnFlags
 GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
 
 
-def facts(**changes: Any) -> Facts:
+def facts(
+    forward: dict[str, float] | None = None, backward: dict[str, float] | None = None,
+    optimizer_ms: float = 0.0, launches: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    outside: Work | None = None, **changes: Any,
+) -> Facts:  # fmt: skip
     """A step of 100 ms on a GPU in which nothing is worth a change."""
+    device = (
+        {"matmul": 35.0} if forward is None else forward,
+        {"matmul": 65.0} if backward is None else backward,
+        {"optimizer": optimizer_ms},
+    )
+    names = ("forward", "backward", "optimizer")
+    phases = tuple(
+        Work(name=name, classes=classes, launches=count)
+        for name, classes, count in zip(names, device, launches, strict=True)
+    )
     fields: dict[str, Any] = {
-        "on_gpu": True, "step_ms": 100.0, "dtype": "bfloat16", "classes": {"matmul": 95.0},
+        "on_gpu": True, "step_ms": 100.0, "dtype": "bfloat16", "waits": "end",
+        "phases": (outside, *phases) if outside else phases,
         "compiled": True, "fused_optimizer": True, "rates": GPU, "bandwidth": 4e12,
         "parameters": 100_000_000,
     }  # fmt: skip
@@ -51,98 +67,148 @@ def test_a_tuned_step_gets_no_advice() -> None:
 
 
 def test_formats_gain_by_the_rates_measured_here() -> None:
-    step = facts(dtype="float32", classes={"matmul": 80.0, "elementwise": 10.0})
-    # TF32: 80 ms at an eighth. bfloat16: 80 ms at a sixteenth, 35 % of 10 ms, less 6 B for each
-    # of 1e8 weights at 4 TB/s.
-    assert gains(step) == {"tf32": 70.0, "bfloat16": 75.0 + 3.5 - 0.15}
+    step = facts({"matmul": 30.0, "elementwise": 10.0}, {"matmul": 50.0}, dtype="float32")
+    # TF32: 80 ms at an eighth. bfloat16: 80 ms at a sixteenth, less 6 B for each of 1e8 weights at
+    # 4 TB/s in the forward, and as much for the gradients.
+    assert gains(step) == {"tf32": 70.0, "bfloat16": 75.0 - 0.3}
     assert [one.code for one in advise(step)] == ["bfloat16", "tf32"]
 
 
 def test_a_format_whose_rate_is_lower_or_unknown_or_lacking_is_not_advised() -> None:
-    step = facts(dtype="float32", on_gpu=False, classes={"matmul": 80.0})
+    step = facts(dtype="float32", on_gpu=False)
     assert gains(msgspec.structs.replace(step, rates={"float32": 2e9, "bfloat16": 1e9})) == {}
     assert gains(msgspec.structs.replace(step, rates={"float32": 2e9})) == {}
-    assert "bfloat16" not in gains(
-        facts(dtype="float32", classes={"matmul": 80.0}, lacks=("bfloat16",))
-    )
+    assert "bfloat16" not in gains(facts(dtype="float32", lacks=("bfloat16",)))
 
 
 def test_where_the_host_limits_less_work_gains_nothing() -> None:
-    step = facts(dtype="float32", classes={"matmul": 50.0}, issue_ms=100.0)
-    assert gains(step) == {}
-    assert gains(msgspec.structs.replace(step, issue_ms=80.0)) == {"bfloat16": 20.0, "tf32": 20.0}
+    step = facts(
+        {"matmul": 20.0}, {"matmul": 20.0}, dtype="float32", launches=(500.0, 500.0, 0.0),
+        launch_ms=0.1,
+    )  # fmt: skip
+    assert wall_ms(step) == 100.0
+    assert gains(step) == {"cuda-graph": 60.0}
+    # Where it needs 30 ms of 40, the rest can be gained; autocast issues more than before.
+    faster = gains(msgspec.structs.replace(step, launch_ms=0.03))
+    assert faster["tf32"] == 10.0
+    assert faster["bfloat16"] == pytest.approx(40.0 - 0.03 * 500 * (1.33 + 1.13))
 
 
 def test_written_out_attention() -> None:
+    written = Work(name="forward", classes={"matmul": 10.0, "softmax": 15.0, "elementwise": 5.0})
     step = facts(
-        attention_ms=30.0, attention_matmul_ms=10.0, score_bytes=1 << 30, peak_bytes=4 << 30
-    )
+        {"matmul": 30.0, "softmax": 15.0, "elementwise": 5.0}, {"matmul": 50.0},
+        attention=(written,), score_bytes=1 << 30, peak_bytes=4 << 30,
+    )  # fmt: skip
     (advice,) = advise(step)
-    assert (advice.code, advice.gain_ms, advice.gain_bytes) == ("fused-attention", 17.0, 1 << 30)
+    # 30 ms written out, and a kernel that takes 0.7 of its products in place of them.
+    assert (advice.code, round(advice.gain_ms, 6)) == ("fused-attention", 30.0 - 7.0)
+    assert advice.gain_bytes == 1 << 30
     assert advice.setting == {"attention": "fused"}
-
-
-def test_memory_alone_is_worth_a_change() -> None:
-    step = facts(
-        attention_ms=13.0, attention_matmul_ms=10.0, score_bytes=1 << 30, peak_bytes=4 << 30
-    )
-    assert gains(step) == {"fused-attention": 0.0}
+    # In float32 the one kernel is slower than the products: 29 ms.
+    in_float32 = msgspec.structs.replace(step, dtype="float32", rates={})
+    assert gains(in_float32) == {"fused-attention": 1.0}
+    in_tf32 = msgspec.structs.replace(step, dtype="tf32", rates=GPU)
+    assert "fused-attention" not in gains(in_tf32)
+    after = afterwards(in_float32, ["fused-attention"])
+    assert after.attention == ()
+    assert after.class_ms("attention") == 29.0
 
 
 def test_an_optimizer_is_held_against_the_bandwidth() -> None:
-    step = facts(fused_optimizer=False, optimizer_ms=20.0)
-    ideal = 1.3 * 100_000_000 * 28 / 4e12 * 1e3
+    step = facts(
+        {"matmul": 30.0}, {"matmul": 50.0}, fused_optimizer=False, optimizer_ms=20.0,
+        launches=(0.0, 0.0, 2000.0),
+    )  # fmt: skip
+    ideal = 1.2 * 100_000_000 * 28 / 4e12 * 1e3
     assert gains(step) == {"fused-optimizer": round(20.0 - ideal, 6)}
+    # Issued for 40 ms while the device has 20 ms to do, after which a twentieth is left.
+    slow_host = msgspec.structs.replace(step, launch_ms=0.02)
+    assert gains(slow_host)["fused-optimizer"] == pytest.approx(20.0 - ideal)
 
 
 def test_launches_and_memory_bound_kernels_call_for_a_compiler() -> None:
     step = facts(
-        compiled=False, classes={"elementwise": 20.0, "reduction": 20.0}, host_idle_ms=30.0
-    )
-    assert gains(step) == {"compile": 22.0 + 18.0, "cuda-graph": 27.0}
-    assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {"cuda-graph": 27.0}
+        {"elementwise": 20.0}, {"reduction": 20.0}, compiled=False, launch_ms=0.1,
+        launches=(500.0, 500.0, 0.0),
+    )  # fmt: skip
+    # The host needs 100 ms, of which 40 % are left; the device then has 12 ms to do.
+    assert gains(step) == {"compile": 60.0, "cuda-graph": 88.0}
+    assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {}
+    # Where the device is the limit, a graph adds nothing to what the compiler does.
+    device = msgspec.structs.replace(step, launch_ms=0.001)
+    assert gains(device) == {"compile": pytest.approx(28.0)}
 
 
 def test_habits_of_a_loop() -> None:
-    step = facts(wait_idle_ms=10.0, pageable_ms=5.0, cleared_ms=4.0)
-    assert gains(step) == {"no-read-back": 10.0, "pinned-data": 5.0, "set-to-none": 4.0}
-    assert [one.code for one in applicable(advise(step), OF_SCRIPTS)] == list(gains(step))
-    assert list(applicable(advise(step), OF_MODELS)) == []
-    starved = facts(data_ms=30.0, host_idle_ms=20.0)
-    assert gains(starved) == {"data-ahead": 20.0, "cuda-graph": 18.0}
+    read = facts(
+        {"matmul": 40.0}, {"matmul": 40.0}, optimizer_ms=20.0, launches=(40.0, 0.0, 0.0),
+        launch_ms=0.5, reads_back=True, cleared_ms=4.0, compiled=False, lacks=("compiler",),
+        outside=Work(name="outside", classes={}, launches=20.0),
+    )  # fmt: skip
+    # The device waits for the host to make the batch, 10 ms, and works for 100 ms.
+    assert wall_ms(read) == 110.0
+    assert gains(read) == {"no-read-back": 10.0, "set-to-none": 4.0}
+    both = msgspec.structs.replace(read, pageable_ms=1.0)
+    (first, _) = advise(both)
+    assert first.setting == {"read_back": "late", "copies": "pinned"}
+    copied = msgspec.structs.replace(both, reads_back=False, waits="copies")
+    # What is made for the next batch lies beside the device's work.
+    assert wall_ms(copied) == 100.0
+    assert [one.code for one in applicable(advise(both), OF_SCRIPTS)] == list(gains(both))
+    assert list(applicable(advise(both), OF_MODELS)) == []
+
+
+def test_batches_made_ahead_help_a_device_that_waits_for_them() -> None:
+    data = Work(name="outside", classes={}, host_ms=130.0)
+    starved = facts(waits="copies", pageable_ms=1.0, data_ms=130.0, outside=data)
+    assert wall_ms(starved) == 130.0
+    assert gains(starved)["data-ahead"] == 30.0
+    hidden = facts(waits="copies", pageable_ms=1.0, data_ms=60.0,
+                   outside=msgspec.structs.replace(data, host_ms=60.0))  # fmt: skip
+    assert gains(hidden) == {}
+    # In a format in which the device is done sooner, they are what is left to wait for.
+    later = afterwards(msgspec.structs.replace(hidden, dtype="float32"), ["bfloat16"])
+    assert gains(later)["data-ahead"] > 50.0
 
 
 def test_a_larger_batch_needs_room() -> None:
-    step = facts(host_idle_ms=20.0, batch=8, saved_bytes=10 << 30, peak_bytes=20 << 30)
+    step = facts(
+        {"matmul": 40.0}, {"matmul": 40.0}, optimizer_ms=20.0, batch=8, saved_bytes=10 << 30,
+        peak_bytes=20 << 30,
+    )  # fmt: skip
     roomy = msgspec.structs.replace(step, memory_bytes=80 << 30)
     assert gains(roomy)["larger-batch"] == 10.0
+    # Products at half of their rate: what they take beyond it is there once.
+    half = msgspec.structs.replace(roomy, flops=40e-3 * GPU["bfloat16"])
+    assert gains(half)["larger-batch"] == 10.0 + 20.0
     tight = msgspec.structs.replace(step, memory_bytes=30 << 30)
     assert "larger-batch" not in gains(tight)
 
 
 def test_blocks_are_compiled_and_tensors_taken_at_once_and_logits_left_out() -> None:
-    plain = facts(compiled=False, classes={"elementwise": 20.0}, blocks=12)
-    assert gains(plain) == {"compile": 11.0, "compile-blocks": 9.9}
-    assert gains(facts(optimizer="", loops_over_tensors=True, optimizer_ms=10.0)) == {
-        "foreach-optimizer": 6.0
-    }
-    logits = facts(loss_ms=10.0, logit_bytes=1 << 30, peak_bytes=4 << 30)
+    plain = facts({"elementwise": 20.0}, {"matmul": 80.0}, compiled=False, blocks=12)
+    assert gains(plain) == {"compile": 14.0, "compile-blocks": 12.6}
+    looping = facts(optimizer="", loops_over_tensors=True, optimizer_ms=10.0)
+    assert gains(looping) == {"foreach-optimizer": 6.0}
+    logits = facts(
+        {"softmax": 10.0}, {"softmax": 90.0}, loss_ms=10.0, logit_bytes=1 << 30,
+        peak_bytes=4 << 30,
+    )  # fmt: skip
     (found,) = advise(logits)
     assert (found.code, found.gain_ms, found.gain_bytes) == ("fused-loss", 6.0, 1 << 30)
     assert gains(msgspec.structs.replace(logits, on_gpu=False)) == {"fused-loss": 0.0}
 
 
 def test_checkpointing_is_advised_where_memory_ends_and_undone_where_it_does_not() -> None:
-    full = facts(memory_bytes=10 << 30, peak_bytes=9 << 30, saved_bytes=4 << 30, forward_ms=30.0)
+    full = facts(memory_bytes=10 << 30, peak_bytes=9 << 30, saved_bytes=4 << 30)
     (found,) = advise(full)
-    assert (found.code, found.gain_ms, found.gain_bytes) == ("checkpoint", -30.0, 3 << 30)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("checkpoint", -35.0, 3 << 30)
     assert found.setting == {"checkpoint": "blocks"}
     assert gains(msgspec.structs.replace(full, peak_bytes=7 << 30)) == {}
-    again = facts(
-        memory_bytes=10 << 30, peak_bytes=4 << 30, recomputed_bytes=3 << 30, forward_ms=30.0
-    )
+    again = facts(memory_bytes=10 << 30, peak_bytes=4 << 30, recomputed_bytes=3 << 30)
     (found,) = advise(again)
-    assert (found.code, found.gain_ms, found.gain_bytes) == ("no-checkpoint", 30.0, -(3 << 30))
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("no-checkpoint", 35.0, -(3 << 30))
     assert gains(msgspec.structs.replace(again, recomputed_bytes=5 << 30)) == {}
 
 
@@ -166,17 +232,49 @@ def test_ranks_are_advised_on_buckets_and_state() -> None:
 numbers = st.floats(0, 200)
 
 
-@given(matmul=numbers, memory=numbers, idle=numbers, waits=numbers, optimizer=numbers)
+@given(matmul=numbers, memory=numbers, launches=numbers, optimizer=numbers, waits=st.booleans())
 def test_all_advice_is_worth_it_and_ranked(
-    matmul: float, memory: float, idle: float, waits: float, optimizer: float
+    matmul: float, memory: float, launches: float, optimizer: float, waits: bool
 ) -> None:
     step = facts(
-        dtype="float32", classes={"matmul": matmul, "elementwise": memory}, host_idle_ms=idle,
-        wait_idle_ms=waits, optimizer_ms=optimizer, compiled=False, fused_optimizer=False,
+        {"matmul": matmul}, {"elementwise": memory}, dtype="float32", optimizer_ms=optimizer,
+        launches=(launches, launches, launches), compiled=False, fused_optimizer=False,
+        waits="end" if waits else "", reads_back=waits, launch_ms=0.3,
     )  # fmt: skip
+    step = msgspec.structs.replace(step, step_ms=max(1e-3, wall_ms(step)))
     found = [one.gain_ms for one in advise(step)]
     assert found == sorted(found, reverse=True)
     assert all(gain >= WORTH * step.step_ms for gain in found)
+    assert all(gain <= step.step_ms * (1 + 1e-9) for gain in found)
+
+
+@given(
+    work=st.lists(st.tuples(st.floats(0, 50), st.floats(1, 500)), min_size=3, max_size=3),
+    true_ms=st.floats(0.001, 0.2), waits=st.sampled_from(["", "end", "copies"]),
+)  # fmt: skip
+def test_the_time_of_a_launch_is_found_where_it_shows(
+    work: list[tuple[float, float]], true_ms: float, waits: str
+) -> None:
+    (forward, backward, update) = ({"matmul": ms} for ms, _ in work)
+    step = facts(
+        forward, backward, update["matmul"], launches=(work[0][1], work[1][1], work[2][1]),
+        waits=waits, launch_ms=true_ms,
+    )  # fmt: skip
+    step = msgspec.structs.replace(step, step_ms=wall_ms(step))
+    found = with_launch_time(step, launch_rate=None)
+    assert wall_ms(found) == pytest.approx(wall_ms(step), rel=1e-6)
+    assert found.launch_ms >= true_ms * (1 - 1e-6)
+    limited = wall_ms(step) > 1.05 * step.device_ms
+    if limited and not waits:
+        assert found.launch_ms == pytest.approx(true_ms, rel=1e-6)
+
+
+def test_a_host_that_does_not_show_takes_what_such_hosts_take() -> None:
+    step = facts(launches=(400.0, 600.0, 0.0))
+    found = with_launch_time(step, launch_rate=165e3)
+    assert found.launch_ms == pytest.approx(0.02)
+    measured = with_launch_time(step, launch_rate=165e3, issue_ms=10.0)
+    assert measured.launch_ms == pytest.approx(0.01)
 
 
 def verified(ratio: float, code: str = "tf32", device: str = "H200") -> Verified:
@@ -191,7 +289,7 @@ def test_past_verifications_correct_predictions() -> None:
     assert factors([verified(0.5)] * 5, "H200") == {"tf32": pytest.approx(0.5)}
     assert factors([verified(0.5)] * 5, "H100") == {}
     assert factors([verified(-3.0)] * 9, "H200") == {"tf32": pytest.approx(0.25)}
-    step = facts(dtype="float32", classes={"matmul": 80.0})
+    step = facts({"matmul": 80.0}, {}, dtype="float32")
     (_, tf32) = advise(step, {"tf32": 0.5})
     assert (tf32.code, tf32.gain_ms) == ("tf32", 35.0)
     assert off_by([verified(0.5), verified(1.0), verified(3.0)]) == pytest.approx(0.05)
@@ -276,9 +374,9 @@ def test_facts_come_from_a_record(measured: Record) -> None:
     assert not found.on_gpu
     assert found.dtype == "float32"
     assert found.parameters == measured.quantity("parameters")
-    assert found.classes["matmul"] > 0
-    assert found.optimizer_ms > 0
-    assert found.attention_ms == 0
+    assert found.class_ms("matmul") > 0
+    assert found.phase_ms("optimizer") > 0
+    assert found.launch_ms == found.host_ms == 0
     assert (found.compiled, found.fused_optimizer, found.batch) == (False, False, 2)
     assert set(found.rates) == {"bfloat16"}
 

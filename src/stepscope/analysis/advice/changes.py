@@ -8,25 +8,37 @@ import msgspec
 
 from stepscope.analysis.advice import loop, memory, ranks, work
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, worth
+from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, worth
+from stepscope.analysis.advice.timeline import wall_ms
 
-__all__ = ["RULES", "WORTH", "Advice", "advise", "applicable", "compatible"]
+__all__ = ["RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible"]
 
 RULES = (work, loop, memory, ranks)
+
+
+def judged(facts: Facts) -> Iterator[Judged]:
+    """What each rule says of a step, worth it or not."""
+    return (found for judge in JUDGES if (found := judge(facts)) is not None)
 
 
 def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advice, ...]:
     """What is worth it, the largest gain first. `factors` correct predictions by past ones."""
     found = []
-    for judge in JUDGES:
-        advice = judge(facts)
-        if advice is None:
-            continue
+    for advice, _ in judged(facts):
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
             found.append(advice)
     return tuple(sorted(found, key=lambda one: (-one.gain_ms, one.code)))
+
+
+def afterwards(facts: Facts, codes: Sequence[str]) -> Facts:
+    """The step with these changes made, one after the other, as far as they still apply."""
+    for code in codes:
+        found = next((one for one in judged(facts) if one.advice.code == code), None)
+        if found is not None:
+            facts = msgspec.structs.replace(found.after, step_ms=wall_ms(found.after))
+    return facts
 
 
 def applicable(advice: Sequence[Advice], settings: Collection[str]) -> Iterator[Advice]:

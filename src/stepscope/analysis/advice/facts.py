@@ -2,7 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+
 import msgspec
+
+MEMORY_BOUND = ("elementwise", "reduction", "softmax", "copy/cast")
+"""Classes of kernels that only move memory."""
+QUEUE = "queue"
+"""Between two kernels that were both launched in time: as good as work of the device."""
+OF_MODEL = ("forward", "loss", "backward")
+CAST_BYTES = 6
+"""Of a weight, read in four bytes and written in two; its gradient the other way."""
+AT_END, AT_COPIES = "end", "copies"
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase of a step: what the device does in it, and what the host does to have it done."""
+
+    name: str
+    classes: dict[str, float]
+    """Milliseconds of the device by class of kernels."""
+    launches: float = 0.0
+    host_ms: float = 0.0
+    """Of the host, beside its launches: a batch that it makes."""
+
+    @property
+    def device_ms(self) -> float:
+        return sum(self.classes.values())
+
+    def scaled(self, by_class: Mapping[str, float], launches: float = 1.0) -> Work:
+        """`by_class` has what the time of a class is multiplied with."""
+        return msgspec.structs.replace(
+            self,
+            classes={kind: ms * by_class.get(kind, 1.0) for kind, ms in self.classes.items()},
+            launches=self.launches * launches,
+        )
+
+    def less(self, ms: float) -> Work:
+        """That much less to do, of whatever class."""
+        left = max(0.0, 1 - ms / self.device_ms) if self.device_ms else 1.0
+        return self.scaled(dict.fromkeys(self.classes, left))
+
+    def with_more(self, kind: str, ms: float) -> Work:
+        """Less, where `ms` is below zero, and never less than nothing."""
+        held = max(0.0, self.classes.get(kind, 0.0) + ms)
+        return msgspec.structs.replace(self, classes={**self.classes, kind: held})
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,22 +57,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Without the profiler."""
     dtype: str
     """Of the matrix products."""
-    classes: dict[str, float]
-    """By class of kernels, without the optimizer's."""
-    optimizer_ms: float = 0.0
-    """From the end of the backward to the last of its work, idle time included."""
-    host_idle_ms: float = 0.0
-    """The device waits for launches."""
-    wait_idle_ms: float = 0.0
-    """The device is idle while the host waits for it."""
-    issue_ms: float | None = None
-    """How long the host takes to issue the step; a step cannot become shorter than that."""
-    attention_ms: float = 0.0
-    """Of attention that is written out: products, softmax, masks, forward and backward."""
-    attention_matmul_ms: float = 0.0
-    """Its products alone."""
+    phases: tuple[Work, ...]
+    """In the order of the step; on a CPU operators stand in for kernels, and nothing is launched.
+    """
+    attention: tuple[Work, ...] = ()
+    """The part of each phase that is attention written out: products, softmax, masks."""
+    launch_ms: float = 0.0
+    """Of the host, for one launch: an operator of torch with all that belongs to it."""
+    waits: str = ""
+    """Where the host waits for the device in every step: at its `end`, at `copies` of its batch, or
+    nowhere, and then it runs ahead."""
+    reads_back: bool = False
+    """A value of the device is asked for within the step."""
     score_bytes: int = 0
-    """What it keeps for backward."""
+    """What written-out attention keeps for backward."""
     data_ms: float = 0.0
     """The host is in a DataLoader."""
     pageable_ms: float = 0.0
@@ -36,11 +78,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cleared_ms: float = 0.0
     """Filling gradients with zeros."""
     parameters: int = 0
+    flops: float = 0.0
+    """Of the matrix products of a step."""
     peak_bytes: int = 0
     saved_bytes: int = 0
     """Kept for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    captured: bool = False
+    """Replayed as a CUDA graph."""
     optimizer: str = "adam"
     """Its family: `adam`, `sgd`, or empty where that is not known."""
     optimizer_of_torch: bool = True
@@ -53,8 +99,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """From logits to the loss and back."""
     logit_bytes: int = 0
     """What the loss keeps for its backward."""
-    forward_ms: float = 0.0
-    """Of all that the forward does, idle time included."""
     recomputed_bytes: int = 0
     """What would be kept for backward if the backward ran no forward again; 0 where it does not."""
     state_bytes: int = 0
@@ -75,3 +119,46 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def is_tight(self, share: float) -> bool:
         """More than this share of the device's memory is in use at the peak."""
         return bool(self.memory_bytes) and self.peak_bytes > share * self.memory_bytes
+
+    def phase_ms(self, name: str) -> float:
+        """Of the device."""
+        return sum(work.device_ms for work in self.phases if work.name == name)
+
+    def class_ms(self, *kinds: str, among: Collection[str] = OF_MODEL) -> float:
+        """Of the device, in these phases."""
+        return sum(
+            work.classes.get(kind, 0.0)
+            for work in self.phases
+            if work.name in among
+            for kind in kinds
+        )
+
+    @property
+    def products_over_rate(self) -> float:
+        """Time of the products over what it would be at the rate measured here; at least 1."""
+        rate, took = self.rates.get(self.dtype), self.class_ms("matmul", "attention")
+        least = 1e3 * self.flops / rate if rate else 0.0
+        return max(1.0, took / least) if least else 1.0
+
+    @property
+    def casts_ms(self) -> float:
+        """Of every weight to 16 bits, or of every gradient back, once in a step."""
+        return CAST_BYTES * self.parameters / self.bandwidth * 1e3 if self.bandwidth else 0.0
+
+    @property
+    def device_ms(self) -> float:
+        return sum(work.device_ms for work in self.phases)
+
+    @property
+    def host_ms(self) -> float:
+        return sum(work.host_ms + work.launches * self.launch_ms for work in self.phases)
+
+    def with_work(
+        self, change: Callable[[Work], Work], names: Collection[str] = OF_MODEL
+    ) -> Facts:  # fmt: skip
+        """The work of these phases changed, and of attention within them alike."""
+        parts = {
+            "phases": tuple(change(w) if w.name in names else w for w in self.phases),
+            "attention": tuple(change(w) if w.name in names else w for w in self.attention),
+        }
+        return msgspec.structs.replace(self, **parts)

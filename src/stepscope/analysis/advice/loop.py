@@ -2,85 +2,131 @@
 
 from __future__ import annotations
 
-from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import Advice, judge
+from msgspec.structs import replace
+
+from stepscope.analysis.advice.facts import AT_COPIES, OF_MODEL, Facts, Work
+from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
+
+_OUTSIDE = ("outside",)
+_ROOM = 0.9
+_PINNED = ("DataLoader(…, pin_memory=True, num_workers=4)",
+           "batch = batch.to(device, non_blocking=True)")  # fmt: skip
 
 
 @judge
-def _no_wait(facts: Facts) -> Advice | None:
-    return Advice(
+def _no_wait(facts: Facts) -> Judged | None:
+    """A copy from pageable memory waits as well: without one of the two the other one still does,
+    and nothing is gained."""
+    if not facts.on_gpu or not facts.waits or not facts.reads_back:
+        return None
+    after = replace(facts, waits="", reads_back=False)
+    setting = {"read_back": "late"}
+    lines: tuple[str, ...] = ("total += loss.detach()          # add on the device",
+                              "if step % 100 == 0: print(total.item() / 100)")  # fmt: skip
+    also = ""
+    if facts.pageable_ms:
+        after = replace(after, pageable_ms=0.0)
+        setting["copies"] = "pinned"
+        lines += _PINNED
+        also = " Copies from pageable memory would wait in its place, so they go with it."
+    advice = Advice(
         code="no-read-back",
         title="no value read back within the step",
-        gain_ms=facts.wait_idle_ms,
-        why=f"the device is idle for {facts.wait_idle_ms:.3g} ms while the host waits for it"
-        " (.item(), .cpu(), print of a tensor, a scaler's check)",
+        gain_ms=gain_ms(facts, after),
+        why="in every step the host waits for the device (.item(), .cpu(), print of a tensor, a"
+        f" scaler's check) and then has to fill an empty queue.{also}",
         risk="none: a value is seen some steps later",
-        lines=("total += loss.detach()          # add on the device",
-               "if step % 100 == 0: print(total.item() / 100)"),
-        setting={"read_back": "late"},
-    )  # fmt: skip
+        lines=lines,
+        setting=setting,
+    )
+    return Judged(advice, after)
 
 
 @judge
-def _workers(facts: Facts) -> Advice | None:
-    if not facts.on_gpu:
+def _workers(facts: Facts) -> Judged | None:
+    if not facts.on_gpu or not facts.data_ms:
         return None
-    return Advice(
+    after = facts.with_work(
+        lambda work: replace(work, host_ms=max(0.0, work.host_ms - facts.data_ms)), _OUTSIDE
+    )
+    advice = Advice(
         code="data-ahead",
         title="batches made ahead by workers",
-        # While the device still works on the step before, loading costs nothing.
-        gain_ms=min(facts.data_ms, facts.host_idle_ms),
+        gain_ms=gain_ms(facts, after),
         why=f"the host is in its DataLoader for {facts.data_ms:.3g} ms of a step, and the device"
-        f" waits for the host for {facts.host_idle_ms:.3g} ms",
+        f" waits for the host for {host_limits_ms(facts):.3g} ms",
         risk="memory and cores of the host",
         lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
         setting={"data": "workers"},
     )
+    return Judged(advice, replace(after, data_ms=0.0))
 
 
 @judge
-def _pinned(facts: Facts) -> Advice | None:
-    if not facts.on_gpu:
+def _pinned(facts: Facts) -> Judged | None:
+    """Where values are read back too, that advice has this one with it."""
+    if not facts.on_gpu or not facts.pageable_ms or facts.reads_back:
         return None
-    return Advice(
+    after = replace(facts, pageable_ms=0.0, waits="" if facts.waits == AT_COPIES else facts.waits)
+    advice = Advice(
         code="pinned-data",
         title="data in pinned memory, copied ahead",
-        gain_ms=facts.pageable_ms,
-        why=f"copies from pageable memory take {facts.pageable_ms:.3g} ms and stop the host",
+        gain_ms=gain_ms(facts, after),
+        why=f"copies from pageable memory take {facts.pageable_ms:.3g} ms and stop the host until"
+        " the device has done all before them",
         risk="memory of the host",
-        lines=("DataLoader(…, pin_memory=True, num_workers=4)",
-               "batch = batch.to(device, non_blocking=True)"),
+        lines=_PINNED,
         setting={"copies": "pinned"},
-    )  # fmt: skip
+    )
+    return Judged(advice, after)
 
 
 @judge
-def _set_to_none(facts: Facts) -> Advice | None:
-    return Advice(
+def _set_to_none(facts: Facts) -> Judged | None:
+    if not facts.cleared_ms:
+        return None
+    after = facts.with_work(lambda work: work.less(facts.cleared_ms), ("optimizer",))
+    advice = Advice(
         code="set-to-none",
         title="gradients dropped instead of zeroed",
-        gain_ms=facts.cleared_ms,
+        gain_ms=gain_ms(facts, after),
         why=f"filling gradients with zeros takes {facts.cleared_ms:.3g} ms",
         risk="none, unless code reads .grad between steps",
         lines=("optimizer.zero_grad(set_to_none=True)",),
         setting={"gradients": "none"},
     )
+    return Judged(advice, replace(after, cleared_ms=0.0))
+
+
+def with_batch_times(facts: Facts, times: int) -> Facts:
+    """That many times the samples in a step: as many launches, one update, weights cast once. What
+    products take beyond their rate is that of tiles and waves that are not full: it stays."""
+    over = facts.products_over_rate
+    products = (times + over - 1) / over
+    once = facts.casts_ms if facts.dtype in ("bfloat16", "float16") else 0.0
+
+    def more(work: Work) -> Work:
+        found = work.scaled(dict.fromkeys(work.classes, float(times)) | {"matmul": products})
+        if work.name in ("forward", "backward"):
+            found = found.with_more("copy/cast", -(times - 1) * once)
+        return replace(found, host_ms=times * work.host_ms)
+
+    return facts.with_work(more, (*OF_MODEL, *_OUTSIDE))
 
 
 @judge
-def _larger_batch(facts: Facts) -> Advice | None:
+def _larger_batch(facts: Facts) -> Judged | None:
     if not facts.on_gpu or facts.batch is None or not facts.memory_bytes:
         return None
-    room = facts.memory_bytes * 0.9 - facts.peak_bytes
+    room = facts.memory_bytes * _ROOM - facts.peak_bytes
     if facts.saved_bytes > room:
         return None
-    # Twice the samples launch as many kernels: what the device waited for launches is halved for
-    # each sample, and so is the update.
-    saved = 0.5 * (facts.host_idle_ms + facts.optimizer_ms)
-    return Advice(
+    after = with_batch_times(facts, 2)
+    advice = Advice(
         code="larger-batch",
         title="twice the batch",
-        gain_ms=saved,
+        gain_ms=wall_ms(facts) - wall_ms(after) / 2,
         gain_bytes=-facts.saved_bytes,
         why="for each sample the launches and the update cost half; the gain is for as many"
         f" samples as now, and {room / 2**30:.3g} GiB are free",
@@ -88,3 +134,4 @@ def _larger_batch(facts: Facts) -> Advice | None:
         lines=(f"batch_size = {2 * facts.batch}",),
         setting={"batch": str(2 * facts.batch)},
     )
+    return Judged(advice, replace(after, batch=2 * facts.batch))

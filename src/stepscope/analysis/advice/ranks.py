@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import Advice, judge
+from stepscope.analysis.advice.rule import Advice, Judged, judge
 
 _LARGE = 4 << 20
 """A message above this takes as long as its bytes; below it, as long as any."""
@@ -12,7 +12,7 @@ _GATHERED = 2 / 3
 
 
 @judge
-def _buckets(facts: Facts) -> Advice | None:
+def _buckets(facts: Facts) -> Judged | None:
     if facts.ranks < 2 or not facts.messages or facts.exposed_ms <= 0:
         return None
     each = 4 * facts.parameters / facts.messages
@@ -25,9 +25,9 @@ def _buckets(facts: Facts) -> Advice | None:
     return _bucket_advice(facts, each, larger, facts.exposed_ms * (1 - each / larger))
 
 
-def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Advice:
+def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Judged:
     kind = "larger" if then > now else "smaller"
-    return Advice(
+    advice = Advice(
         code="bucket-size",
         title=f"{kind} buckets of gradients",
         gain_ms=gain_ms,
@@ -36,24 +36,27 @@ def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Adv
         risk="none to numerics; larger buckets hold more memory",
         lines=(f"DistributedDataParallel(model, bucket_cap_mb={max(1, round(then / 2**20))})",),
     )
+    return Judged(advice, facts)
 
 
 @judge
-def _sharded(facts: Facts) -> Advice | None:
+def _sharded(facts: Facts) -> Judged | None:
     if facts.ranks < 2 or not facts.state_bytes:
         return None
     share = 1 - 1 / facts.ranks
+    update = facts.phase_ms("optimizer")
     # Each rank updates its part and gathers the others: about what half of a reduction takes.
     gathers = _GATHERED * facts.exposed_ms
-    return Advice(
+    advice = Advice(
         code="sharded-optimizer",
         title="the optimizer's state divided among the ranks",
-        gain_ms=facts.optimizer_ms * share - gathers,
+        gain_ms=update * share - gathers,
         gain_bytes=int(facts.state_bytes * share),
         why=f"each of {facts.ranks} ranks holds the whole state,"
         f" {facts.state_bytes / 2**30:.3g} GiB, and updates every parameter"
-        f" ({facts.optimizer_ms:.3g} ms)",
+        f" ({update:.3g} ms)",
         risk="parameters are gathered after every update; checkpoints are written by all ranks",
         lines=("stepscope.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=…)",
                "# or torch.distributed.optim.ZeroRedundancyOptimizer"),
     )  # fmt: skip
+    return Judged(advice, facts)

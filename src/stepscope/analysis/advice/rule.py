@@ -1,8 +1,9 @@
-"""What advice is, and the rules that give it: each says when a change applies and what it gains."""
+"""What advice is, and the rules that give it: each says when a change applies and what it does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,9 +13,6 @@ WORTH = 0.03
 """Below this share of the step, or of the peak memory, a change is not advised."""
 TIGHT = 0.8
 """Above this share of the device's memory a step has no room left."""
-
-Judge = Callable[[Facts], "Advice | None"]
-JUDGES: list[Judge] = []
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +31,16 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """By which past verifications on this device have corrected the gain."""
 
 
+class Judged(NamedTuple):
+    advice: Advice
+    after: Facts
+    """The step with the change made."""
+
+
+Judge = Callable[[Facts], Judged | None]
+JUDGES: list[Judge] = []
+
+
 def judge(judge: Judge) -> Judge:
     JUDGES.append(judge)
     return judge
@@ -45,10 +53,3 @@ def worth(advice: Advice, facts: Facts) -> bool:
         return False
     # Memory is worth time only where there is none left.
     return advice.gain_ms >= 0 or facts.is_tight(TIGHT)
-
-
-def shortened(facts: Facts, less_on_device: float) -> float:
-    """How much shorter the step gets when the device has that much less to do."""
-    if not facts.on_gpu or facts.issue_ms is None:
-        return less_on_device
-    return max(0.0, min(less_on_device, facts.step_ms - min(facts.step_ms, facts.issue_ms)))

@@ -1,182 +1,267 @@
 """Changes of the work that the device does: formats, fused kernels, fewer launches.
 
-A gain is counted on the device and then limited by the host: where launches are the limit, less
-work on the device shortens nothing.
+Each makes the step as it would be, and the two clocks of `timeline.py` say how long that takes.
+Constants are measured on an H200: `benchmarks/advice_backtest.py` holds the rules against records.
 """
 
 from __future__ import annotations
 
-from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import Advice, judge, shortened
+from msgspec.structs import replace
 
-_FLASH_OVER_PRODUCTS = 1.3
-"""Time of a fused attention over that of the products alone: its backward makes the scores anew."""
-_FUSED_BY_COMPILER = 0.55
-"""Share of the time of memory-bound kernels that fusing them saves."""
-_LAUNCHES_BY_COMPILER = 0.6
-_NARROW_ELEMENTWISE = 0.35
-"""Share of memory-bound time that autocast saves: some of it stays in float32, some is casts."""
+from stepscope.analysis.advice.facts import MEMORY_BOUND, OF_MODEL, QUEUE, Facts, Work
+from stepscope.analysis.advice.rule import Advice, Judged, judge
+from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
+
+_ONE_KERNEL_OVER_PRODUCTS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
+"""Time of a causal attention in one kernel over that of the products of the same written out, on a
+GPU. It leaves out half of the products; in float32 torch has only a kernel for FP32 cores."""
+_ONE_KERNEL_ON_CPU = 1.3
+_LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
+"""Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not."""
+_LAUNCHES_LEFT = 0.4
+_CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
+"""Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
 """Read weight, gradient and moments, write all but the gradient, in float32."""
-_NEAR_BANDWIDTH = 1.3
+_NEAR_BANDWIDTH = 1.2
+_FUSED_LAUNCHES = 0.05
 _BLOCKS_OF_WHOLE = 0.9
-_FOREACH = 0.6
-"""Share of an update, tensor by tensor, that going over all at once saves."""
+_FOREACH = 0.4
+"""Share of an update, tensor by tensor, that is left by going over all at once."""
 _FUSED_LOSS = 0.6
 """Share of the time from logits to loss and back that one pass over a chunk saves."""
-_MEMORY_BOUND = ("elementwise", "reduction", "softmax", "copy/cast")
 
 
-def _products(facts: Facts, to: str) -> float | None:
-    """Time that products save in another format; None where a rate is not known."""
+def _with_faster_products(facts: Facts, to: str) -> Facts | None:
+    """None where a rate is not known, or not higher."""
     now, then = facts.rates.get(facts.dtype), facts.rates.get(to)
     if not now or not then or to in facts.lacks:
         return None
-    return facts.classes.get("matmul", 0.0) * (1 - now / then)
+    changed = facts.with_work(lambda work: work.scaled({"matmul": now / then}))
+    return replace(changed, dtype=to)
 
 
 @judge
-def _tf32(facts: Facts) -> Advice | None:
-    saved = _products(facts, "tf32") if facts.dtype == "float32" and facts.on_gpu else None
-    if saved is None:
+def _tf32(facts: Facts) -> Judged | None:
+    after = _with_faster_products(facts, "tf32") if facts.dtype == "float32" else None
+    if after is None or not facts.on_gpu:
         return None
-    return Advice(
+    advice = Advice(
         code="tf32",
         title="float32 products on tensor cores (TF32)",
-        gain_ms=shortened(facts, saved),
-        why=f"products take {facts.classes.get('matmul', 0.0):.3g} ms in float32; TF32 is"
+        gain_ms=gain_ms(facts, after),
+        why=f"products take {facts.class_ms('matmul'):.3g} ms in float32; TF32 is"
         f" {facts.rates['tf32'] / facts.rates['float32']:.3g}× as fast here",
         risk="numerics: products keep 10 bits of the mantissa",
         lines=('torch.set_float32_matmul_precision("high")',),
         setting={"dtype": "tf32"},
     )
+    return Judged(advice, after)
 
 
 @judge
-def _bfloat16(facts: Facts) -> Advice | None:
-    if facts.dtype not in ("float32", "tf32"):
+def _bfloat16(facts: Facts) -> Judged | None:
+    after = _with_faster_products(facts, "bfloat16") if facts.dtype in ("float32", "tf32") else None
+    if after is None:
         return None
-    saved = _products(facts, "bfloat16")
-    if saved is None:
-        return None
-    memory_bound = sum(facts.classes.get(kind, 0.0) for kind in _MEMORY_BOUND)
-    saved += _NARROW_ELEMENTWISE * memory_bound if facts.on_gpu else 0.0
-    if facts.bandwidth:
-        # Each weight is read in float32 and written in half of that, in every forward.
-        saved -= facts.parameters * 6 / facts.bandwidth * 1e3
+
+    def cast(work: Work) -> Work:
+        # Kernels that move memory take as long as before: some have half the bytes, and the casts
+        # between those and what stays in float32 take as much.
+        found = work.scaled({}, launches=_CAST_LAUNCHES[work.name])
+        return found.with_more("copy/cast", facts.casts_ms)
+
+    attention = after.attention
+    after = replace(after.with_work(cast, tuple(_CAST_LAUNCHES)), attention=attention)
     kind = "cuda" if facts.on_gpu else "cpu"
-    return Advice(
+    advice = Advice(
         code="bfloat16",
         title="bfloat16 autocast",
-        gain_ms=shortened(facts, saved),
+        gain_ms=gain_ms(facts, after),
         gain_bytes=facts.saved_bytes // 3 - 2 * facts.parameters,
-        why=f"products take {facts.classes.get('matmul', 0.0):.3g} ms in {facts.dtype}; bfloat16 is"
+        why=f"products take {facts.class_ms('matmul'):.3g} ms in {facts.dtype}; bfloat16 is"
         f" {facts.rates['bfloat16'] / facts.rates[facts.dtype]:.3g}× as fast here",
         risk="numerics: 8 bits of mantissa in products and activations; weights stay in float32",
         lines=(f'with torch.autocast("{kind}", torch.bfloat16):', "    loss = model(…)"),
         setting={"dtype": "bfloat16"},
     )
+    return Judged(advice, after)
 
 
 @judge
-def _flash(facts: Facts) -> Advice | None:
-    if facts.attention_ms <= 0:
+def _flash(facts: Facts) -> Judged | None:
+    if not facts.attention:
         return None
-    saved = facts.attention_ms - _FLASH_OVER_PRODUCTS * facts.attention_matmul_ms
-    return Advice(
+    products = sum(work.classes.get("matmul", 0.0) for work in facts.attention)
+    written = sum(work.device_ms for work in facts.attention)
+    core = {work.name: work for work in facts.attention}
+
+    def as_one_kernel(work: Work) -> Work:
+        part = core.get(work.name)
+        if part is None:
+            return work
+        left = {kind: ms - part.classes.get(kind, 0.0) for kind, ms in work.classes.items()}
+        left["attention"] = _over_products(facts) * part.classes.get("matmul", 0.0)
+        launches = work.launches - part.launches * (1 - _FUSED_LAUNCHES)
+        return replace(work, classes=left, launches=max(0.0, launches))
+
+    after = replace(facts.with_work(as_one_kernel), attention=())
+    advice = Advice(
         code="fused-attention",
         title="attention as one kernel",
-        gain_ms=shortened(facts, saved),
+        gain_ms=gain_ms(facts, after),
         gain_bytes=facts.score_bytes,
-        why=f"attention is written out: {facts.attention_ms:.3g} ms, of which its products are"
-        f" {facts.attention_matmul_ms:.3g} ms; it keeps its scores for backward",
+        why=f"attention is written out: {written:.3g} ms, of which its products are"
+        f" {products:.3g} ms; it keeps its scores for backward",
         risk="numerics: sums in another order",
         setting={"attention": "fused"},
         lines=("out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",),
     )
+    return Judged(advice, after)
+
+
+def _over_products(facts: Facts) -> float:
+    if not facts.on_gpu:
+        return _ONE_KERNEL_ON_CPU
+    if facts.dtype == "tf32":
+        # The kernel stays on FP32 cores, while the products that it replaces do not.
+        rates = facts.rates
+        return _ONE_KERNEL_OVER_PRODUCTS["float32"] * rates["tf32"] / rates["float32"]
+    return _ONE_KERNEL_OVER_PRODUCTS.get(facts.dtype, _ONE_KERNEL_ON_CPU)
 
 
 @judge
-def _optimizer(facts: Facts) -> Advice | None:
+def _optimizer(facts: Facts) -> Judged | None:
     each = _UPDATE_BYTES.get(facts.optimizer)
     if facts.fused_optimizer or each is None or not facts.bandwidth or not facts.parameters:
         return None
     ideal = _NEAR_BANDWIDTH * facts.parameters * each / facts.bandwidth * 1e3
-    written = facts.optimizer_of_torch
+    takes = facts.phase_ms("optimizer")
+    launches = sum(work.launches for work in facts.phases if work.name == "optimizer")
+    after = facts.with_work(
+        lambda work: replace(
+            work,
+            classes={"optimizer": min(ideal, takes)},
+            launches=work.launches * _FUSED_LAUNCHES,
+        ),
+        ("optimizer",),
+    )
     name = {"adam": "AdamW", "sgd": "SGD"}[facts.optimizer]
-    return Advice(
+    advice = Advice(
         code="fused-optimizer",
         title="the optimizer in one kernel",
-        # Its launches are gone as well, so the host does not limit this.
-        gain_ms=max(0.0, facts.optimizer_ms - ideal),
-        why=f"the update takes {facts.optimizer_ms:.3g} ms; moving its bytes once takes"
-        f" {ideal:.3g} ms at the bandwidth measured here",
+        gain_ms=gain_ms(facts, after),
+        why=f"the update takes {takes:.3g} ms of the device"
+        + (f" in {launches:.4g} kernels" if launches else "")
+        + f"; moving its bytes once takes {ideal:.3g} ms at the bandwidth measured here",
         risk="numerics: none beyond rounding"
-        if written
+        if facts.optimizer_of_torch
         else f"numerics: your own update rule is taken for {name}'s",
         lines=(f"optimizer = torch.optim.{name}(model.parameters(), …, fused=True)",),
         setting={"optimizer": "adamw-fused" if facts.optimizer == "adam" else "sgd-fused"},
     )
+    return Judged(advice, replace(after, fused_optimizer=True))
+
+
+def _as_compiled(facts: Facts) -> Facts:
+    left = dict.fromkeys(MEMORY_BOUND, _LEFT_BY_COMPILER[facts.on_gpu]) | {QUEUE: _LAUNCHES_LEFT}
+    after = facts.with_work(lambda work: work.scaled(left, _LAUNCHES_LEFT))
+    return replace(after, compiled=True)
 
 
 @judge
-def _compile(facts: Facts) -> Advice | None:
+def _compile(facts: Facts) -> Judged | None:
     if facts.compiled or "compiler" in facts.lacks:
         return None
-    memory_bound = sum(facts.classes.get(kind, 0.0) for kind in _MEMORY_BOUND)
-    saved = _FUSED_BY_COMPILER * memory_bound + _LAUNCHES_BY_COMPILER * facts.host_idle_ms
-    return Advice(
+    after = _as_compiled(facts)
+    advice = Advice(
         code="compile",
         title="torch.compile",
-        gain_ms=saved,
-        why=f"kernels that only move memory take {memory_bound:.3g} ms, and the device waits"
-        f" {facts.host_idle_ms:.3g} ms for launches: fused kernels are fewer and move less",
+        gain_ms=gain_ms(facts, after),
+        why=f"kernels that only move memory take {facts.class_ms(*MEMORY_BOUND):.3g} ms, and the"
+        f" device waits {host_limits_ms(facts):.3g} ms for launches: fused kernels are fewer and"
+        " move less",
         risk="compile time at the start and for every new shape; numerics: sums in another order",
         lines=("model = torch.compile(model)",),
         setting={"compile": "model"},
     )
+    return Judged(advice, after)
 
 
 @judge
-def _compile_blocks(facts: Facts) -> Advice | None:
+def _compile_blocks(facts: Facts) -> Judged | None:
     whole = _compile(facts)
     if whole is None or facts.blocks < 2:
         return None
-    return Advice(
+    advice = Advice(
         code="compile-blocks",
         title="torch.compile of each block",
-        gain_ms=_BLOCKS_OF_WHOLE * whole.gain_ms,
+        gain_ms=_BLOCKS_OF_WHOLE * whole.advice.gain_ms,
         why=f"{facts.blocks} blocks are alike, and one is compiled for all: most of what compiling"
         " the whole model gains, for less time to compile",
         risk="numerics: sums in another order",
         lines=("for block in model.blocks:", "    block.compile()"),
         setting={"compile": "block"},
     )
+    return Judged(advice, whole.after)
 
 
 @judge
-def _foreach(facts: Facts) -> Advice | None:
+def _graph(facts: Facts) -> Judged | None:
+    """Torch's own, which come with its compiler: worth it where that alone leaves the host slow."""
+    if not facts.on_gpu or facts.captured or "compiler" in facts.lacks:
+        return None
+    compiled = facts if facts.compiled else _as_compiled(facts)
+    after = compiled.with_work(lambda work: replace(work, launches=0.0))
+    if wall_ms(after) > _BLOCKS_OF_WHOLE * wall_ms(compiled):
+        return None
+    advice = Advice(
+        code="cuda-graph",
+        title="the step as a CUDA graph",
+        gain_ms=gain_ms(facts, after),
+        why=f"the host issues for {facts.host_ms:.3g} ms of a step what takes the device"
+        f" {facts.device_ms:.3g} ms; a graph is one launch",
+        risk="shapes and addresses must not change; memory of the graph is held apart",
+        lines=('model = torch.compile(model, mode="reduce-overhead")',),
+        setting={"compile": "graphs"},
+    )
+    return Judged(advice, replace(after, captured=True))
+
+
+@judge
+def _foreach(facts: Facts) -> Judged | None:
     if facts.optimizer or not facts.loops_over_tensors:
         return None
-    return Advice(
+    takes = facts.phase_ms("optimizer")
+
+    def at_once(work: Work) -> Work:
+        every = dict.fromkeys(work.classes, _FOREACH)
+        return work.scaled(every, _FUSED_LAUNCHES)
+
+    after = replace(facts.with_work(at_once, ("optimizer",)), loops_over_tensors=False)
+    advice = Advice(
         code="foreach-optimizer",
         title="the optimizer over all tensors at once",
-        gain_ms=_FOREACH * facts.optimizer_ms,
-        why=f"the update takes {facts.optimizer_ms:.3g} ms, tensor by tensor",
+        gain_ms=gain_ms(facts, after),
+        why=f"the update takes {takes:.3g} ms, tensor by tensor",
         risk="memory: temporaries as large as the parameters",
         lines=("optimizer = …(model.parameters(), …, foreach=True)",),
         setting={"optimizer": "foreach"},
     )
+    return Judged(advice, after)
 
 
 @judge
-def _fused_loss(facts: Facts) -> Advice | None:
+def _fused_loss(facts: Facts) -> Judged | None:
     if facts.loss_ms <= 0:
         return None
-    return Advice(
+    saved = _FUSED_LOSS * facts.loss_ms if facts.on_gpu else 0.0
+    held = [work.name for work in facts.phases if work.name in OF_MODEL and work.classes]
+    after = facts.with_work(lambda work: work.less(saved / len(held)), held)
+    advice = Advice(
         code="fused-loss",
         title="head and loss by chunks, without all logits",
-        gain_ms=shortened(facts, _FUSED_LOSS * facts.loss_ms) if facts.on_gpu else 0.0,
+        gain_ms=gain_ms(facts, after),
         gain_bytes=facts.logit_bytes,
         why=f"from logits to loss and back takes {facts.loss_ms:.3g} ms, and"
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are kept in between",
@@ -184,18 +269,4 @@ def _fused_loss(facts: Facts) -> Advice | None:
         lines=("from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy",
                "loss = linear_cross_entropy(hidden, head.weight, targets)"),
     )  # fmt: skip
-
-
-@judge
-def _graph(facts: Facts) -> Advice | None:
-    if not facts.on_gpu or facts.host_idle_ms <= 0:
-        return None
-    return Advice(
-        code="cuda-graph",
-        title="the step as a CUDA graph",
-        gain_ms=0.9 * facts.host_idle_ms,
-        why=f"the device waits {facts.host_idle_ms:.3g} ms of a step for launches; a graph has one",
-        risk="shapes and addresses must not change; memory of the graph is held apart",
-        lines=('model = torch.compile(model, mode="reduce-overhead")',),
-        setting={"compile": "graphs"},
-    )
+    return Judged(advice, replace(after, loss_ms=0.0, logit_bytes=0))

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.facts import AT_COPIES, AT_END, QUEUE, Facts, Work
+from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED
 from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
+from stepscope.studies.inspected import STUDY_NAME as INSPECTED
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.memory.rows import Account
-from stepscope.studies.trace_findings import host_idle
 
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
-_WAITS = 0.05
-"""From this share of a step on, the host's waits show that no full queue holds it up."""
-_PAGEABLE = "pageable"
+_OUTSIDE = "outside"
+_ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
+_PAGEABLE, _TO_DEVICE, _TO_HOST = "Pageable", "HtoD", "DtoH"
+"""Words of the profiler's names of copies."""
+_EVERY_STEP = 0.9
+"""Copies in a step from which on there is one in every step."""
 _OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
@@ -35,27 +39,23 @@ def facts_of(
         raise StepscopeError(f"{record.case} gives no advice: {why}", "record it again")
     held = {c.name: c.value for c in ceilings if c.source == "measured"}
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
-    core = _attention(summary)
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    exposed = summary.class_ms("communication")
-    return Facts(
+    copied = _pageable(summary)
+    found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
         dtype=str(record.config.get("dtype", "")),
-        classes=_classes(summary),
-        optimizer_ms=summary.phases.get("optimizer", summary.phase_ms("optimizer")),
-        host_idle_ms=host_idle(summary, step_ms) * step_ms if summary.on_device else 0.0,
-        # In a step of ours the host waits at the end, on purpose; in a program, where it waits.
-        wait_idle_ms=summary.idle_of("synchronisation") if record.study == "inspect" else 0.0,
-        issue_ms=_issue_ms(record, summary),
-        attention_ms=sum(use.ms for use in core),
-        attention_matmul_ms=sum(use.ms for use in core if use.kind == "matmul"),
+        phases=_phases(summary),
+        attention=_attention(summary),
+        waits=_waits(record, summary, copied > 0),
+        reads_back=record.study == INSPECTED and _reads_back(summary),
         score_bytes=_scores(account),
         data_ms=summary.data_ms,
-        pageable_ms=sum(row.ms for row in summary.kernels if _PAGEABLE in row.kernel),
+        pageable_ms=copied,
         cleared_ms=_cleared(summary),
         parameters=int(record.quantity("parameters") or 0),
+        flops=record.quantity("flops") or 0.0,
         peak_bytes=int(record.quantity("peak_bytes") or 0),
         saved_bytes=account.kept if account else 0,
         memory_bytes=record.environment.device_memory_bytes,
@@ -64,28 +64,72 @@ def facts_of(
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         loss_ms=_loss_ms(summary),
         logit_bytes=_logits(account),
-        forward_ms=summary.phases.get("forward", summary.phase_ms("forward")),
         recomputed_bytes=_recomputed(account),
         state_bytes=account.line(OPTIMIZER) if account else 0,
         ranks=int(record.config.get("ranks", 1)),
-        exposed_ms=exposed,
+        exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         batch=record.config.get("batch"),
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
         lacks=tuple(lacks),
     )
+    issued = record.find("issue", "host")
+    return with_launch_time(
+        found, held.get("launch.rate"), summarize(issued.values).median if issued else None
+    )
 
 
-def _issue_ms(record: Record, summary: Summary) -> float | None:
-    """Host time of a step. Where the host never waits, a full queue holds it up instead, and
-    nothing says how long it would take by itself."""
-    alone = summary.wall_ms - summary.waited_ms
-    if record.study == "own":
-        on_host = record.find("step", "host")
-        held = [alone, summarize(on_host.values).median] if on_host else [alone]
-        return min(held)
-    return alone if summary.waited_ms > _WAITS * summary.wall_ms else None
+def _phases(summary: Summary) -> tuple[Work, ...]:
+    """What the device does in each phase. On a CPU the time between operators is work too."""
+    classes: dict[str, dict[str, float]] = {}
+    for line in summary.lines:
+        if line.phase not in ("idle", ""):
+            of_phase = classes.setdefault(line.phase, {})
+            of_phase[line.kind] = of_phase.get(line.kind, 0.0) + line.ms
+    launches: dict[str, float] = {}
+    for row in summary.kernels if summary.on_device else ():
+        launches[row.phase] = launches.get(row.phase, 0.0) + row.count
+    total = sum(launches.values())
+    for phase, held in classes.items():
+        if summary.on_device:
+            share = launches.get(phase, 0.0) / total if total else 0.0
+            held[QUEUE] = share * summary.idle_of("queue")
+        else:
+            held["between"] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
+    if summary.data_ms:
+        classes.setdefault(_OUTSIDE, {})
+    found = [
+        Work(
+            name=phase,
+            classes=held,
+            launches=launches.get(phase, 0.0),
+            host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
+        )
+        for phase, held in classes.items()
+    ]
+    place = {name: number for number, name in enumerate(_ORDER)}
+    return tuple(sorted(found, key=lambda work: place.get(work.name, len(place))))
+
+
+def _waits(record: Record, summary: Summary, copies: bool) -> str:
+    """A step of ours begins and ends on an idle device; a program waits where it waits."""
+    if not summary.on_device:
+        return ""
+    if record.study != INSPECTED or _reads_back(summary):
+        return AT_END
+    return AT_COPIES if copies and summary.waited_ms > 0 else ""
+
+
+def _reads_back(summary: Summary) -> bool:
+    return any(_TO_HOST in row.kernel and row.count >= _EVERY_STEP for row in summary.kernels)
+
+
+def _pageable(summary: Summary) -> float:
+    """Of copies to the device from memory that is not pinned."""
+    return sum(
+        row.ms for row in summary.kernels if _TO_DEVICE in row.kernel and _PAGEABLE in row.kernel
+    )
 
 
 def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
@@ -133,29 +177,32 @@ def _recomputed(account: Account | None) -> int:
     return account.line(RECOMPUTED) * max(1, stretches)
 
 
-def _classes(summary: Summary) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for line in summary.lines:
-        if line.phase not in ("idle", "optimizer", ""):
-            found[line.kind] = found.get(line.kind, 0.0) + line.ms
-    return found
-
-
-def _attention(summary: Summary) -> list[Use]:
+def _attention(summary: Summary) -> tuple[Work, ...]:
     """What runs beside a softmax that has products beside it: attention that is written out.
 
-    Linear layers are modules of their own, so they are not counted in.
+    Linear layers are modules of their own, and their products have a role. Where the softmax is a
+    module too, what is beside it is in the part of the model around it.
     """
-    by_module: dict[str, list[Use]] = {}
-    for use in summary.uses:
-        if use.module and use.phase in ("forward", "backward"):
-            by_module.setdefault(use.module, []).append(use)
-    return [
-        use
-        for uses in by_module.values()
-        if {"softmax", "matmul"} <= {one.kind for one in uses}
-        for use in uses
-    ]
+    uses = [use for use in summary.uses if use.module and use.phase in ("forward", "backward")]
+    core: list[Use] = []
+    for module in dict.fromkeys(use.module for use in uses if use.kind == "softmax"):
+        around = module.rpartition("/")[0]
+        for own in (
+            [use for use in uses if use.module == module],
+            [use for use in uses if around and use.module.startswith(f"{around}/")],
+        ):
+            if any(use.kind == "matmul" and not use.role for use in own):
+                core += [use for use in own if not use.role and use not in core]
+                break
+    found = []
+    for phase in dict.fromkeys(use.phase for use in core):
+        own = [use for use in core if use.phase == phase]
+        classes: dict[str, float] = {}
+        for use in own:
+            classes[use.kind] = classes.get(use.kind, 0.0) + use.ms
+        launches = sum(use.count for use in own) if summary.on_device else 0.0
+        found.append(Work(name=phase, classes=classes, launches=launches))
+    return tuple(found)
 
 
 def _scores(account: Account | None) -> int:

@@ -1,0 +1,209 @@
+"""Predictions of `advise` against records of an H200 that were made for other questions.
+
+    python benchmarks/advice_backtest.py
+    python benchmarks/advice_backtest.py --results results --json
+
+Two records that differ by one setting are a change and what came of it. The prediction is made from
+the first one's ledger alone; what was realised is the ratio of both steps, where possible of one
+session: the machine's host is shared, and its speed changes from day to day. Exits with 1 where
+fewer than SHARE of the changes that are advised are right: a gain, within a third of the predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from stepscope.analysis.advice.changes import afterwards, judged
+from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.loop import with_batch_times
+from stepscope.analysis.advice.rule import WORTH
+from stepscope.analysis.advice.timeline import wall_ms
+from stepscope.analysis.limits import median_ms
+from stepscope.errors import StepscopeError
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record
+from stepscope.studies.advice.facts_of import facts_of
+
+SHARE = 0.8
+FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl")
+_SHAPE = ("size", "table", "context", "batch", "mode")
+_BLOCKS = 12
+"""Any number of blocks that are alike will do."""
+
+
+class Pair(NamedTuple):
+    change: str
+    case: str
+    step_ms: float
+    predicted_ms: float
+    realised_ms: float
+    source: str
+
+    @property
+    def advised(self) -> bool:
+        return self.predicted_ms >= WORTH * self.step_ms
+
+    @property
+    def right(self) -> bool:
+        return self.realised_ms > 0 and self.off <= 1 / 3
+
+    @property
+    def off(self) -> float:
+        """Of what was predicted."""
+        if not self.predicted_ms:
+            return float("inf") if self.realised_ms else 0.0
+        return abs(self.realised_ms - self.predicted_ms) / abs(self.predicted_ms)
+
+
+def changed(one: Record, **settings: str) -> tuple[object, ...]:
+    """What a record is of, with some of it changed."""
+    config = {"compile": "no", "optimizer": "torch", "attention": "reference"} | one.config
+    names = (*_SHAPE, "dtype", "attention", "compile", "optimizer")
+    return tuple({**config, **settings}.get(name) for name in names)
+
+
+def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
+    steps = {
+        (name, changed(record)): record
+        for name, records in files
+        for record in records
+        if record.status == "ok" and record.study in ("profile", "benchmark")
+    }
+    for record in (one for _, records in files for one in records if "profile" in one.notes):
+        facts = replace(facts_of(record), blocks=_BLOCKS)
+        advised = {one.advice.code: one.advice.gain_ms for one in judged(facts)}
+        for code, settings in (
+            ("tf32", {"dtype": "tf32"}),
+            ("bfloat16", {"dtype": "bfloat16"}),
+            ("compile-blocks", {"compile": "block"}),
+        ):
+            for name, _ in files:
+                base = steps.get((name, changed(record)))
+                other = steps.get((name, changed(record, **settings)))
+                if base is None or other is None or base is other or code not in advised:
+                    continue
+                before, after = (median_ms(one, "step") for one in (base, other))
+                assert before is not None
+                assert after is not None
+                realised = facts.step_ms * (1 - after / before)
+                yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
+        yield from _together(record, facts, files)
+        yield from _replayed(record, facts)
+        yield from _larger(record, facts)
+
+
+def _together(
+    record: Record, facts: Facts, files: Sequence[tuple[str, Sequence[Record]]]
+) -> Iterator[Pair]:
+    """Of another session: compiled blocks with attention in one kernel and the update in one."""
+    codes = ["fused-attention", "compile-blocks"]
+    settings = {"attention": "sdpa", "compile": "block"}
+    if record.config["mode"] == "train-step":
+        codes.append("fused-optimizer")
+        settings["optimizer"] = "torch-fused"
+    wanted = changed(record, **settings)
+    if wanted == changed(record) or record.config.get("compile", "no") != "no":
+        return
+    for name, records in files:
+        for other in records:
+            after = median_ms(other, "step")
+            if other.study == "benchmark" and changed(other) == wanted and after is not None:
+                predicted = wall_ms(facts) - wall_ms(afterwards(facts, codes))
+                yield Pair(
+                    "together", record.case, facts.step_ms, predicted, facts.step_ms - after, name
+                )
+
+
+def _replayed(record: Record, facts: Facts) -> Iterator[Pair]:
+    """As a graph of its own kernels: forward and backward, without the update."""
+    replay, fixed = median_ms(record, "graph_replay"), ("optimizer",)
+    marks = [median_ms(record, phase) or 0.0 for phase in ("forward", "loss", "backward")]
+    step = sum(marks) if any(marks) else facts.step_ms
+    if replay is None:
+        return
+    bare = replace(facts, phases=tuple(w for w in facts.phases if w.name not in fixed))
+    graph = bare.with_work(lambda work: replace(work, launches=0.0))
+    predicted = step * (1 - wall_ms(graph) / wall_ms(bare))
+    yield Pair("graph", record.case, step, predicted, step - replay, "profile_h200.jsonl")
+
+
+def _larger(record: Record, facts: Facts) -> Iterator[Pair]:
+    """More samples at once, for as many samples."""
+    batch, took = record.quantity("larger_batch"), median_ms(record, "larger_batch")
+    if batch is None or took is None:
+        return
+    times = round(batch / record.config["batch"])
+    predicted = wall_ms(facts) - wall_ms(with_batch_times(facts, times)) / times
+    realised = facts.step_ms - took / times
+    yield Pair(
+        "larger-batch", record.case, facts.step_ms, predicted, realised, "profile_h200.jsonl"
+    )
+
+
+def table(found: Sequence[Pair]) -> str:
+    lines = [
+        "| change | step | (ms) | predicted | realised | off by | |",
+        "| :--- | :--- | ---: | ---: | ---: | ---: | :--- |",
+    ]
+    for one in found:
+        verdict = "right" if one.right else "wrong" if one.advised else "not advised"
+        lines.append(
+            f"| {one.change} | {one.case} | {one.step_ms:.4g} | {one.predicted_ms:.4g} |"
+            f" {one.realised_ms:.4g} | {one.off:.0%} | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(found: Sequence[Pair]) -> dict[str, dict[str, int]]:
+    """By change: pairs, how many would be advised, how many of those are right, and how many were
+    left out although they gain more than what is worth it."""
+    return {
+        code: {
+            "pairs": len(own),
+            "advised": sum(one.advised for one in own),
+            "right": sum(one.advised and one.right for one in own),
+            "missed": sum(
+                not one.advised and one.realised_ms > 2 * WORTH * one.step_ms for one in own
+            ),
+        }
+        for code in dict.fromkeys(one.change for one in found)
+        if (own := [one for one in found if one.change == code])
+    }
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--results", type=Path, default=Path("results"))
+    words.add_argument("--json", action="store_true")
+    given = words.parse_args()
+    files = [
+        (name, read_records(given.results / name))
+        for name in FILES
+        if (given.results / name).exists()
+    ]
+    if not any(name == FILES[0] for name, _ in files):
+        raise StepscopeError(f"{given.results} has no {FILES[0]}", "name another folder")
+    found = sorted(pairs(files), key=lambda one: (one.change, one.source))
+    counted = summary(found)
+    if given.json:
+        print(json.dumps({"pairs": [one._asdict() for one in found], "summary": counted}))
+    else:
+        print(table(found))
+        for code, numbers in counted.items():
+            told = ", ".join(f"{value} {name}" for name, value in numbers.items())
+            print(f"{code}: {told}")
+    advised = [one for one in found if one.advised]
+    right = sum(one.right for one in advised)
+    print(f"{right} of {len(advised)} advised changes are right", file=sys.stderr)
+    return 0 if right >= SHARE * len(advised) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The rules of advice, held against records of an H200 that were made for other questions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_four_of_five_changes_are_predicted_within_a_third() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/advice_backtest.py", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert set(told["summary"]) >= {"tf32", "bfloat16", "compile-blocks", "graph", "larger-batch"}
+    # A change that gains is not passed over.
+    assert sum(one["missed"] for one in told["summary"].values()) <= 1
+    advised = sum(one["advised"] for one in told["summary"].values())
+    assert advised >= 50
