@@ -13,9 +13,9 @@ from stepscope.analysis.advice.facts import Facts
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.advice.history_view import history_blocks
 
-STEP: Facts = facts(dtype="float32", classes={"matmul": 80.0})
+STEP: Facts = facts({"matmul": 80.0}, {}, dtype="float32")
 TRULY = {"tf32": 35.0, "bfloat16": 60.0}
-"""What these changes gain on a made-up device; the rules say 70 and 74.85 ms."""
+"""What these changes gain on a made-up device; the rules say 70 and 74.7 ms."""
 
 
 def verify(history: list[Verified], noise: float = 0.0) -> None:
