@@ -169,7 +169,7 @@ class Account:
         start, end = (np.array([p[place] for p in self.pieces]) for place in (0, 1))
         for first, last in pairwise(inside):
             running = [
-                (keys[place][1] == "communication", place)
+                ({"optimizer": 1, "communication": 2}.get(keys[place][1], 0), place)
                 for place in np.flatnonzero((start <= first) & (end > first)).tolist()
             ]
             if running:

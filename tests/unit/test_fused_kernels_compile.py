@@ -38,7 +38,8 @@ def wide_loads(kernel, types, warps=8, **constants):
         if signature[name][0] == "*" or (signature[name] == "i32" and name not in ("seed", "S"))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    hopper = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=hopper, options={"num_warps": warps})
     spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
     return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
 

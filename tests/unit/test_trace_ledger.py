@@ -74,7 +74,7 @@ def test_a_union_and_its_gaps_fill_the_window(
 
 kernels = st.lists(
     st.tuples(
-        st.integers(0, 60), st.integers(0, 25), st.sampled_from([SGEMM, ADD, ALL_REDUCE]),
+        st.integers(0, 60), st.integers(0, 25), st.sampled_from([SGEMM, ADD, ALL_REDUCE, "adamw_one_kernel"]),
         st.one_of(st.none(), st.integers(1, 20)), st.integers(7, 9),
     ),
     min_size=1, max_size=10,
@@ -96,6 +96,10 @@ def drawn_trace(drawn: Drawn, waiting: list[tuple[int, int]]) -> ChromeTrace:
     return trace
 
 
+BENEATH = {"optimizer": 1, "communication": 2}
+"""Kinds that get a moment only where nothing before them runs."""
+
+
 def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
     """The same ledger, half a microsecond at a time."""
     ordered = sorted(enumerate(drawn), key=lambda one: (one[1][0], one[0]))
@@ -107,7 +111,7 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
     for half in range(-60, 2 * last):
         t = half / 2
         running = [
-            (describe(name).kind == "communication", place, name, lead)
+            (BENEATH.get(describe(name).kind, 0), place, name, lead)
             for place, (start, end, name, lead) in enumerate(runs)
             if start <= t < end
         ]
@@ -176,6 +180,20 @@ def test_communication_counts_only_where_nothing_else_runs() -> None:
     trace.kernel(ALL_REDUCE, 20, 80, launch=(3, 4), stream=20)
     (found,) = ledgers(find_work(trace.read()))
     assert found.work == {("forward", "matmul"): 40_000, ("forward", "communication"): 30_000}
+
+
+def test_an_optimizer_beside_the_backward_counts_where_it_is_alone() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 100)
+    trace.kernel("adamw_one_kernel", 5, 90, launch=(1, 2), stream=20)
+    trace.kernel(SGEMM, 10, 50, launch=(3, 4))
+    trace.kernel(ALL_REDUCE, 60, 95, launch=(5, 6), stream=30)
+    (found,) = ledgers(find_work(trace.read()))
+    assert found.work == {
+        ("forward", "matmul"): 40_000,
+        ("forward", "optimizer"): 45_000,
+        ("forward", "communication"): 5_000,
+    }
 
 
 def test_a_kernel_that_was_queued_in_time_is_no_launch_gap() -> None:

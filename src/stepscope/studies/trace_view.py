@@ -65,7 +65,8 @@ def ledger_table(summary: Summary, name: str) -> Table:
         ),
         rows=tuple(rows),
         caption=f"Mean of {len(summary.steps)} steps; each moment is counted once, also where"
-        f" streams overlap, and communication only where nothing else runs. {closes}",
+        " streams overlap: the optimizer's only where nothing of the model runs, and communication"
+        f" only where nothing else does. {closes}",
     )
 
 

@@ -1,8 +1,8 @@
 """The time ledger of a step: lines that add up to its wall time, each moment counted once.
 
-A moment in which something runs goes to its phase and class; communication gets it only while
-nothing else runs. A moment in which nothing runs is a gap, and a gap has a cause only where the
-trace proves it:
+A moment in which something runs goes to its phase and class; the optimizer gets it only while
+nothing of the model runs beside it, and communication only while nothing else does. A moment in
+which nothing runs is a gap, and a gap has a cause only where the trace proves it:
 
 - queue: the next kernel's launch was done before the gap began, whatever the host did meanwhile;
   the device took its time between two kernels,
@@ -31,7 +31,7 @@ CLOSES_BELOW = 0.02
 """Above this share the residual means that the ledger does not close."""
 
 _WAITS = re.compile(r"Synchronize|^cudaMemcpy$|^cuMemcpy\w*H_?v?\d*$")
-_COMMUNICATION = CLASSES.index("communication")
+_TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Ledger:
 
     wall: int
     work: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By phase and class; communication is what nothing else covers."""
+    """By phase and class; optimizer and communication are what nothing else covers."""
     host: int = 0
     synchronisation: int = 0
     queue: int = 0
@@ -132,7 +132,7 @@ def _ledger(work: Work, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
     start = np.maximum(work.start[index], step.start)
     end = np.minimum(work.end[index], step.end)
     kind, phase = work.kind[index], work.phase[index]
-    own = own_lengths(start, end, (kind == _COMMUNICATION).astype(np.int64))
+    own = own_lengths(start, end, _TIERS[kind])
     cells = np.bincount(
         phase * len(CLASSES) + kind, weights=own, minlength=len(PHASES) * len(CLASSES)
     ).reshape(len(PHASES), len(CLASSES))
