@@ -74,7 +74,8 @@ def test_a_union_and_its_gaps_fill_the_window(
 
 kernels = st.lists(
     st.tuples(
-        st.integers(0, 60), st.integers(0, 25), st.sampled_from([SGEMM, ADD, ALL_REDUCE, "adamw_one_kernel"]),
+        st.integers(0, 60), st.integers(0, 25),
+        st.sampled_from([SGEMM, ADD, ALL_REDUCE, "adamw_one_kernel"]),
         st.one_of(st.none(), st.integers(1, 20)), st.integers(7, 9),
     ),
     min_size=1, max_size=10,
