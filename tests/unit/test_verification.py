@@ -20,7 +20,7 @@ from command_line import CommandLine
 from own_records import advice, tried
 from stepscope.analysis.advice.changes import Advice
 from stepscope.cli import verification
-from stepscope.cli.verification import Deadline, Verification
+from stepscope.cli.verification import Deadline, Later, Verification
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Run
 from stepscope.records.store import Store
@@ -37,8 +37,11 @@ from stepscope.studies.runner import new_run
 FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
 WHOLE = advice("compile", 20.0, compile="model")
-CHANGED_MS = {"bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0}
-"""Of a step that takes 50 without; `compile` is slower."""
+CHANGED_MS = {
+    "bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0, "cuda-graph": 35.0, "slows": 55.0,
+    "too": 51.0,
+}  # fmt: skip
+"""Of a step that takes 50 without."""
 
 
 class PlantedRunner:
@@ -62,7 +65,7 @@ class PlantedRunner:
 
 def verify(
     tmp_path: Path, *advised: Advice, seconds: float = 10.0, store: Store | None = None,
-    run: Run | None = None, **keywords: Any,
+    run: Run | None = None, later: Later | None = None, **keywords: Any,
 ) -> list[str]:  # fmt: skip
     clock = [0.0]
     runner = PlantedRunner(seconds, clock)
@@ -76,7 +79,8 @@ def verify(
         base = msgspec.convert(tried().config, Trial).base
         Verification(
             runner, place, run,  # type: ignore[arg-type]
-            lambda some: Trial(base=base, advice=some, step_ms=100.0), **keywords,
+            lambda some: Trial(base=base, advice=some, step_ms=100.0),
+            later or (lambda _: ()), **keywords,
         ).verify(advised, OF_MODELS)  # fmt: skip
     return runner.asked
 
@@ -84,6 +88,27 @@ def verify(
 def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
     assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+
+
+def test_what_limits_the_changed_step_is_looked_for_again(tmp_path: Path) -> None:
+    """A graph takes the place of the compiler; what was dropped for its own sake stays out."""
+    graph = advice("cuda-graph", 10.0, compile="graphs")
+    asked: list[Sequence[str]] = []
+
+    def later(codes: Sequence[str]) -> tuple[Advice, ...]:
+        asked.append(codes)
+        return (graph, WHOLE)
+
+    found = verify(tmp_path, FORMAT, UPDATE, WHOLE, later=later)
+    assert asked == [["bfloat16", "fused-optimizer"]]
+    # `compile` was slower alone, and is not tried again.
+    assert found[3:] == ["bfloat16+fused-optimizer", "cuda-graph+bfloat16+fused-optimizer"]
+
+
+def test_what_gains_nothing_more_is_left_out_again(tmp_path: Path) -> None:
+    later = (advice("slows", 10.0, attention="fused"), advice("too", 5.0, checkpoint="blocks"))
+    found = verify(tmp_path, FORMAT, later=lambda _: later)
+    assert found == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
 def test_only_what_was_named_is_tried(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import msgspec
 import tyro
 
 from stepscope.analysis.advice.calibration import factors
-from stepscope.analysis.advice.changes import Advice, advise
+from stepscope.analysis.advice.changes import Advice, advise, afterwards
+from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import Place, load_records, parse
 from stepscope.cli.progress import make_observer
@@ -123,10 +124,22 @@ def main(words: list[str]) -> int:
 def _advice(
     record: Record, lacks: Sequence[str] = (), before: str | None = None
 ) -> tuple[Advice, ...]:
-    """Corrected by what was verified on this device `before` a moment: a run that goes on gives the
-    advice it gave."""
+    return advise(facts_of(record, lacks=lacks), _factors(record, before))
+
+
+def _advice_after(
+    record: Record, codes: Sequence[str], lacks: Sequence[str], before: str
+) -> tuple[Advice, ...]:
+    """For the step with changes of these codes made."""
+    facts = facts_of(record, lacks=lacks)
+    return advise(afterwards(facts, codes), _factors(record, before))
+
+
+def _factors(record: Record, before: str | None) -> dict[str, float]:
+    """From what was verified on this device `before` a moment: a run that goes on gives the advice
+    that it gave."""
     past = [one for one in read_history() if before is None or one.when < before]
-    return advise(facts_of(record, lacks=lacks), factors(past, record.environment.device_name))
+    return factors(past, record.environment.device_name)
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
@@ -196,6 +209,7 @@ def _advise_script(
             advice = advice_given(base) or ()
             _verify(options, advice, OF_SCRIPTS, Verification(
                 runner, store, run, lambda some: _trial(options, base, some, script=script),
+                lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
                 within_s=options.within, only=_codes(options, advice),
             ))  # fmt: skip
         records = store.records(run.id)
@@ -221,6 +235,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
             case = msgspec.convert(base.config, OwnCase)
             _verify(options, advice, OF_MODELS, Verification(
                 runner, store, run, lambda some: _trial(options, base, some, case=case),
+                lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
                 within_s=options.within, only=_codes(options, advice),
             ))  # fmt: skip
         records = store.records(run.id)
@@ -263,11 +278,14 @@ def _trial(
     options: AdviseOptions, base: Record, advice: tuple[Advice, ...], *,
     case: OwnCase | None = None, script: Script | None = None,
 ) -> Trial:  # fmt: skip
+    facts = facts_of(base)
+    together = gain_ms(facts, afterwards(facts, [one.code for one in advice]))
     return Trial(
         base=case,
         program=script,
         advice=advice,
-        step_ms=facts_of(base).step_ms,
+        step_ms=facts.step_ms,
+        together_ms=together if len(advice) > 1 else None,
         rounds=options.rounds,
         loss_steps=options.loss_steps,
     )

@@ -13,7 +13,7 @@ from stepscope.records.store import Store
 from stepscope.report.format import duration
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.history import add_to_history
-from stepscope.studies.advice.view import Tried
+from stepscope.studies.advice.view import NO_GAIN, Tried
 from stepscope.studies.runner import Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
@@ -53,45 +53,77 @@ def compiles(trial: Trial) -> bool:
     return trial.settings.get("compile", "no") != "no"
 
 
+Later = Callable[[Sequence[str]], Sequence[Advice]]
+"""What is advised for the step once changes of these codes are made."""
+
+
 class Verification:
     def __init__(
         self, runner: Runner, store: Store, run: Run, trial: Callable[[tuple[Advice, ...]], Trial],
-        *, within_s: float = 0.0, only: Collection[str] = (),
+        later: Later, *, within_s: float = 0.0, only: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._runner, self._store, self._run = runner, store, run
-        self._trial = trial
+        self._trial, self._later = trial, later
         self._deadline = Deadline(within_s)
         self._only = only
         self._observer: Observer
 
     def verify(self, advice: Sequence[Advice], settings: frozenset[str]) -> None:
         """All records are in the store; what came out is kept for later predictions."""
-        wanted = [
-            one for one in applicable(advice, settings) if not self._only or one.code in self._only
-        ]
+        wanted = self._wanted(advice, settings)
         with make_observer(self._run, len(wanted), 0) as self._observer:
-            self._verify(wanted)
+            alone = self._alone(wanted)
+            best = self._together([one for one in alone if one.kept])
+            if best is not None:
+                self._go_on(best, alone, settings)
 
-    def _verify(self, wanted: Sequence[Advice]) -> None:
+    def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
+        reachable = applicable(advice, settings)
+        return [one for one in reachable if not self._only or one.code in self._only]
+
+    def _alone(self, wanted: Sequence[Advice]) -> list[Tried]:
         alone: list[Tried] = []
         for place, one in enumerate(wanted):
             kept = [tried for tried in alone if tried.kept]
             # The changes together are what all this is for: their trial has its time set aside.
-            last = self._trial((*_together(kept), one)) if kept else None
+            last = self._trial((*_ranked(kept), one)) if kept else None
             if not self._deadline.allows(self._trial((one,)), then=last):
                 left = ", ".join(rest.code for rest in wanted[place:])
                 say(f"no time is left to try {left} (--within)")
                 break
             alone.append(self._try((one,)))
-        kept = [one for one in alone if one.kept]
-        together = _together(kept)
+        return alone
+
+    def _together(self, kept: Sequence[Tried]) -> Tried | None:
+        """The best of what was kept: all of it at once, if that is faster than each alone."""
+        best = min(kept, key=_ratio, default=None)
+        together = _ranked(kept)
         while len(together) > 1 and self._deadline.allows(self._trial(together)):
             tried = self._try(together)
-            best = min(one.ratio.high for one in kept if one.ratio is not None)
-            if tried.kept and tried.ratio and tried.ratio.value <= best:
-                return
+            assert best is not None
+            assert best.ratio is not None
+            if tried.kept and _ratio(tried) <= best.ratio.high:
+                return tried
             # Together they disturb each other: without the one that gained least.
             together = together[:-1]
+        return best
+
+    def _go_on(self, best: Tried, alone: Sequence[Tried], settings: frozenset[str]) -> None:
+        """What limits the step now is something else: a change that would have gained nothing at
+        first is added, or takes the place of one for the same setting."""
+        settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
+        made = best.trial.advice
+        later = self._wanted(self._later([one.code for one in made]), settings)
+        more = [one for one in later if one.code not in settled]
+        while more:
+            wider = compatible([*more, *made])
+            if not self._deadline.allows(self._trial(wider)):
+                say(f"no time is left to go on with {more[0].code} (--within)")
+                return
+            tried = self._try(wider)
+            if tried.kept and _ratio(tried) < _ratio(best):
+                return
+            more = more[:-1]
 
     def _try(self, advice: tuple[Advice, ...]) -> Tried:
         trial = self._trial(advice)
@@ -113,8 +145,12 @@ class Verification:
         return next(one for one in records if (one.study, one.case) == (study, key))
 
 
-def _together(kept: Sequence[Tried]) -> tuple[Advice, ...]:
-    """The largest realised gain first."""
+def _ratio(tried: Tried) -> float:
+    return tried.ratio.value if tried.ratio is not None else 1.0
+
+
+def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:
+    """The largest realised gain first, of several for one setting only that."""
     ranked = sorted(kept, key=lambda one: -(one.realised_ms or 0))
     return compatible([one.trial.advice[0] for one in ranked])
 

@@ -63,6 +63,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Steps over which the losses are compared."""
     step_ms: float
     """Of the base, from which the gains were predicted."""
+    together_ms: float | None = None
+    """Predicted gain of several changes at once, where each depends on the others."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -88,6 +90,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def predicted_ms(self) -> float:
         """Gains of several changes overlap: each shortens what the ones before it left."""
+        if self.together_ms is not None:
+            return self.together_ms
         left = 1.0
         for one in self.advice:
             left *= 1 - min(0.95, one.gain_ms / self.step_ms)

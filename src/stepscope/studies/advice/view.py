@@ -20,6 +20,8 @@ LOSS_WITHIN = 0.05
 """How far the losses of the last steps may be apart, as a share of how far the loss has come or of
 itself, whichever is more."""
 
+NO_GAIN = "dropped: no gain shown"
+
 
 class Tried:
     """One trial that ran."""
@@ -90,7 +92,7 @@ class Tried:
         if self.ratio.high < 1:
             seen = self.trial.more_samples != 1 or self.record.find("loss.base") is not None
             return "kept" if seen else "kept, without a loss to compare"
-        return "dropped: slower" if self.ratio.low > 1 else "dropped: no gain shown"
+        return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
 
     @property
     def kept(self) -> bool:
