@@ -123,6 +123,30 @@ def test_ten_thousand_kernels_become_a_few_hundred_bars() -> None:
     assert shown == pytest.approx(10.0, rel=0.05)
 
 
+@pytest.mark.parametrize(("busy", "shown"), [(0.9, "device"), (0.1, "device idle")])
+def test_a_row_shows_what_fills_most_of_the_time(busy: float, shown: str) -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 10_001)
+    for place in range(10_000):
+        trace.kernel(SGEMM, place, place + busy, launch=(place - 0.5, place - 0.4))
+    rows = {row.label: row.bars for row in of(trace).timeline}
+    (row,) = {"device", "device idle"} & rows.keys()
+    assert row == shown
+    (bar,) = rows[row]
+    assert bar.end - bar.start == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_gap_that_can_be_seen_stands_between_kernels_that_cannot() -> None:
+    trace = ChromeTrace()
+    trace.operator("aten::mm", 0, 1_000)
+    for place in [*range(500), *range(600, 1_000)]:
+        trace.kernel(SGEMM, place, place + 0.9, launch=(place - 0.5, place - 0.4))
+    rows = {row.label: row.bars for row in of(trace).timeline}
+    (gap,) = rows["device idle"]
+    assert (gap.start, gap.end) == pytest.approx((0.5, 0.6), abs=0.003)
+    assert [round(bar.end, 2) for bar in rows["device"]] == [0.5, 1.0]
+
+
 def test_a_summary_survives_being_kept() -> None:
     summary = of(training_step(blocks=2, steps=2))
     assert decode(encode(summary)) == summary

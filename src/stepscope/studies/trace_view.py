@@ -22,7 +22,8 @@ from stepscope.studies.trace_findings import trace_findings
 
 MOST_KERNELS = 40
 MOST_MODULES = 40
-_LOOKS = {"device idle": "gaps", "host": "named", "ranges": "named", "within": "named"}
+_IDLE = "device idle"
+_LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
 
 
 def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
@@ -100,11 +101,18 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
     return Timeline(
         name=f"{name}-timeline",
         title="One step of median length",
-        lanes=tuple(_lane(row) for row in summary.timeline),
+        lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
         caption=f"What the host was in, what {what} ran, and where it was idle. Neighbours of one"
         " class that are too short to be seen apart are drawn as one.",
     )
+
+
+def _overstated(row: Row, summary: Summary) -> bool:
+    """A record may hold gaps that were joined across what ran between them: far more than the
+    ledger has."""
+    shown = sum(bar.end - bar.start for bar in row.bars)
+    return row.label == _IDLE and shown > 2 * max(summary.idle_ms, summary.wall_ms / 100)
 
 
 def _lane(row: Row) -> Lane:

@@ -1,7 +1,9 @@
 """A picture of one step as data: what the host was in, what the device ran, and where it was idle.
 
 Bars too short to be seen are joined with their neighbours of the same group, so that a step of ten
-thousand kernels becomes a few hundred bars.
+thousand kernels becomes a few hundred bars. What the device runs and where it is idle is joined
+only where it fills most of the time that the bar takes: a gap of a microsecond after every kernel
+is no bar.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def _work_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
         )
         what = "device" if work.on_device else "operators"
         label = what if len(ranked) == 1 else f"{what} {place + 1}"
-        yield Row(label=label, bars=_joined(stretches, step, finest))
+        yield Row(label=label, bars=_filled(stretches, step, finest))
 
 
 def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
@@ -102,7 +104,7 @@ def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
     causes = gap_causes(work, left_out, waits(work))
     names = [cause.replace("_", " ") for cause in causes]
     largest = np.stack(list(causes.values())).argmax(axis=0)
-    return _joined(
+    return _filled(
         (
             Stretch(first, last, names[cause], names[cause])
             for first, last, cause in zip(*(c.tolist() for c in (*left_out, largest)), strict=True)
@@ -110,6 +112,49 @@ def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
         step,
         finest,
     )
+
+
+def _filled(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Bar, ...]:
+    """A bar for each stretch that can be seen; of shorter ones, cells that they fill by half."""
+    seen: list[Stretch] = []
+    cells: dict[int, dict[str, int]] = {}
+    for start, end, label, group in stretches:
+        now = Stretch(max(start, step.start), min(end, step.end), label, group)
+        if now.length >= finest:
+            seen.append(now)
+        elif now.length > 0:
+            cell = cells.setdefault(int(((now.start + now.end) / 2 - step.start) / finest), {})
+            cell[group] = cell.get(group, 0) + now.length
+    for first, last, group in _runs(cells, finest / 2):
+        start, end = (round(step.start + cell * finest) for cell in (first, last))
+        seen.append(Stretch(start, end, group, group))
+    return _joined(_apart(sorted(seen)), step, finest)
+
+
+def _runs(cells: dict[int, dict[str, int]], enough: float) -> Iterator[tuple[int, int, str]]:
+    """Cells that are filled, by whom most; neighbours of one group as one."""
+    run: tuple[int, int, str] | None = None
+    for number, groups in sorted(cells.items()):
+        if sum(groups.values()) < enough:
+            continue
+        most = max(groups, key=groups.__getitem__)
+        if run is not None and run[1:] == (number, most):
+            run = (run[0], number + 1, most)
+            continue
+        if run is not None:
+            yield run
+        run = (number, number + 1, most)
+    if run is not None:
+        yield run
+
+
+def _apart(stretches: list[Stretch]) -> Iterator[Stretch]:
+    """In order; each begins where the one before ends."""
+    reached = 0
+    for stretch in stretches:
+        if stretch.end > reached:
+            yield stretch._replace(start=max(stretch.start, reached))
+            reached = stretch.end
 
 
 def _joined(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Bar, ...]:
