@@ -37,16 +37,16 @@ wanted() { [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]; }
 if [ "$machine" = cpu ]; then
     record slow 1200 --rounds 10 examples/slow.py --steps 2000 --batch 2
 else
-    ours=(--rounds 11 --timeout 120)
+    ours=(--rounds 11 --timeout 140)
     gpu=(--device cuda --steps 2000)
     large=(--layers 12 --width 768 --heads 12)
-    wanted slow "$@" && record slow 230 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
+    wanted slow "$@" && record slow 240 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
         --context 512 --batch 8
-    wanted nano_gpt "$@" && record nano_gpt 110 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
+    wanted nano_gpt "$@" && record nano_gpt 130 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
         "${large[@]}" --context 1024 --batch 8
     wanted vit "$@" && record vit 150 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
         --image 224 --patch 16 --batch 64
-    wanted tuned "$@" && record tuned 40 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
+    wanted tuned "$@" && record tuned 30 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
         "${large[@]}" --context 1024 --batch 16 --compile
 fi
 [ "$results" != results ] || "$python" scripts/make_docs.py

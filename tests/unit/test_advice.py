@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from test_own_study import QuietBench
 
 from command_line import CommandLine
-from own_records import BASE, advice, tried
+from own_records import BASE, advice, inspected_record, tried
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
 from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
+from stepscope.analysis.kernel_names import describe
+from stepscope.analysis.trace.summary import decode, encode
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
@@ -379,6 +381,31 @@ def test_facts_come_from_a_record(measured: Record) -> None:
     assert found.launch_ms == found.host_ms == 0
     assert (found.compiled, found.fused_optimizer, found.batch) == (False, False, 2)
     assert set(found.rates) == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("copies", "waits", "reads_back", "pageable_ms"),
+    [
+        (("Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"), "end", True, 1),
+        (("Memcpy HtoD (Pageable -> Device)",), "copies", False, 1),
+        (("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)"), "", False, 0),
+    ],
+)
+def test_where_a_program_waits_shows_in_its_copies(
+    copies: tuple[str, ...], waits: str, reads_back: bool, pageable_ms: float
+) -> None:
+    watched = inspected_record()
+    summary = decode(watched.notes["profile"])
+    rows = tuple(
+        msgspec.structs.replace(
+            summary.kernels[0], kernel=describe(name).short, kind="copy/cast", ms=1.0, count=1.0,
+            phase="outside",
+        )
+        for name in copies
+    )  # fmt: skip
+    summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
+    found = facts_of(msgspec.structs.replace(watched, notes={"profile": encode(summary)}))
+    assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
 
 
 def test_records_without_a_trace_give_no_advice(measured: Record) -> None:

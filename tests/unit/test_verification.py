@@ -39,7 +39,7 @@ UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
 WHOLE = advice("compile", 20.0, compile="model")
 CHANGED_MS = {
     "bfloat16": 30.0, "fused-optimizer": 40.0, "compile": 60.0, "cuda-graph": 35.0, "slows": 55.0,
-    "too": 51.0,
+    "too": 51.0, "tf32": 35.0,
 }  # fmt: skip
 """Of a step that takes 50 without."""
 
@@ -88,6 +88,12 @@ def verify(
 def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
     assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+
+
+def test_of_several_for_one_setting_the_others_come_last(tmp_path: Path) -> None:
+    other = advice("tf32", 35.0, dtype="tf32")
+    asked = verify(tmp_path, FORMAT, other, UPDATE)
+    assert asked == ["bfloat16", "fused-optimizer", "tf32", "bfloat16+fused-optimizer"]
 
 
 def test_what_limits_the_changed_step_is_looked_for_again(tmp_path: Path) -> None:

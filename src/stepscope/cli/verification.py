@@ -78,8 +78,11 @@ class Verification:
                 self._go_on(best, alone, settings)
 
     def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
-        reachable = applicable(advice, settings)
-        return [one for one in reachable if not self._only or one.code in self._only]
+        """Of several for one setting the first; the others after all that differ from it."""
+        reachable = list(applicable(advice, settings))
+        first = compatible(reachable)
+        ordered = [*first, *(one for one in reachable if one not in first)]
+        return [one for one in ordered if not self._only or one.code in self._only]
 
     def _alone(self, wanted: Sequence[Advice]) -> list[Tried]:
         alone: list[Tried] = []

@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 _MOST_WORKERS = 8
+_PLACE_OF_PINNING = 6
+"""Of `pin_memory` among what stands after the data set of a DataLoader."""
 Applied = Counter[str]
 """How often each change found something to change."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -45,11 +47,21 @@ def load_ahead(applied: Applied) -> None:
 
 
 def copy_from_pinned_memory(applied: Applied) -> None:
-    """Copies to the GPU go through memory that the driver can read by itself, and do not wait."""
+    """Copies to the GPU go through memory that the driver can read by itself, and do not wait.
+    Loaders pin their batches, beside the program where they have workers."""
     to, cuda = torch.Tensor.to, torch.Tensor.cuda
+    made = DataLoader.__init__
+
+    def pinning(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+        if len(arguments) <= _PLACE_OF_PINNING and torch.cuda.is_available():
+            keywords["pin_memory"] = True
+        made(self, dataset, *arguments, **keywords)
+
+    DataLoader.__init__ = pinning  # type: ignore[method-assign]
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
-        applied["copies"] += 1
+        # Parameters are moved once, when the model is.
+        applied["copies"] += not isinstance(tensor, torch.nn.Parameter)
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def to_device(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:

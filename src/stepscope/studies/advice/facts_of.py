@@ -20,8 +20,8 @@ from stepscope.studies.memory.rows import Account
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
 _OUTSIDE = "outside"
 _ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
-_PAGEABLE, _TO_DEVICE, _TO_HOST = "Pageable", "HtoD", "DtoH"
-"""Words of the profiler's names of copies."""
+_PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
+"""Words of the names that copies have here."""
 _EVERY_STEP = 0.9
 """Copies in a step from which on there is one in every step."""
 _OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
