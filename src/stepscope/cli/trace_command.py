@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
 
 
 def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Page:
-    from stepscope.studies.trace_view import comparison_table, ledger_table, trace_blocks
+    from stepscope.studies.trace_view import comparison_table, glance_table, trace_blocks
 
     blocks: tuple[Block, ...] = trace_blocks(summary)
     if other is not None and options.against is not None:
@@ -66,7 +66,7 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
     return Page(
         title=f"Trace of {options.file.name}",
         subtitle=f"{len(summary.steps)} {steps}{device}, written by {summary.source}",
-        headline=ledger_table(summary, "headline"),
+        headline=glance_table(summary),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),
         ),

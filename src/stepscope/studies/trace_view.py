@@ -44,6 +44,31 @@ def thing(summary: Summary) -> str:
     return "kernel" if summary.on_device else "operator"
 
 
+def glance_table(summary: Summary) -> Table:
+    """The step in one row."""
+    kinds = {line.kind for line in summary.lines if line.phase not in ("", "idle")}
+    work = {kind: summary.line_ms(lambda line, k=kind: _counts(line, k)) for kind in kinds}  # type: ignore[misc]
+    most = max(work, key=work.__getitem__, default=None)
+    what = "device" if summary.on_device else "processor"
+    return Table(
+        name="headline",
+        title="The step at a glance",
+        columns=(
+            Column(title="step", kind="number", unit="ms"),
+            Column(title=f"the {what} works", kind="percent"),
+            Column(title=f"{thing(summary)}s", kind="number", hint="in one step"),
+            Column(title="most of the work"),
+            Column(title="its share of the work", kind="percent"),
+            Column(title="residual", kind="percent", hint="what the ledger does not explain"),
+        ),
+        rows=((
+            summary.wall_ms, summary.busy_ms / summary.wall_ms, round(summary.launches), most,
+            work[most] / sum(work.values()) if most else None,
+            summary.residual_ms / summary.wall_ms,
+        ),),
+    )  # fmt: skip
+
+
 def ledger_table(summary: Summary, name: str) -> Table:
     wall = summary.wall_ms
     rows: list[tuple[Cell, ...]] = [
@@ -65,10 +90,14 @@ def ledger_table(summary: Summary, name: str) -> Table:
             Column(title="share of the step", kind="percent"),
         ),
         rows=tuple(rows),
-        caption=f"Mean of {len(summary.steps)} steps; each moment is counted once, also where"
+        caption=f"{_of_steps(summary)}; each moment is counted once, also where"
         " streams overlap: the optimizer's only where nothing of the model runs, and communication"
         f" only where nothing else does. {closes}",
     )
+
+
+def _of_steps(summary: Summary) -> str:
+    return "One step" if len(summary.steps) == 1 else f"Mean of {len(summary.steps)} steps"
 
 
 def class_figure(summary: Summary, name: str) -> Figure:
@@ -104,7 +133,8 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
         lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
         caption=f"What the host was in, what {what} ran, and where it was idle. Neighbours of one"
-        " class that are too short to be seen apart are drawn as one.",
+        " class that are too short to be seen apart are drawn as one where they fill half of that"
+        " time, and not at all where they do not.",
     )
 
 
