@@ -11,8 +11,7 @@ from pathlib import Path
 
 from page_parts import bullets, origin, shown
 
-from stepscope.analysis.advice.changes import advise, applicable
-from stepscope.analysis.advice.rule import Advice
+from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
@@ -21,7 +20,7 @@ from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
 from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
+from stepscope.studies.advice.view import Tried, advice_table, not_tried, trial_blocks
 from stepscope.studies.inspected import STUDY as INSPECTED
 
 EXAMPLES = {
@@ -89,25 +88,14 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     judged = trial_blocks([one.record for one in tried])
     yield bullets(judged)
     yield from shown(_named(judged, ("advise-trials",)))
-    yield from _not_tried(advice, tried)
+    if left := not_tried(advice, tried, OF_SCRIPTS):
+        yield bullets(left)
     yield from shown(_named(judged, ("advise-lines",)))
     yield from _end(tried)
 
 
 def _named(blocks: Sequence[Block], names: tuple[str, ...]) -> list[Block]:
     return [b for b in blocks if not isinstance(b, Finding) and b.name.startswith(names)]
-
-
-def _not_tried(advice: Sequence[Advice], tried: Sequence[Tried]) -> Iterator[str]:
-    done = {one.trial.code for one in tried}
-    left = [one for one in advice if one.code not in done]
-    within_reach = list(applicable(left, OF_SCRIPTS))
-    for why, some in (
-        ("only the author of a program can make it", [o for o in left if o not in within_reach]),
-        ("no time was left", within_reach),
-    ):
-        if some:
-            yield f"Not tried, because {why}: {', '.join(one.title for one in some)}."
 
 
 def _end(tried: Sequence[Tried]) -> Iterator[str]:

@@ -28,7 +28,8 @@ from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
-from stepscope.studies.advice.view import Tried, trial_blocks
+from stepscope.studies.advice.view import Tried, not_tried, trial_blocks
+from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import OwnCase, OwnFlags
 
@@ -186,6 +187,45 @@ def test_a_larger_batch_needs_room() -> None:
     assert gains(half)["larger-batch"] == 10.0 + 20.0
     tight = msgspec.structs.replace(step, memory_bytes=30 << 30)
     assert "larger-batch" not in gains(tight)
+    unknown = msgspec.structs.replace(roomy, batch=None)
+    (found,) = advise(unknown)
+    assert (found.gain_ms, found.setting) == (10.0, {})
+    assert "no DataLoader" in found.by_author
+
+
+def test_advice_without_a_trial_has_a_reason() -> None:
+    own = (
+        advice("bfloat16"), advice("compile", compile="model"),
+        msgspec.structs.replace(advice("fused-loss"), setting={}, by_author="the loss is inside"),
+    )  # fmt: skip
+    texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
+    assert texts == [
+        "Not tried: the change compile; no time was left for it.",
+        "Not tried: the change fused-loss; the loss is inside.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision", "expected"),
+    [
+        ("BF16 tensor cores", "highest", "bfloat16"), ("TF32 tensor cores", "highest", "tf32"),
+        ("FP32 cores", "high", "float32"), ("", "high", "tf32"), ("", "highest", "float32"),
+    ],
+)  # fmt: skip
+def test_the_format_of_products_is_that_of_their_kernels(
+    kernel: str, precision: str, expected: str
+) -> None:
+    """A compiled program shows no operators: its weights are in float32, its products are not."""
+    setting = Setting(
+        models=("Net",), optimizers=(), compiled=True, parameter_formats={"float32": 10},
+        matmul_precision=precision, distributed=False,
+    )  # fmt: skip
+    watched = inspected_record()
+    summary = decode(watched.notes["profile"])
+    row = msgspec.structs.replace(summary.kernels[0], kind="matmul", unit=kernel, ms=1.0)
+    summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,))
+    notes = {"profile": encode(summary), "setting": msgspec.json.encode(setting).decode()}
+    assert facts_of(msgspec.structs.replace(watched, notes=notes)).dtype == expected
 
 
 def test_blocks_are_compiled_and_tensors_taken_at_once_and_logits_left_out() -> None:

@@ -129,3 +129,14 @@ def test_a_module_is_noticed_when_it_is_imported_and_not_before(
     when_imported("late_module", lambda: seen.append("again"))
     assert seen == ["there", "again"]
     del sys.modules["late_module"]
+
+
+def test_a_batch_is_that_of_all_loaders_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data import DataLoader
+
+    from stepscope.scope import result
+
+    four, eight = (DataLoader([1], size) for size in (4, 8))  # type: ignore[arg-type]
+    for living, expected in (([four, 1], 4), ([four, eight], None), (["none"], None)):
+        monkeypatch.setattr(result.gc, "get_objects", lambda living=living: living)
+        assert result._batch() == expected

@@ -220,7 +220,21 @@ def test_habits_of_a_loop_are_changed() -> None:
     assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
     habits.run_nothing_again(applied)
     assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
-    assert applied == {"gradients": 1, "data": 1, "checkpoint": 1}
+    habits.larger_batches(8, applied)
+    sizes = [
+        DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
+        DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
+        DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
+    ]
+    assert sizes == [8, 8, 3]
+    assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2}
+
+
+def test_a_larger_batch_of_a_script_is_compared_for_as_many_samples() -> None:
+    change = advice("larger-batch", 0.5, batch="16")
+    twice = Trial(program=Script(target="t.py"), advice=(change,), step_ms=1.0, batch=8)
+    assert twice.more_samples == 2.0
+    assert Trial(program=Script(target="t.py"), advice=(advice(),), step_ms=1.0).more_samples == 1.0
 
 
 @pytest.mark.usefixtures("torch_as_it_was")

@@ -11,11 +11,12 @@ from stepscope.analysis.advice.changes import Advice
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Page, Section, Table
+from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
-from stepscope.studies.advice.view import Tried, advice_table, lines_table
+from stepscope.studies.advice.view import Tried, advice_table, lines_table, not_tried
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How far off were predictions on this device, and what is learnt from that?"
@@ -33,9 +34,15 @@ def conclude(
         advice_table(advice, facts_of(base).step_ms),
         lines_table(advice, "advise-how", "How each is written"),
     ]
+    own = [record for record in records if record.study == TRIALS]
+    tried = [Tried(record) for record in own]
+    settings = OF_SCRIPTS if "script" in base.config else OF_MODELS
     section = Section(
         name="advice", title="Advice", question=_QUESTION,
-        blocks=tuple(table for table in listed if table.rows),
+        blocks=(
+            *(not_tried(advice, tried, settings) if tried else ()),
+            *(table for table in listed if table.rows),
+        ),
     )  # fmt: skip
     made = make_page(records)
     past = history_blocks(read_history(), base.environment.device_name)
@@ -58,8 +65,6 @@ def conclude(
     )
     path = out / "advice.html"
     write_text(path, html_page(page))
-    own = [record for record in records if record.study == TRIALS]
-    tried = [Tried(record) for record in own]
     if as_json:
         facts = {
             "advice": advice,

@@ -285,6 +285,7 @@ def _trial(
         program=script,
         advice=advice,
         step_ms=facts.step_ms,
+        batch=None if script is None else facts.batch,
         together_ms=together if len(advice) > 1 else None,
         rounds=options.rounds,
         loss_steps=options.loss_steps,

@@ -117,12 +117,13 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
 
 @judge
 def _larger_batch(facts: Facts) -> Judged | None:
-    if not facts.on_gpu or facts.batch is None or not facts.memory_bytes:
+    if not facts.on_gpu or not facts.memory_bytes:
         return None
     room = facts.memory_bytes * _ROOM - facts.peak_bytes
     if facts.saved_bytes > room:
         return None
     after = with_batch_times(facts, 2)
+    larger = None if facts.batch is None else 2 * facts.batch
     advice = Advice(
         code="larger-batch",
         title="twice the batch",
@@ -131,7 +132,8 @@ def _larger_batch(facts: Facts) -> Judged | None:
         why="for each sample the launches and the update cost half; the gain is for as many"
         f" samples as now, and {room / 2**30:.3g} GiB are free",
         risk="optimisation: another batch needs another learning rate; memory",
-        lines=(f"batch_size = {2 * facts.batch}",),
-        setting={"batch": str(2 * facts.batch)},
+        lines=(f"batch_size = {larger}" if larger else "batch_size = …  # twice what it is",),
+        setting={"batch": str(larger)} if larger else {},
+        by_author="" if larger else "no DataLoader says where the samples of a step come from",
     )
-    return Judged(advice, replace(after, batch=2 * facts.batch))
+    return Judged(advice, replace(after, batch=larger))

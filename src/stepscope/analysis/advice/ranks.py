@@ -10,6 +10,8 @@ _LARGE = 4 << 20
 _GATHERED = 2 / 3
 """Time of gathering parameters over that of reducing their gradients, which goes both ways."""
 
+_SEVERAL = "a job of several ranks does not take turns with itself"
+
 
 @judge
 def _buckets(facts: Facts) -> Judged | None:
@@ -35,6 +37,7 @@ def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Jud
         f" {facts.messages:.3g} messages of {now / 2**20:.3g} MiB",
         risk="none to numerics; larger buckets hold more memory",
         lines=(f"DistributedDataParallel(model, bucket_cap_mb={max(1, round(then / 2**20))})",),
+        by_author=_SEVERAL,
     )
     return Judged(advice, facts)
 
@@ -58,5 +61,6 @@ def _sharded(facts: Facts) -> Judged | None:
         risk="parameters are gathered after every update; checkpoints are written by all ranks",
         lines=("stepscope.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=…)",
                "# or torch.distributed.optim.ZeroRedundancyOptimizer"),
+        by_author=_SEVERAL,
     )  # fmt: skip
     return Judged(advice, facts)

@@ -27,6 +27,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What to write."""
     setting: dict[str, str] = {}
     """What makes the change from outside; empty where only the program's author can make it."""
+    by_author: str = ""
+    """Why only the author can."""
     factor: float = 1.0
     """By which past verifications on this device have corrected the gain."""
 

@@ -268,5 +268,6 @@ def _fused_loss(facts: Facts) -> Judged | None:
         risk="numerics: sums in another order",
         lines=("from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy",
                "loss = linear_cross_entropy(hidden, head.weight, targets)"),
+        by_author="the loss has to be given what the head is given, and not its logits",
     )  # fmt: skip
     return Judged(advice, replace(after, loss_ms=0.0, logit_bytes=0))

@@ -52,6 +52,8 @@ class Changes:
         for name, change in _EARLY.items():
             if name in self._settings:
                 change(self._applied)
+        if "batch" in self._settings:
+            habits.larger_batches(int(self._settings["batch"]), self._applied)
         if self._settings.get("optimizer") == "foreach":
             use_foreach(self._applied)
         elif "optimizer" in self._settings:
@@ -77,7 +79,7 @@ class Changes:
 
     def without_effect(self) -> list[str]:
         """Settings that found nothing to change in the steps so far."""
-        counted = {*_EARLY, "checkpoint", "optimizer"} & set(self._settings)
+        counted = {*_EARLY, "batch", "checkpoint", "optimizer"} & set(self._settings)
         found = sorted(name for name in counted if not self._applied[name])
         if self._attention is not None and not self._attention.substituted:
             found.append("attention")

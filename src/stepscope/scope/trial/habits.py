@@ -46,6 +46,21 @@ def load_ahead(applied: Applied) -> None:
     DataLoader.__init__ = made  # type: ignore[method-assign]
 
 
+def larger_batches(size: int, applied: Applied) -> None:
+    """Loaders of batches half that size make them that large."""
+    plain = DataLoader.__init__
+
+    def made(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+        given = arguments[0] if arguments else keywords.get("batch_size", 1)
+        if given is not None and 2 * given == size:
+            applied["batch"] += 1
+            arguments = (size, *arguments[1:]) if arguments else arguments
+            keywords |= {} if arguments else {"batch_size": size}
+        plain(self, dataset, *arguments, **keywords)
+
+    DataLoader.__init__ = made  # type: ignore[method-assign]
+
+
 def copy_from_pinned_memory(applied: Applied) -> None:
     """Copies to the GPU go through memory that the driver can read by itself, and do not wait.
     Loaders pin their batches, beside the program where they have workers."""

@@ -27,7 +27,7 @@ STUDY_NAME = "advise"
 OF_MODELS = frozenset(OwnCase.__struct_fields__) - {"model"}
 OF_SCRIPTS = frozenset(
     ("dtype", "attention", "optimizer", "compile", "checkpoint",
-     "gradients", "data", "copies", "read_back"),
+     "gradients", "data", "copies", "read_back", "batch"),
 )  # fmt: skip
 """What can be changed from outside of each."""
 
@@ -63,6 +63,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Steps over which the losses are compared."""
     step_ms: float
     """Of the base, from which the gains were predicted."""
+    batch: int | None = None
+    """Of a program, where its loaders say it."""
     together_ms: float | None = None
     """Predicted gain of several changes at once, where each depends on the others."""
 
@@ -81,7 +83,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def more_samples(self) -> float:
         """Samples of the changed step for each of the base."""
-        return 1.0 if self.base is None else self.changed.batch / self.base.batch
+        if self.base is not None:
+            return self.changed.batch / self.base.batch
+        return int(self.settings.get("batch", self.batch or 1)) / (self.batch or 1)
 
     @property
     def code(self) -> str:

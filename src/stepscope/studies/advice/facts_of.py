@@ -18,6 +18,10 @@ from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.memory.rows import Account
 
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_UNITS = {
+    "FP32 cores": "float32", "TF32 tensor cores": "tf32", "BF16 tensor cores": "bfloat16",
+    "FP16 tensor cores": "float16", "FP16/BF16 tensor cores": "bfloat16",
+}  # fmt: skip
 _OUTSIDE = "outside"
 _ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
 _PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
@@ -45,7 +49,7 @@ def facts_of(
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
-        dtype=str(record.config.get("dtype", "")),
+        dtype=_format(record, summary, setting),
         phases=_phases(summary),
         attention=_attention(summary),
         waits=_waits(record, summary, copied > 0),
@@ -69,7 +73,7 @@ def facts_of(
         ranks=int(record.config.get("ranks", 1)),
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
-        batch=record.config.get("batch"),
+        batch=setting.batch if setting else record.config.get("batch"),
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
         lacks=tuple(lacks),
@@ -78,6 +82,21 @@ def facts_of(
     return with_launch_time(
         found, held.get("launch.rate"), summarize(issued.values).median if issued else None
     )
+
+
+def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
+    """Of the products. Kernels that name their units say it; a program's operators do not where it
+    is compiled, and never whether float32 is TF32."""
+    found: dict[str, float] = {}
+    for row in summary.kernels:
+        if row.kind == "matmul" and row.unit in _UNITS:
+            found[_UNITS[row.unit]] = found.get(_UNITS[row.unit], 0.0) + row.ms
+    known = sum(found.values())
+    if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
+        return max(found, key=lambda name: found[name])
+    told = str(record.config.get("dtype", ""))
+    short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
+    return "tf32" if told == "float32" and short else told
 
 
 def _phases(summary: Summary) -> tuple[Work, ...]:

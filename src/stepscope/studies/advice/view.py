@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified, is_right, off_by
-from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
@@ -113,6 +113,23 @@ class Tried:
             when=self.record.started,
             factor=self.trial.advice[0].factor,
         )
+
+
+def not_tried(
+    advice: Sequence[Advice], tried: Sequence[Tried], settings: Collection[str]
+) -> tuple[Finding, ...]:
+    """Advice without a trial, and why there is none."""
+    done = {one.trial.code for one in tried}
+    left = [one for one in advice if one.code not in done]
+    reachable = list(applicable(left, settings))
+    reasons: dict[str, list[str]] = {}
+    for one in left:
+        no_way = one.by_author or "it cannot be made from outside"
+        why = "no time was left for it" if one in reachable else no_way
+        reasons.setdefault(why, []).append(one.title)
+    return tuple(
+        Finding(text=f"Not tried: {', '.join(titles)}; {why}.") for why, titles in reasons.items()
+    )
 
 
 def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:

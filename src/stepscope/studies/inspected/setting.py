@@ -29,6 +29,8 @@ class Setting(Part, frozen=True):
     distributed: bool
     blocks: int = 0
     """Entries of the models' ModuleLists."""
+    batch: int | None = None
+    """Of its DataLoaders, where all have the same."""
 
 
 def setting_of(record: Record) -> Setting | None:
