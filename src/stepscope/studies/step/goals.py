@@ -166,10 +166,9 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     keep = ALL if wanted.memory is None else GATES
     yield _racer("ours", beside, keep=keep, graph=True)
     yield _racer("ours", beside, keep=keep, graph=True, attention=wanted.other_attention)
-    for aside in wanted.aside:
-        yield _racer(
-            "ours", beside, keep=keep, graph=True, attention=wanted.other_attention, aside=aside
-        )
+    # cuDNN's attention is laid out for all processors whatever cuBLAS is told.
+    for aside, attention in itertools.product(wanted.aside, ("auto", wanted.other_attention)):
+        yield _racer("ours", beside, keep=keep, graph=True, attention=attention, aside=aside)
     yield _racer("ours", joined, keep=keep, graph=True)
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
+#
+#   scripts/record_step.sh warm race-512        two parts
+#   scripts/record_step.sh                      all of them: about half an hour
+#
+#   warm        compiles every form of the peer, races side by side; its times are thrown away (4 min)
+#   race-512    xl, 2.7b and small at context 512 (6 min)
+#   race-2048   2.7b and xl at context 2048 (5 min)
+#   race-long   8b at 32,768 tokens (4 min)
+#   loss        300 steps of every rung, three seeds side by side (3 min)
+#   ladder      each change alone and on top of the others, waterfalls (2 min)
+#   compile     torch.compile against eager, model and attention (3 min)
+#   tuned       the peer with max-autotune at context 512 (3 to 9 min)
+#
+#   RESULTS     where the records go (results); each part has a file until all are joined there
+#   WORK        where they are kept meanwhile (stepscope-out/step)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+results=${RESULTS:-results}
+work=${WORK:-stepscope-out/step}
+mkdir -p "$results" "$work"
+# Attention is a few percent of a step here: whole models are compiled with one of both.
+forms=('peer: block' 'peer: model default sdpa_flash' 'peer: model reduce-overhead sdpa_flash' 'ours' 'spare')
+
+run() { # FOLDER SECONDS WORDS...
+    timeout --signal=INT --kill-after=20 "$2" \
+        "$python" -m stepscope run "${@:3}" --no-report --out "$work/$1"
+}
+
+keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
+    : > "$work/$1.part"
+    for folder in "${@:2}"; do
+        "$python" -m stepscope export latest --out "$work/$folder" --digits 6 --to "$work/part.jsonl" \
+            && cat "$work/part.jsonl" >> "$work/$1.part"
+    done
+    mv "$work/$1.part" "$results/$1.jsonl"
+}
+
+races() { # FILE SECONDS RACE...
+    for race in "${@:3}"; do
+        run "$race" "$2" step --part race --race "$race" --forms "${forms[@]}" --heat-seconds "$(($2 - 40))"
+    done
+    keep "$1" "${@:3}"
+}
+
+part() {
+    case $1 in
+    warm)
+        for races in 'small-512 xl-512 2.7b-512' '2.7b-2048 xl-2048'; do
+            for race in $races; do
+                run "warm-$race" 240 step --part race --race "$race" --forms "${forms[@]}" \
+                    --rounds 1 --heat-seconds 200 > "$work/warm-$race.txt" 2>&1 &
+            done
+            wait
+        done
+        ;;
+    race-512) races step-512 170 xl-512 2.7b-512 small-512 ;;
+    race-2048) races step-2048 190 2.7b-2048 xl-2048 ;;
+    race-long)
+        run 8b 300 step --part race --race 8b-32768 --scopes block --modes default --rounds 3
+        keep step-long 8b
+        ;;
+    loss)
+        for seed in 0 1 2; do
+            run "loss-$seed" 400 step --part loss --seeds "$seed" > "$work/loss-$seed.txt" 2>&1 &
+        done
+        wait
+        keep step-loss loss-0 loss-1 loss-2
+        ;;
+    ladder)
+        run ladder 240 step --part ladder waterfall
+        keep step-ladder ladder
+        ;;
+    compile)
+        run compile 300 compile --part trace model --dtype bfloat16 --attention auto
+        keep compile_h200 compile
+        ;;
+    tuned)
+        run tuned 560 step --part race --race 2.7b-512 --modes max-autotune \
+            --forms 'peer: block' 'updates in backward'
+        keep step-tuned tuned
+        ;;
+    *)
+        echo "$1 is no part of it" >&2
+        exit 2
+        ;;
+    esac
+}
+
+parts=("$@")
+[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder compile tuned)
+for one in "${parts[@]}"; do
+    echo "== $one"
+    part "$one"
+done
+if [ $# -eq 0 ]; then
+    cat "$results"/step-*.jsonl > "$results/step_h200.jsonl" && rm "$results"/step-*.jsonl
+    "$python" scripts/make_docs.py
+fi
