@@ -11,7 +11,7 @@ from pathlib import Path
 
 from page_parts import bullets, origin, shown
 
-from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.changes import Advice, advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
@@ -20,7 +20,7 @@ from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
 from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import Tried, advice_table, not_tried, trial_blocks
+from stepscope.studies.advice.view import Tried, advice_table, first_right, not_tried, trial_blocks
 from stepscope.studies.inspected import STUDY as INSPECTED
 
 EXAMPLES = {
@@ -58,18 +58,43 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
     for machine, words in MACHINES.items():
         own = [(example, path) for where, example, path in files if where == machine]
         if own:
-            parts.append(f"## {words}")
-            for example, path in own:
-                parts += _walk(example, path.name, read_records(path))
+            walks = [(example, path.name, read_records(path)) for example, path in own]
+            parts += [f"## {words}", *_in_short([records for _, _, records in walks])]
+            for walk in walks:
+                parts += _walk(*walk)
     return {"walkthrough.md": "\n\n".join(parts) + "\n"}
 
 
-def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
-    base = next(record for record in records if record.study == INSPECTED.name)
-    tried = [Tried(record) for record in records if record.study == TRIALS]
-    facts = facts_of(base)
+def _in_short(walks: Sequence[Sequence[Record]]) -> Iterator[str]:
+    """Over all examples of a machine: how often the first advice was right."""
+    right = counted = 0
+    for records in walks:
+        advice, tried = _advice(_base(records)), _tried(records)
+        of_this, these = first_right(advice, tried)
+        right, counted = right + of_this, counted + these
+    if counted:
+        yield (
+            f"Of the first three changes that were advised and tried for each example, {right} of"
+            f" {counted} gained within a third of what was predicted."
+        )
+
+
+def _base(records: Sequence[Record]) -> Record:
+    return next(record for record in records if record.study == INSPECTED.name)
+
+
+def _tried(records: Sequence[Record]) -> list[Tried]:
+    return [Tried(record) for record in records if record.study == TRIALS]
+
+
+def _advice(base: Record) -> Sequence[Advice]:
     given = advice_given(base)
-    advice = advise(facts) if given is None else given
+    return advise(facts_of(base)) if given is None else given
+
+
+def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
+    base, tried = _base(records), _tried(records)
+    facts, advice = facts_of(base), _advice(base)
     words = shlex.join([f"examples/{base.config['script']}", *base.config["arguments"]])
     yield f"### {EXAMPLES[example]}"
     yield f"```sh\nstepscope advise --verify {words}\n```"
@@ -83,6 +108,9 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield bullets(blocks)
     yield from shown(_named(blocks, _LEDGER))
     yield "#### What is advised"
+    if not advice:
+        yield "Nothing: no change that is known is predicted to gain 3 % of the step or more."
+        return
     yield from shown([advice_table(advice, facts.step_ms)])
     yield "#### Each change alone, then together"
     judged = trial_blocks([one.record for one in tried])

@@ -28,7 +28,7 @@ from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
-from stepscope.studies.advice.view import Tried, not_tried, trial_blocks
+from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
 from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import OwnCase, OwnFlags
@@ -138,6 +138,8 @@ def test_launches_and_memory_bound_kernels_call_for_a_compiler() -> None:
     # The host needs 100 ms, of which 40 % are left; the device then has 12 ms to do.
     assert gains(step) == {"compile": 60.0, "cuda-graph": 88.0}
     assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {}
+    accumulating = msgspec.structs.replace(step, micro_batches=2)
+    assert gains(accumulating) == {"compile": 60.0}
     # Where the device is the limit, a graph adds nothing to what the compiler does.
     device = msgspec.structs.replace(step, launch_ms=0.001)
     assert gains(device) == {"compile": pytest.approx(28.0)}
@@ -191,6 +193,17 @@ def test_a_larger_batch_needs_room() -> None:
     (found,) = advise(unknown)
     assert (found.gain_ms, found.setting) == (10.0, {})
     assert "no DataLoader" in found.by_author
+
+
+def test_the_first_changes_that_were_tried_are_counted() -> None:
+    """The step takes 50 ms: a gain of 40 of 100 is predicted as 20 ms, of 10 as 5 ms."""
+    own = [advice("one", 40.0), advice("two", 10.0), advice("three", 30.0), advice("four", 40.0)]
+    failed = tried(30.0, own[2], status="error", reason="it broke")
+    found = [Tried(tried(30.0, own[0])), Tried(tried(30.0, own[1])), Tried(failed)]
+    assert first_right(own[:1], found) == (1, 1)
+    assert first_right(own, found) == (1, 3)
+    assert first_right(own, [*found, Tried(tried(30.0, own[3]))], most=4) == (2, 4)
+    assert first_right(own, []) == (0, 0)
 
 
 def test_advice_without_a_trial_has_a_reason() -> None:

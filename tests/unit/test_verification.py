@@ -45,7 +45,7 @@ CHANGED_MS = {
 
 
 class PlantedRunner:
-    """Every trial comes out as planted, and takes so long."""
+    """Every trial comes out as planted, and takes so long. One that is called `breaks` fails."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.asked: list[str] = []
@@ -57,9 +57,12 @@ class PlantedRunner:
             trial = msgspec.convert(case.config, Trial)
             ms = 50.0
             for one in trial.advice:
-                ms *= CHANGED_MS[one.code] / 50.0
+                ms *= CHANGED_MS.get(one.code, 50.0) / 50.0
             self.asked.append(trial.code)
             self._clock[0] += self._seconds
+            if "breaks" in trial.code:
+                store.add(tried(0, *trial.advice, id="broken", run=run.id, status="error"))
+                continue
             store.add(tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id))
 
 
@@ -88,6 +91,11 @@ def verify(
 def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE)
     assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
+
+
+def test_a_change_that_breaks_the_program_stops_nothing(tmp_path: Path) -> None:
+    asked = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
+    assert asked == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]
 
 
 def test_of_several_for_one_setting_the_others_come_last(tmp_path: Path) -> None:

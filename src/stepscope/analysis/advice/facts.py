@@ -108,6 +108,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Communication that no other work hides."""
     messages: float = 0.0
     """Reductions in a step."""
+    micro_batches: int = 1
+    """Forwards and backwards for one update."""
     batch: int | None = None
     rates: dict[str, float] = {}
     """FLOP/s by number format, as measured on this machine."""

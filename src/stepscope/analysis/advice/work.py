@@ -26,6 +26,8 @@ _UPDATE_BYTES = {"adam": 28, "sgd": 20}
 _NEAR_BANDWIDTH = 1.2
 _FUSED_LAUNCHES = 0.05
 _BLOCKS_OF_WHOLE = 0.9
+_GRAPH_OF_COMPILED = 0.9
+"""A graph that takes more of the compiled step's time is not worth what it forbids."""
 _FOREACH = 0.4
 """Share of an update, tensor by tensor, that is left by going over all at once."""
 _FUSED_LOSS = 0.6
@@ -208,12 +210,14 @@ def _compile_blocks(facts: Facts) -> Judged | None:
 
 @judge
 def _graph(facts: Facts) -> Judged | None:
-    """Torch's own, which come with its compiler: worth it where that alone leaves the host slow."""
-    if not facts.on_gpu or facts.captured or "compiler" in facts.lacks:
+    """Torch's own, which come with its compiler: worth it where that alone leaves the host slow.
+    Gradients that one graph has made are overwritten by the next forward, so none may be added up.
+    """
+    if not facts.on_gpu or facts.captured or "compiler" in facts.lacks or facts.micro_batches > 1:
         return None
     compiled = facts if facts.compiled else _as_compiled(facts)
     after = compiled.with_work(lambda work: replace(work, launches=0.0))
-    if wall_ms(after) > _BLOCKS_OF_WHOLE * wall_ms(compiled):
+    if wall_ms(after) > _GRAPH_OF_COMPILED * wall_ms(compiled):
         return None
     advice = Advice(
         code="cuda-graph",

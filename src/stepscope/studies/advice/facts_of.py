@@ -73,6 +73,7 @@ def facts_of(
         ranks=int(record.config.get("ranks", 1)),
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
+        micro_batches=max(1, watched.micro_batches),
         batch=setting.batch if setting else record.config.get("batch"),
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),

@@ -132,6 +132,17 @@ def not_tried(
     )
 
 
+def first_right(
+    advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3
+) -> tuple[int, int]:  # fmt: skip
+    """Of the first changes that were advised and tried: how many gained within a third of what was
+    predicted, and how many these are. A trial that failed is one that was not right."""
+    alone = {one.trial.code: one for one in tried if len(one.trial.advice) == 1}
+    counted = [alone[one.code] for one in advice if one.code in alone][:most]
+    right = [one for one in counted if (v := one.verified()) is not None and is_right(v)]
+    return len(right), len(counted)
+
+
 def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     tried = [Tried(record) for record in records]
     kept = [one for one in tried if one.kept]
