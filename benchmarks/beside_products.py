@@ -5,8 +5,9 @@
 The products that a backward makes for some blocks (gradients of inputs and weights, in the formats
 of bfloat16 autocast) and the updates of their weights, as CUDA graphs: each alone, one after the
 other, updates wherever a product leaves a processor idle, and updates on processors that products
-leave alone. The graphs take turns. Also counts the fills that cuBLAS puts between its products. It
-takes about 20 seconds; `CUBLAS_WORKSPACE_CONFIG=:0:0` before it shows products without work space.
+leave alone. The graphs take turns. Also counts the fills that cuBLAS puts between its products.
+`--paired 1` gives a program of the updates one processor instead of two neighbours. It takes about
+20 seconds; `CUBLAS_WORKSPACE_CONFIG=:0:0` before it shows products without work space.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from stepscope.measure.device import pick_device
 from stepscope.measure.turns import time_in_turns
 from stepscope.model.kernels.products import wide_product
 from stepscope.model.sizes import find_size
+from stepscope.optim import triton_adamw
 from stepscope.optim.processors import products_leave
-from stepscope.optim.triton_adamw import update_one
 
 Call = Callable[[], None]
 BATCH, BYTES_OF_AN_UPDATE = 4, 30
@@ -49,7 +50,9 @@ class Layer:
 
     def update(self, settings: Tensor, processors: int) -> None:
         weight, mean, square = self.held
-        update_one(weight, self.gradient, mean, square, self.copy, settings, 0, processors)
+        triton_adamw.update_one(
+            weight, self.gradient, mean, square, self.copy, settings, 0, processors
+        )
 
 
 class Backward:
@@ -109,7 +112,10 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--aside", type=int, nargs="+", default=[8, 16, 24, 32])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--paired", type=int, default=triton_adamw.PAIRED)
+    parser.add_argument("--block", type=int, default=triton_adamw.FILLING_BLOCK)
     options = parser.parse_args()
+    triton_adamw.PAIRED, triton_adamw.FILLING_BLOCK = options.paired, options.block
     backward = Backward(options.size, options.context, options.blocks)
     forms: dict[str, tuple[Call, int]] = {
         "products alone": (backward.products, 0),

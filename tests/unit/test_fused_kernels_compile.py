@@ -28,7 +28,7 @@ from stepscope.model.kernels import (
 )
 from stepscope.optim import triton_adamw
 
-def wide_loads(kernel, types, warps=8, **constants):
+def wide_loads(kernel, types, warps=8, together=1, **constants):
     # Pointers and sizes as a launch finds them: multiples of 16.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
@@ -39,7 +39,8 @@ def wide_loads(kernel, types, warps=8, **constants):
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     hopper = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=hopper, options={"num_warps": warps})
+    how = {"num_warps": warps, "num_ctas": together}
+    compiled = triton.compile(source, target=hopper, options=how)
     spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
     return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
 
@@ -88,7 +89,8 @@ print("adamw one", wide_loads(
     triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
 print("adamw few", wide_loads(
     triton_adamw.adamw_few_kernel, [f, f, f, f, x, f, i, i], COPIED=True,
-    BLOCK=triton_adamw.FILLING_BLOCK, warps=triton_adamw.FILLING_WARPS))
+    BLOCK=triton_adamw.FILLING_BLOCK, warps=triton_adamw.FILLING_WARPS,
+    together=triton_adamw.PAIRED))
 """
 
 

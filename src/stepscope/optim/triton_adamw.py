@@ -20,7 +20,10 @@ BLOCK = 1024
 one's loads hide behind another's stores."""
 _BLOCK = tl.constexpr(BLOCK)
 FILLING_WARPS, FILLING_BLOCK = 32, 8192
-"""A program of so many warps leaves room for no other on its processor."""
+"""So many warps leave room for no other program on their processor."""
+PAIRED = 2
+"""Products of Hopper take processors by two. Updates that took single ones all over the device
+would leave odd ones out, so a program has two neighbours as well."""
 _ALIGNMENT = 16
 _COLUMNS = tl.constexpr(7)
 _SETTINGS = tl.constexpr(7)
@@ -190,11 +193,14 @@ def adamw_few_kernel(
     COPIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     own = settings + row * _SETTINGS
-    for number in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
-        start = tl.cast(number, tl.int64) * BLOCK
-        _piece(
-            parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED, BLOCK
-        )
+    whole = elements // BLOCK
+    for number in tl.range(tl.program_id(0), whole, tl.num_programs(0)):
+        at = tl.cast(number, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        _update(parameter, gradient, mean, square, copy, own, at, at, 0, False, False, COPIED)
+    if tl.program_id(0) == 0:
+        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < elements
+        _update(parameter, gradient, mean, square, copy, own, at, inside, 0, True, False, COPIED)
 
 
 class Table:
@@ -242,16 +248,21 @@ def update_one(
     """One tensor, with the settings of that row; on that many processors where it is not 0."""
     elements = parameter.numel()
     if processors:
-        programs = min(processors, triton.cdiv(elements, FILLING_BLOCK))
+        each = PAIRED if pairs_processors(parameter.device) else 1
+        programs = min(max(1, processors // each), triton.cdiv(elements, FILLING_BLOCK))
         adamw_few_kernel[(programs,)](
             parameter, gradient, mean, square, copy, settings, elements, row,
-            COPIED=copy is not None, BLOCK=FILLING_BLOCK, num_warps=FILLING_WARPS,
+            COPIED=copy is not None, BLOCK=FILLING_BLOCK, num_warps=FILLING_WARPS, num_ctas=each,
         )  # fmt: skip
         return
     adamw_one_kernel[(triton.cdiv(elements, BLOCK),)](
         parameter, gradient, mean, square, copy, settings, elements, row,
         COPIED=copy is not None, num_warps=8,
     )  # fmt: skip
+
+
+def pairs_processors(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:

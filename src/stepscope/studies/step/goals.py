@@ -51,15 +51,15 @@ class Goal(NamedTuple):
 
 GOALS: dict[str, Goal] = {
     "2.7b-2048": Goal(
-        "2.7b", 2048, 4, faster=1.10, aim_mfu=0.56, memory=0.9, spare=True, aside=(6, 10)
+        "2.7b", 2048, 4, faster=1.10, aim_mfu=0.56, memory=0.9, spare=True, aside=(8, 12)
     ),
     "2.7b-512": Goal(
-        "2.7b", 512, 4, faster=1.25, aim_mfu=0.50, other_attention="triton", aside=(16, 24)
+        "2.7b", 512, 4, faster=1.25, aim_mfu=0.50, other_attention="triton", aside=(16, 24, 32)
     ),
     "xl-512": Goal(
-        "xl", 512, 4, faster=1.4, aim_mfu=0.40, other_attention="triton", aside=(16, 24)
+        "xl", 512, 4, faster=1.4, aim_mfu=0.40, other_attention="triton", aside=(16, 24, 32)
     ),
-    "xl-2048": Goal("xl", 2048, 4, faster=1.15, aim_mfu=0.55, aside=(4, 8)),
+    "xl-2048": Goal("xl", 2048, 4, faster=1.15, aim_mfu=0.55, aside=(6, 10)),
     "small-512": Goal("small", 512, 4, most_ms=9.0, aim_mfu=0.22, other_attention="triton"),
     "8b-32768": Goal(
         "8b",
