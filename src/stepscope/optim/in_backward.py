@@ -87,7 +87,7 @@ class InBackwardAdamW(FusedAdamW):
         """Updates happen in backwards within this."""
         handles = self._listen()
         try:
-            with products_leave(self._processors, self.param_groups[0]["params"][0].device):
+            with products_leave(self._processors, self._device()):
                 yield
         finally:
             for handle in handles:
@@ -123,6 +123,10 @@ class InBackwardAdamW(FusedAdamW):
                 crowd.beside.join()
         self._begun = False
         return loss
+
+    def _device(self) -> torch.device:
+        held = (p.device for group in self.param_groups for p in group["params"])
+        return next(held, torch.device("cpu"))
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
