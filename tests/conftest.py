@@ -1,11 +1,15 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before any test loads
-them."""
+them. No test fails because a machine is slow."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow")

@@ -62,7 +62,7 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
             )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     first=st.integers(0, 400),
     second=st.integers(0, 400),

@@ -209,7 +209,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_truncated_store_is_called_damaged(
     large: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_cut_last_page_is_noticed_at_once(large: Path, tmp_path: Path) -> None
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_scribbled_store_gives_a_plain_error_or_records(
     large: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.analysis.trace.chrome import read_chrome
@@ -68,13 +68,13 @@ def told(data: bytes) -> None:
     assert html_page(page).count("</script>") == 2
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(st.lists(events, max_size=14))
 def test_any_events_are_told_or_refused(drawn: list[dict[str, Any]]) -> None:
     told(json.dumps({"traceEvents": drawn}).encode())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, len(WHOLE) - 1), st.binary(max_size=6), st.integers(0, 8))
 def test_a_trace_with_a_wound_is_told_or_refused(at: int, new: bytes, lost: int) -> None:
     told(WHOLE[:at] + new + WHOLE[at + lost :])

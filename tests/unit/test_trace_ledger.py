@@ -139,7 +139,7 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
     return Ledger(wall=(last + 30) * 1000, work=work, **cause)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(kernels, waits)
 def test_a_ledger_adds_up_and_is_that_of_counting_every_moment(
     drawn: Drawn, waiting: list[tuple[int, int]]
