@@ -24,7 +24,7 @@ from stepscope.analysis.advice.changes import afterwards, judged
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.loop import with_batch_times
 from stepscope.analysis.advice.rule import WORTH
-from stepscope.analysis.advice.timeline import wall_ms
+from stepscope.analysis.advice.timeline import gain_ms, wall_ms
 from stepscope.analysis.limits import median_ms
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
@@ -115,7 +115,7 @@ def _together(
         for other in records:
             after = median_ms(other, "step")
             if other.study == "benchmark" and changed(other) == wanted and after is not None:
-                predicted = wall_ms(facts) - wall_ms(afterwards(facts, codes))
+                predicted = gain_ms(facts, afterwards(facts, codes))
                 yield Pair(
                     "together", record.case, facts.step_ms, predicted, facts.step_ms - after, name
                 )
@@ -140,7 +140,7 @@ def _larger(record: Record, facts: Facts) -> Iterator[Pair]:
     if batch is None or took is None:
         return
     times = round(batch / record.config["batch"])
-    predicted = wall_ms(facts) - wall_ms(with_batch_times(facts, times)) / times
+    predicted = gain_ms(facts, with_batch_times(facts, times))
     realised = facts.step_ms - took / times
     yield Pair(
         "larger-batch", record.case, facts.step_ms, predicted, realised, "profile_h200.jsonl"

@@ -4,10 +4,20 @@
 #   scripts/record_own_step.sh cpu     the slow example, in small: about ten minutes
 #   scripts/record_own_step.sh h200    all three, and a tuned step: at most 12 minutes
 #
-# Words after the machine are the examples to record, all if there are none. Each has a time of its
-# own for its trials (below, in seconds); changes with the largest predicted gain come first.
-# A recording that is killed leaves every trial that was done, and with the same WORK a second
-# call goes on where it ended.
+# Words after the machine are the examples to record, all if there are none. Each has a time for its
+# trials; changes with the largest predicted gain come first, and the time of the trial of all kept
+# changes together is set aside. Before the trials some steps are recorded, and once on a machine its
+# ceilings are measured:
+#
+#              steps    ceilings   trials     in all, on an H200 with a slow host
+#   slow       25 s     50 s       220 s      at most 5 minutes
+#   nano_gpt   35 s                125 s      at most 3 minutes
+#   vit        30 s                135 s      at most 3 minutes
+#   tuned      70 s                 30 s      at most 2 minutes, most of it the compiler
+#
+# A kill loses the trial that runs, which is at most 140 s of work; every trial before it is in WORK,
+# and after a polite one (SIGTERM, Ctrl-C) in RESULTS too. With the same WORK a second call goes on
+# where the first ended, with the time for trials anew.
 #
 #   RESULTS    where the records go (results)
 #   WORK       where they are kept meanwhile (stepscope-out/own-step)
@@ -40,11 +50,11 @@ else
     ours=(--rounds 11 --timeout 140)
     gpu=(--device cuda --steps 2000)
     large=(--layers 12 --width 768 --heads 12)
-    wanted slow "$@" && record slow 240 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
+    wanted slow "$@" && record slow 220 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
         --context 512 --batch 8
-    wanted nano_gpt "$@" && record nano_gpt 130 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
+    wanted nano_gpt "$@" && record nano_gpt 125 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
         "${large[@]}" --context 1024 --batch 8
-    wanted vit "$@" && record vit 150 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
+    wanted vit "$@" && record vit 135 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
         --image 224 --patch 16 --batch 64
     wanted tuned "$@" && record tuned 30 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
         "${large[@]}" --context 1024 --batch 16 --compile

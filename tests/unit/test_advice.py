@@ -189,6 +189,8 @@ def test_a_larger_batch_needs_room() -> None:
     assert gains(half)["larger-batch"] == 10.0 + 20.0
     tight = msgspec.structs.replace(step, memory_bytes=30 << 30)
     assert "larger-batch" not in gains(tight)
+    # 180 ms for twice the samples are 90 for as many.
+    assert afterwards(roomy, ["larger-batch"]).step_ms == 90.0
     unknown = msgspec.structs.replace(roomy, batch=None)
     (found,) = advise(unknown)
     assert (found.gain_ms, found.setting) == (10.0, {})

@@ -93,6 +93,12 @@ def test_each_alone_then_what_is_kept_together(tmp_path: Path) -> None:
     assert asked == ["bfloat16", "fused-optimizer", "compile", "bfloat16+fused-optimizer"]
 
 
+def test_another_batch_stays_on_its_own(tmp_path: Path) -> None:
+    batch = advice("larger-batch", 35.0, batch="16")
+    asked = verify(tmp_path, FORMAT, batch, UPDATE, later=lambda _: (batch,))
+    assert asked == ["bfloat16", "larger-batch", "fused-optimizer", "bfloat16+fused-optimizer"]
+
+
 def test_a_change_that_breaks_the_program_stops_nothing(tmp_path: Path) -> None:
     asked = verify(tmp_path, FORMAT, advice("breaks", 35.0, attention="fused"), UPDATE)
     assert asked == ["bfloat16", "breaks", "fused-optimizer", "bfloat16+fused-optimizer"]

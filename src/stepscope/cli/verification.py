@@ -99,8 +99,9 @@ class Verification:
 
     def _together(self, kept: Sequence[Tried]) -> Tried | None:
         """The best of what was kept: all of it at once, if that is faster than each alone."""
-        best = min(kept, key=_ratio, default=None)
         together = _ranked(kept)
+        alike = [one for one in kept if one.trial.more_samples == 1]
+        best = min(alike, key=_ratio, default=None)
         while len(together) > 1 and self._deadline.allows(self._trial(together)):
             tried = self._try(together)
             assert best is not None
@@ -117,7 +118,7 @@ class Verification:
         settled = {one.trial.code for one in alone if one.verdict != NO_GAIN}
         made = best.trial.advice
         later = self._wanted(self._later([one.code for one in made]), settings)
-        more = [one for one in later if one.code not in settled]
+        more = [one for one in later if one.code not in settled and "batch" not in one.setting]
         while more:
             wider = compatible([*more, *made])
             if not self._deadline.allows(self._trial(wider)):
@@ -153,8 +154,10 @@ def _ratio(tried: Tried) -> float:
 
 
 def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:
-    """The largest realised gain first, of several for one setting only that."""
-    ranked = sorted(kept, key=lambda one: -(one.realised_ms or 0))
+    """The largest realised gain first, of several for one setting only that. Another batch is
+    another training, which its loss cannot show to be as good: it stays on its own."""
+    same = [one for one in kept if one.trial.more_samples == 1]
+    ranked = sorted(same, key=lambda one: -(one.realised_ms or 0))
     return compatible([one.trial.advice[0] for one in ranked])
 
 

@@ -37,7 +37,8 @@ def afterwards(facts: Facts, codes: Sequence[str]) -> Facts:
     for code in codes:
         found = next((one for one in judged(facts) if one.advice.code == code), None)
         if found is not None:
-            facts = msgspec.structs.replace(found.after, step_ms=wall_ms(found.after))
+            after = found.after
+            facts = msgspec.structs.replace(after, step_ms=wall_ms(after) / after.samples)
     return facts
 
 

@@ -111,6 +111,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 1
     """Forwards and backwards for one update."""
     batch: int | None = None
+    samples: int = 1
+    """Times as many in a step as the step had that was measured."""
     rates: dict[str, float] = {}
     """FLOP/s by number format, as measured on this machine."""
     bandwidth: float | None = None

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import AT_COPIES, OF_MODEL, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
-from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
+from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
 
 _OUTSIDE = ("outside",)
 _ROOM = 0.9
@@ -112,7 +112,8 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
             found = found.with_more("copy/cast", -(times - 1) * once)
         return replace(found, host_ms=times * work.host_ms)
 
-    return facts.with_work(more, (*OF_MODEL, *_OUTSIDE))
+    found = facts.with_work(more, (*OF_MODEL, *_OUTSIDE))
+    return replace(found, samples=times * facts.samples)
 
 
 @judge
@@ -127,7 +128,7 @@ def _larger_batch(facts: Facts) -> Judged | None:
     advice = Advice(
         code="larger-batch",
         title="twice the batch",
-        gain_ms=wall_ms(facts) - wall_ms(after) / 2,
+        gain_ms=gain_ms(facts, after),
         gain_bytes=-facts.saved_bytes,
         why="for each sample the launches and the update cost half; the gain is for as many"
         f" samples as now, and {room / 2**30:.3g} GiB are free",

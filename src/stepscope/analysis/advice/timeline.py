@@ -41,7 +41,8 @@ def _in_order(facts: Facts) -> list[Work]:
 
 
 def gain_ms(before: Facts, after: Facts) -> float:
-    return wall_ms(before) - wall_ms(after)
+    """For as many samples as the step had that was measured."""
+    return wall_ms(before) / before.samples - wall_ms(after) / after.samples
 
 
 def host_limits_ms(facts: Facts) -> float:

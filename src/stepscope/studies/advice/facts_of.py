@@ -51,7 +51,8 @@ def facts_of(
         step_ms=step_ms,
         dtype=_format(record, summary, setting),
         phases=_phases(summary),
-        attention=_attention(summary),
+        # A compiler's kernels say too little of what they are for.
+        attention=() if compiled else _attention(summary),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
         score_bytes=_scores(account),
