@@ -6,8 +6,8 @@
 #
 # Words after the machine are the examples to record, all if there are none. Each has a time for its
 # trials; changes with the largest predicted gain come first, and the time of the trial of all kept
-# changes together is set aside. Before the trials some steps are recorded, and once on a machine its
-# ceilings are measured:
+# changes together is set aside. Before the trials some steps are recorded, and once on a machine
+# its ceilings are measured:
 #
 #              steps    ceilings   trials     in all, on an H200 with a slow host
 #   slow       25 s     50 s       220 s      at most 5 minutes
@@ -15,8 +15,8 @@
 #   vit        30 s                135 s      at most 3 minutes
 #   tuned      70 s                 30 s      at most 2 minutes, most of it the compiler
 #
-# A kill loses the trial that runs, which is at most 140 s of work; every trial before it is in WORK,
-# and after a polite one (SIGTERM, Ctrl-C) in RESULTS too. With the same WORK a second call goes on
+# A kill loses the trial that runs, which is at most 140 s of work; every trial before it is in
+# WORK, and after a polite one (SIGTERM, Ctrl-C) in RESULTS too. With the same WORK a second call goes on
 # where the first ended, with the time for trials anew.
 #
 #   RESULTS    where the records go (results)
