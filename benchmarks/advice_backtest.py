@@ -6,7 +6,8 @@
 Two records that differ by one setting are a change and what came of it. The prediction is made from
 the first one's ledger alone; what was realised is the ratio of both steps, where possible of one
 session: the machine's host is shared, and its speed changes from day to day. Exits with 1 where
-fewer than SHARE of the changes that are advised are right: a gain, within a third of the predicted.
+fewer than SHARE of the changes that are advised are right: a gain, within a third of the predicted,
+or where fewer peaks of the memory are predicted.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.changes import afterwards, judged
-from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.advice.loop import with_batch_times
 from stepscope.analysis.advice.rule import WORTH
 from stepscope.analysis.advice.timeline import gain_ms, wall_ms
 from stepscope.analysis.limits import median_ms
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
+from stepscope.records.memory import saved_bytes
 from stepscope.records.schema import Record
-from stepscope.studies.advice.facts_of import facts_of
+from stepscope.studies.advice.facts_of import account_facts, facts_of
+from stepscope.studies.memory.rows import Account
 
 SHARE = 0.8
 FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl")
+MEMORY = "memory_h200.jsonl"
+NEAR = 0.03
+"""A peak is predicted if it is off by no more than this share of it."""
 _SHAPE = ("size", "table", "context", "batch", "mode")
 _BLOCKS = 12
 """Any number of blocks that are alike will do."""
@@ -147,6 +153,63 @@ def _larger(record: Record, facts: Facts) -> Iterator[Pair]:
     )
 
 
+class Peaks(NamedTuple):
+    change: str
+    case: str
+    peak_bytes: int
+    predicted_bytes: int
+    realised_bytes: int
+
+    @property
+    def off(self) -> float:
+        """Of the peak: many a change moves it by nothing."""
+        return abs(self.predicted_bytes - self.realised_bytes) / self.peak_bytes
+
+
+def peaks(records: Sequence[Record]) -> Iterator[Peaks]:
+    """By how much a change of format, or of attention, lowers the peak of a step."""
+    held = {
+        changed(one): one
+        for one in records
+        if one.status == "ok" and one.config["mode"] == "train-step"
+    }
+    for record in held.values():
+        facts = memory_facts(record)
+        for code, settings in (
+            ("bfloat16", {"dtype": "bfloat16"}),
+            ("fused-attention", {"attention": "sdpa"}),
+        ):
+            other = held.get(changed(record, **settings))
+            if other is None or other is record:
+                continue
+            for one in judged(facts):
+                if one.advice.code == code:
+                    after = int(other.quantity("peak_bytes") or 0)
+                    yield Peaks(
+                        code, record.case, facts.peak_bytes, one.advice.gain_bytes,
+                        facts.peak_bytes - after,
+                    )  # fmt: skip
+
+
+def memory_facts(record: Record) -> Facts:
+    """A record of the study `memory` has no times: any will do."""
+    account = Account(record)
+    # The study lists the tensors of one block, and the bytes of all by line.
+    most = max(account.phases, key=lambda peak: saved_bytes(peak.lines))
+    scores = sum(size for line, size in most.lines.items() if "softmax" in line)
+    if record.config["dtype"] == "bfloat16":
+        # Kept by the softmax in float32, and by the product that follows in half of that.
+        scores += scores // 2
+    held = account_facts(account) | {"score_bytes": scores}
+    written = Work(name="forward", classes={"matmul": 1.0, "softmax": 1.0})
+    return Facts(
+        on_gpu=True, step_ms=1.0, dtype=record.config["dtype"], phases=(written,),
+        attention=(written,), peak_bytes=int(record.quantity("peak_bytes") or 0),
+        **held, parameters=int(record.quantity("parameters") or 0),
+        rates={"float32": 1.0, "bfloat16": 2.0},
+    )  # fmt: skip
+
+
 def table(found: Sequence[Pair]) -> str:
     lines = [
         "| change | step | (ms) | predicted | realised | off by | |",
@@ -192,9 +255,19 @@ def main() -> int:
         raise StepscopeError(f"{given.results} has no {FILES[0]}", "name another folder")
     found = sorted(pairs(files), key=lambda one: (one.change, one.source))
     counted = summary(found)
+    memory = given.results / MEMORY
+    lowered = list(peaks(read_records(memory))) if memory.exists() else []
+    near = sum(one.off <= NEAR for one in lowered)
     if given.json:
-        print(json.dumps({"pairs": [one._asdict() for one in found], "summary": counted}))
+        told = {"pairs": [one._asdict() for one in found], "summary": counted}
+        told |= {"peaks": [one._asdict() for one in lowered], "peaks_near": near}
+        print(json.dumps(told))
     else:
+        for one in lowered:
+            print(
+                f"peak, {one.change}, {one.case}: {one.predicted_bytes / 2**30:.2f} GiB predicted,"
+                f" {one.realised_bytes / 2**30:.2f} realised of {one.peak_bytes / 2**30:.1f}"
+            )
         print(table(found))
         for code, numbers in counted.items():
             told = ", ".join(f"{value} {name}" for name, value in numbers.items())
@@ -202,7 +275,9 @@ def main() -> int:
     advised = [one for one in found if one.advised]
     right = sum(one.right for one in advised)
     print(f"{right} of {len(advised)} advised changes are right", file=sys.stderr)
-    return 0 if right >= SHARE * len(advised) else 1
+    print(f"{near} of {len(lowered)} peaks within {NEAR:.0%}", file=sys.stderr)
+    enough = right >= SHARE * len(advised) and near >= SHARE * len(lowered)
+    return 0 if enough else 1
 
 
 if __name__ == "__main__":

@@ -118,6 +118,24 @@ def test_written_out_attention() -> None:
     assert after.class_ms("attention") == 29.0
 
 
+def test_the_peak_falls_no_lower_than_that_of_the_update() -> None:
+    step = facts(
+        {"matmul": 30.0}, {"matmul": 50.0}, dtype="float32", peak_bytes=10 << 30,
+        saved_bytes=4 << 30, score_bytes=1 << 30,
+    )  # fmt: skip
+    (first, _) = advise(step)
+    assert (first.code, first.gain_bytes) == ("bfloat16", (1 << 29) - 200_000_000)
+    lower = msgspec.structs.replace(step, model_peak_bytes=10 << 30, floor_bytes=(10 << 30) - 1000)
+    assert advise(lower)[0].gain_bytes == 1000
+    above = msgspec.structs.replace(lower, peak_bytes=11 << 30, floor_bytes=11 << 30)
+    assert advise(above)[0].gain_bytes == 0
+    # Copies of the weights are more than what is saved: the peak is higher, if the update lets it.
+    dense = msgspec.structs.replace(lower, parameters=1 << 30)
+    assert advise(dense)[0].gain_bytes == (1 << 29) - (2 << 30)
+    # Where the update's peak is a GiB above, that much of it does not show.
+    assert advise(msgspec.structs.replace(above, parameters=1 << 30))[0].gain_bytes == -(1 << 29)
+
+
 def test_an_optimizer_is_held_against_the_bandwidth() -> None:
     step = facts(
         {"matmul": 30.0}, {"matmul": 50.0}, fused_optimizer=False, optimizer_ms=20.0,

@@ -22,3 +22,5 @@ def test_four_of_five_changes_are_predicted_within_a_third() -> None:
     assert sum(one["missed"] for one in told["summary"].values()) <= 1
     advised = sum(one["advised"] for one in told["summary"].values())
     assert advised >= 50
+    assert {one["change"] for one in told["peaks"]} == {"bfloat16", "fused-attention"}
+    assert told["peaks_near"] >= 0.9 * len(told["peaks"])

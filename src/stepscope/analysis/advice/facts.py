@@ -81,6 +81,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     flops: float = 0.0
     """Of the matrix products of a step."""
     peak_bytes: int = 0
+    model_peak_bytes: int = 0
+    """The peak of all but the update."""
+    floor_bytes: int = 0
+    """The peak of the update, which nothing that the model keeps is part of."""
     saved_bytes: int = 0
     """Kept for backward."""
     memory_bytes: int = 0
@@ -123,6 +127,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def is_tight(self, share: float) -> bool:
         """More than this share of the device's memory is in use at the peak."""
         return bool(self.memory_bytes) and self.peak_bytes > share * self.memory_bytes
+
+    def lower_peak(self, fewer_bytes: int) -> int:
+        """How much lower the peak is with so much less kept for backward, or higher below zero.
+        The update has a peak of its own, which it does not move."""
+        if not self.model_peak_bytes:
+            return fewer_bytes
+        return self.peak_bytes - max(self.floor_bytes, self.model_peak_bytes - fewer_bytes)
 
     def phase_ms(self, name: str) -> float:
         """Of the device."""

@@ -55,22 +55,18 @@ def facts_of(
         attention=() if compiled else _attention(summary),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
-        score_bytes=_scores(account),
         data_ms=summary.data_ms,
         pageable_ms=copied,
         cleared_ms=_cleared(summary),
         parameters=int(record.quantity("parameters") or 0),
         flops=record.quantity("flops") or 0.0,
         peak_bytes=int(record.quantity("peak_bytes") or 0),
-        saved_bytes=account.kept if account else 0,
+        **(account_facts(account) if account else {}),
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,
         **_optimizer(record, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         loss_ms=_loss_ms(summary),
-        logit_bytes=_logits(account),
-        recomputed_bytes=_recomputed(account),
-        state_bytes=account.line(OPTIMIZER) if account else 0,
         ranks=int(record.config.get("ranks", 1)),
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
@@ -170,6 +166,21 @@ def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
     }
 
 
+def account_facts(account: Account) -> dict[str, Any]:
+    """What the account of a step's memory gives."""
+    update = [peak.allocated for peak in account.phases if peak.phase == "optimizer"]
+    others = [peak.allocated for peak in account.phases if peak.phase != "optimizer"]
+    return {
+        "model_peak_bytes": max(others, default=0),
+        "floor_bytes": max(update, default=0),
+        "saved_bytes": account.kept,
+        "score_bytes": _scores(account),
+        "logit_bytes": _logits(account),
+        "recomputed_bytes": _recomputed(account),
+        "state_bytes": account.line(OPTIMIZER),
+    }
+
+
 def _loss_ms(summary: Summary) -> float:
     return sum(
         row.ms
@@ -178,10 +189,8 @@ def _loss_ms(summary: Summary) -> float:
     )
 
 
-def _logits(account: Account | None) -> int:
+def _logits(account: Account) -> int:
     """What the loss keeps, at most as much as the logits."""
-    if account is None:
-        return 0
     kept = [
         tensor.bytes
         for tensor in account.saved
@@ -190,9 +199,9 @@ def _logits(account: Account | None) -> int:
     return max(kept, default=0)
 
 
-def _recomputed(account: Account | None) -> int:
+def _recomputed(account: Account) -> int:
     """What one stretch makes again, for every stretch that keeps its input."""
-    if account is None or not account.line(RECOMPUTED):
+    if not account.line(RECOMPUTED):
         return 0
     stretches = sum(KEPT_INPUT in tensor.operator for tensor in account.saved)
     return account.line(RECOMPUTED) * max(1, stretches)
@@ -226,10 +235,8 @@ def _attention(summary: Summary) -> tuple[Work, ...]:
     return tuple(found)
 
 
-def _scores(account: Account | None) -> int:
+def _scores(account: Account) -> int:
     """Bytes kept for backward of tensors that have a row and a column for each position."""
-    if account is None:
-        return 0
     return sum(
         tensor.bytes
         for tensor in account.saved
