@@ -94,14 +94,16 @@ def test_a_compiled_example_is_not_compiled_again(tmp_path: Path) -> None:
     assert found.setting.compiled
     assert "compiled" in found.record.notes["memory_missing"]
     assert found.summary is not None
+    # Its weights are in float32, and no operator is seen: the kernels say in what it computes.
+    assert facts_of(found.record).dtype == "bfloat16"
 
 
 def test_advice_for_a_slow_step_is_tried(tmp_path: Path) -> None:
-    """With a compiled one among them, beside a copy that is not."""
+    """Models of one process: a compiled one beside a copy that is not."""
     command = [
         sys.executable, "-m", "stepscope", "advise", "--model", "examples.slow:build",
         "--batch", "64", "--optimizer", "adamw-loop", "--verify", "--json", "--rounds", "7",
-        "--only", "fused-optimizer,compile", "--timeout", "120", "--out", str(tmp_path),
+        "--within", "80", "--timeout", "120", "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
@@ -133,19 +135,20 @@ def test_energy_is_near_power_times_time() -> None:
 
 
 def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
-    """Without a compiler: that takes most of the time, and is tried with models."""
     command = [
         sys.executable, "-m", "stepscope", "advise", "--verify", "--json", "--rounds", "7",
-        "--timeout", "90", "--only", "bfloat16,fused-optimizer", "--out", str(tmp_path),
+        "--timeout", "90", "--within", "80", "--out", str(tmp_path),
         str(EXAMPLES / "slow.py"), "--device", "cuda", "--steps", "100000", *SMALL,
         "--context", "512", "--batch", "32",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
     told = msgspec.json.decode(done.stdout)
-    kept = [one for one in told["tried"] if one["verdict"].startswith("kept")]
-    assert len(kept) == 3, told["tried"]
-    assert not [one for one in told["tried"] if "nothing of the script" in one["verdict"]]
+    assert {one["code"] for one in told["advice"]} >= {"bfloat16", "tf32", "compile"}
+    verdicts = {one["change"]: one["verdict"] for one in told["tried"]}
+    assert any(verdict.startswith("kept") for verdict in verdicts.values()), verdicts
+    assert not [one for one in verdicts.values() if "nothing of the script" in one], verdicts
+    assert not [one for one in verdicts.values() if one.startswith("not tried")], verdicts
 
 
 @pytest.mark.parametrize("change", ["read_back", "copies"])
