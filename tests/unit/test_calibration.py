@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_advice import facts
+from test_advice_rules import facts
 
 from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
 from stepscope.analysis.advice.changes import advise

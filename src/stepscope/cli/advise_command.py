@@ -224,7 +224,9 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
     cases = OWN.cases(flags)
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
         runner.refuse_impossible(cases)
-        run = _open_run(options, store, cases, words)
+        # Not the same request as that of the study, which is the first part of it.
+        request = (*cases, Case(study=TRIALS, key="trials", config={}))
+        run = _open_run(options, store, request, words)
         with _kept(store, run):
             with make_observer(run, len(cases), 0) as observer:
                 runner.run(cases, run, store, observer)

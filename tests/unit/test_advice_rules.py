@@ -1,0 +1,287 @@
+"""Rules of advice: each change on steps made up for it, with the numbers that it must give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
+from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
+from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
+
+GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
+
+
+def facts(
+    forward: dict[str, float] | None = None, backward: dict[str, float] | None = None,
+    optimizer_ms: float = 0.0, launches: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    outside: Work | None = None, **changes: Any,
+) -> Facts:  # fmt: skip
+    """A step of 100 ms on a GPU in which nothing is worth a change."""
+    device = (
+        {"matmul": 35.0} if forward is None else forward,
+        {"matmul": 65.0} if backward is None else backward,
+        {"optimizer": optimizer_ms},
+    )
+    names = ("forward", "backward", "optimizer")
+    phases = tuple(
+        Work(name=name, classes=classes, launches=count)
+        for name, classes, count in zip(names, device, launches, strict=True)
+    )
+    fields: dict[str, Any] = {
+        "on_gpu": True, "step_ms": 100.0, "dtype": "bfloat16", "waits": "end",
+        "phases": (outside, *phases) if outside else phases,
+        "compiled": True, "fused_optimizer": True, "rates": GPU, "bandwidth": 4e12,
+        "parameters": 100_000_000,
+    }  # fmt: skip
+    return Facts(**fields | changes)
+
+
+def gains(given_facts: Facts) -> dict[str, float]:
+    return {one.code: round(one.gain_ms, 6) for one in advise(given_facts)}
+
+
+def test_a_tuned_step_gets_no_advice() -> None:
+    assert gains(facts()) == {}
+
+
+def test_formats_gain_by_the_rates_measured_here() -> None:
+    step = facts({"matmul": 30.0, "elementwise": 10.0}, {"matmul": 50.0}, dtype="float32")
+    # TF32: 80 ms at an eighth. bfloat16: 80 ms at a sixteenth, less 6 B for each of 1e8 weights at
+    # 4 TB/s in the forward, and as much for the gradients.
+    assert gains(step) == {"tf32": 70.0, "bfloat16": 75.0 - 0.3}
+    assert [one.code for one in advise(step)] == ["bfloat16", "tf32"]
+
+
+def test_a_format_whose_rate_is_lower_or_unknown_or_lacking_is_not_advised() -> None:
+    step = facts(dtype="float32", on_gpu=False)
+    assert gains(msgspec.structs.replace(step, rates={"float32": 2e9, "bfloat16": 1e9})) == {}
+    assert gains(msgspec.structs.replace(step, rates={"float32": 2e9})) == {}
+    assert "bfloat16" not in gains(facts(dtype="float32", lacks=("bfloat16",)))
+
+
+def test_where_the_host_limits_less_work_gains_nothing() -> None:
+    step = facts(
+        {"matmul": 20.0}, {"matmul": 20.0}, dtype="float32", launches=(500.0, 500.0, 0.0),
+        launch_ms=0.1,
+    )  # fmt: skip
+    assert wall_ms(step) == 100.0
+    assert gains(step) == {"cuda-graph": 60.0}
+    # Where it needs 30 ms of 40, the rest can be gained; autocast issues more than before.
+    faster = gains(msgspec.structs.replace(step, launch_ms=0.03))
+    assert faster["tf32"] == 10.0
+    assert faster["bfloat16"] == pytest.approx(40.0 - 0.03 * 500 * (1.33 + 1.13))
+
+
+def test_written_out_attention() -> None:
+    written = Work(name="forward", classes={"matmul": 10.0, "softmax": 15.0, "elementwise": 5.0})
+    step = facts(
+        {"matmul": 30.0, "softmax": 15.0, "elementwise": 5.0}, {"matmul": 50.0},
+        attention=(written,), score_bytes=1 << 30, peak_bytes=4 << 30,
+    )  # fmt: skip
+    (advice,) = advise(step)
+    # 30 ms written out, and a kernel that takes 0.7 of its products in place of them.
+    assert (advice.code, round(advice.gain_ms, 6)) == ("fused-attention", 30.0 - 7.0)
+    assert advice.gain_bytes == 1 << 30
+    assert advice.setting == {"attention": "fused"}
+    # In float32 the one kernel is slower than the products: 29 ms.
+    in_float32 = msgspec.structs.replace(step, dtype="float32", rates={})
+    assert gains(in_float32) == {"fused-attention": 1.0}
+    in_tf32 = msgspec.structs.replace(step, dtype="tf32", rates=GPU)
+    assert "fused-attention" not in gains(in_tf32)
+    after = afterwards(in_float32, ["fused-attention"])
+    assert after.attention == ()
+    assert after.class_ms("attention") == 29.0
+
+
+def test_the_peak_falls_no_lower_than_that_of_the_update() -> None:
+    step = facts(
+        {"matmul": 30.0}, {"matmul": 50.0}, dtype="float32", peak_bytes=10 << 30,
+        saved_bytes=4 << 30, score_bytes=1 << 30,
+    )  # fmt: skip
+    (first, _) = advise(step)
+    assert (first.code, first.gain_bytes) == ("bfloat16", (1 << 29) - 200_000_000)
+    lower = msgspec.structs.replace(step, model_peak_bytes=10 << 30, floor_bytes=(10 << 30) - 1000)
+    assert advise(lower)[0].gain_bytes == 1000
+    above = msgspec.structs.replace(lower, peak_bytes=11 << 30, floor_bytes=11 << 30)
+    assert advise(above)[0].gain_bytes == 0
+    # Copies of the weights are more than what is saved: the peak is higher, if the update lets it.
+    dense = msgspec.structs.replace(lower, parameters=1 << 30)
+    assert advise(dense)[0].gain_bytes == (1 << 29) - (2 << 30)
+    # Where the update's peak is a GiB above, that much of it does not show.
+    assert advise(msgspec.structs.replace(above, parameters=1 << 30))[0].gain_bytes == -(1 << 29)
+
+
+def test_an_optimizer_is_held_against_the_bandwidth() -> None:
+    step = facts(
+        {"matmul": 30.0}, {"matmul": 50.0}, fused_optimizer=False, optimizer_ms=20.0,
+        launches=(0.0, 0.0, 2000.0),
+    )  # fmt: skip
+    ideal = 1.2 * 100_000_000 * 28 / 4e12 * 1e3
+    assert gains(step) == {"fused-optimizer": round(20.0 - ideal, 6)}
+    # Issued for 40 ms while the device has 20 ms to do, after which a twentieth is left.
+    slow_host = msgspec.structs.replace(step, launch_ms=0.02)
+    assert gains(slow_host)["fused-optimizer"] == pytest.approx(20.0 - ideal)
+
+
+def test_launches_and_memory_bound_kernels_call_for_a_compiler() -> None:
+    step = facts(
+        {"elementwise": 20.0}, {"reduction": 20.0}, compiled=False, launch_ms=0.1,
+        launches=(500.0, 500.0, 0.0),
+    )  # fmt: skip
+    # The host needs 100 ms, of which 40 % are left; the device then has 12 ms to do.
+    assert gains(step) == {"compile": 60.0, "cuda-graph": 88.0}
+    assert gains(msgspec.structs.replace(step, lacks=("compiler",))) == {}
+    accumulating = msgspec.structs.replace(step, micro_batches=2)
+    assert gains(accumulating) == {"compile": 60.0}
+    # Where the device is the limit, a graph adds nothing to what the compiler does.
+    device = msgspec.structs.replace(step, launch_ms=0.001)
+    assert gains(device) == {"compile": pytest.approx(28.0)}
+
+
+def test_habits_of_a_loop() -> None:
+    read = facts(
+        {"matmul": 40.0}, {"matmul": 40.0}, optimizer_ms=20.0, launches=(40.0, 0.0, 0.0),
+        launch_ms=0.5, reads_back=True, cleared_ms=4.0, compiled=False, lacks=("compiler",),
+        outside=Work(name="outside", classes={}, launches=20.0),
+    )  # fmt: skip
+    # The device waits for the host to make the batch, 10 ms, and works for 100 ms.
+    assert wall_ms(read) == 110.0
+    assert gains(read) == {"no-read-back": 10.0, "set-to-none": 4.0}
+    both = msgspec.structs.replace(read, pageable_ms=1.0)
+    (first, _) = advise(both)
+    assert first.setting == {"read_back": "late", "copies": "pinned"}
+    copied = msgspec.structs.replace(both, reads_back=False, waits="copies")
+    # What is made for the next batch lies beside the device's work.
+    assert wall_ms(copied) == 100.0
+    assert [one.code for one in applicable(advise(both), OF_SCRIPTS)] == list(gains(both))
+    assert list(applicable(advise(both), OF_MODELS)) == []
+
+
+def test_batches_made_ahead_help_a_device_that_waits_for_them() -> None:
+    data = Work(name="outside", classes={}, host_ms=130.0)
+    starved = facts(waits="copies", pageable_ms=1.0, data_ms=130.0, outside=data)
+    assert wall_ms(starved) == 130.0
+    assert gains(starved)["data-ahead"] == 30.0
+    hidden = facts(waits="copies", pageable_ms=1.0, data_ms=60.0,
+                   outside=msgspec.structs.replace(data, host_ms=60.0))  # fmt: skip
+    assert gains(hidden) == {}
+    # In a format in which the device is done sooner, they are what is left to wait for.
+    later = afterwards(msgspec.structs.replace(hidden, dtype="float32"), ["bfloat16"])
+    assert gains(later)["data-ahead"] > 50.0
+
+
+def test_a_larger_batch_needs_room() -> None:
+    step = facts(
+        {"matmul": 40.0}, {"matmul": 40.0}, optimizer_ms=20.0, batch=8, saved_bytes=10 << 30,
+        peak_bytes=20 << 30,
+    )  # fmt: skip
+    roomy = msgspec.structs.replace(step, memory_bytes=80 << 30)
+    assert gains(roomy)["larger-batch"] == 10.0
+    # Products at half of their rate: what they take beyond it is there once.
+    half = msgspec.structs.replace(roomy, flops=40e-3 * GPU["bfloat16"])
+    assert gains(half)["larger-batch"] == 10.0 + 20.0
+    tight = msgspec.structs.replace(step, memory_bytes=30 << 30)
+    assert "larger-batch" not in gains(tight)
+    # 180 ms for twice the samples are 90 for as many.
+    assert afterwards(roomy, ["larger-batch"]).step_ms == 90.0
+    unknown = msgspec.structs.replace(roomy, batch=None)
+    (found,) = advise(unknown)
+    assert (found.gain_ms, found.setting) == (10.0, {})
+    assert "no DataLoader" in found.by_author
+
+
+def test_blocks_are_compiled_and_tensors_taken_at_once_and_logits_left_out() -> None:
+    plain = facts({"elementwise": 20.0}, {"matmul": 80.0}, compiled=False, blocks=12)
+    assert gains(plain) == {"compile": 14.0, "compile-blocks": 12.6}
+    looping = facts(optimizer="", loops_over_tensors=True, optimizer_ms=10.0)
+    assert gains(looping) == {"foreach-optimizer": 6.0}
+    logits = facts(
+        {"softmax": 10.0}, {"softmax": 90.0}, loss_ms=10.0, logit_bytes=1 << 30,
+        peak_bytes=4 << 30,
+    )  # fmt: skip
+    (found,) = advise(logits)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("fused-loss", 6.0, 1 << 30)
+    assert gains(msgspec.structs.replace(logits, on_gpu=False)) == {"fused-loss": 0.0}
+
+
+def test_checkpointing_is_advised_where_memory_ends_and_undone_where_it_does_not() -> None:
+    full = facts(memory_bytes=10 << 30, peak_bytes=9 << 30, saved_bytes=4 << 30)
+    (found,) = advise(full)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("checkpoint", -35.0, 3 << 30)
+    assert found.setting == {"checkpoint": "blocks"}
+    assert gains(msgspec.structs.replace(full, peak_bytes=7 << 30)) == {}
+    again = facts(memory_bytes=10 << 30, peak_bytes=4 << 30, recomputed_bytes=3 << 30)
+    (found,) = advise(again)
+    assert (found.code, found.gain_ms, found.gain_bytes) == ("no-checkpoint", 35.0, -(3 << 30))
+    assert gains(msgspec.structs.replace(again, recomputed_bytes=5 << 30)) == {}
+
+
+def test_ranks_are_advised_on_buckets_and_state() -> None:
+    job = facts(ranks=4, exposed_ms=20.0, messages=8.0, state_bytes=800_000_000,
+                optimizer_ms=4.0, peak_bytes=4 << 30)  # fmt: skip
+    found = {one.code: one for one in advise(job)}
+    # 400 MB of gradients in 8 messages: half as large are half as late.
+    assert found["bucket-size"].gain_ms == 10.0
+    assert found["bucket-size"].lines == ("DistributedDataParallel(model, bucket_cap_mb=24)",)
+    # Three quarters of the state are on other ranks; it costs time, so it must save memory.
+    assert "sharded-optimizer" not in found
+    hidden = {one.code: one for one in advise(msgspec.structs.replace(job, exposed_ms=0.0))}
+    assert hidden["sharded-optimizer"].gain_bytes == 600_000_000
+    assert hidden["sharded-optimizer"].gain_ms == 3.0
+    many = {one.code: one for one in advise(msgspec.structs.replace(job, messages=400.0))}
+    assert many["bucket-size"].title == "larger buckets of gradients"
+    assert gains(msgspec.structs.replace(job, ranks=1)) == {}
+
+
+numbers = st.floats(0, 200)
+
+
+@given(matmul=numbers, memory=numbers, launches=numbers, optimizer=numbers, waits=st.booleans())
+def test_all_advice_is_worth_it_and_ranked(
+    matmul: float, memory: float, launches: float, optimizer: float, waits: bool
+) -> None:
+    step = facts(
+        {"matmul": matmul}, {"elementwise": memory}, dtype="float32", optimizer_ms=optimizer,
+        launches=(launches, launches, launches), compiled=False, fused_optimizer=False,
+        waits="end" if waits else "", reads_back=waits, launch_ms=0.3,
+    )  # fmt: skip
+    step = msgspec.structs.replace(step, step_ms=max(1e-3, wall_ms(step)))
+    found = [one.gain_ms for one in advise(step)]
+    assert found == sorted(found, reverse=True)
+    assert all(gain >= WORTH * step.step_ms for gain in found)
+    assert all(gain <= step.step_ms * (1 + 1e-9) for gain in found)
+
+
+@given(
+    work=st.lists(st.tuples(st.floats(0, 50), st.floats(1, 500)), min_size=3, max_size=3),
+    true_ms=st.floats(0.001, 0.2), waits=st.sampled_from(["", "end", "copies"]),
+)  # fmt: skip
+def test_the_time_of_a_launch_is_found_where_it_shows(
+    work: list[tuple[float, float]], true_ms: float, waits: str
+) -> None:
+    (forward, backward, update) = ({"matmul": ms} for ms, _ in work)
+    step = facts(
+        forward, backward, update["matmul"], launches=(work[0][1], work[1][1], work[2][1]),
+        waits=waits, launch_ms=true_ms,
+    )  # fmt: skip
+    step = msgspec.structs.replace(step, step_ms=wall_ms(step))
+    found = with_launch_time(step, launch_rate=None)
+    assert wall_ms(found) == pytest.approx(wall_ms(step), rel=1e-6)
+    assert found.launch_ms >= true_ms * (1 - 1e-6)
+    limited = wall_ms(step) > 1.05 * step.device_ms
+    if limited and not waits:
+        assert found.launch_ms == pytest.approx(true_ms, rel=1e-6)
+
+
+def test_a_host_that_does_not_show_takes_what_such_hosts_take() -> None:
+    step = facts(launches=(400.0, 600.0, 0.0))
+    found = with_launch_time(step, launch_rate=165e3)
+    assert found.launch_ms == pytest.approx(0.02)
+    measured = with_launch_time(step, launch_rate=165e3, issue_ms=10.0)
+    assert measured.launch_ms == pytest.approx(0.01)
