@@ -54,6 +54,8 @@ class PlainLines:
 
     def case_started(self, case: Case) -> None:
         self._case = case
+        # What a case showed may call for more of them.
+        self._total = max(self._total, self._done + 1)
 
     def case_progress(self, progress: Progress) -> None: ...
 
@@ -102,7 +104,8 @@ class Bar:
 
     def case_started(self, case: Case) -> None:
         self._case = f"{case.study} {case.key}"
-        self._bar.update(self._task, description=self._case)
+        self._total = max(self._total, self._done + 1)
+        self._bar.update(self._task, description=self._case, total=self._total)
 
     def case_progress(self, progress: Progress) -> None:
         told = f"{self._case} {progress.what} {progress.done}/{progress.total}"

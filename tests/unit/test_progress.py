@@ -1,0 +1,29 @@
+"""Progress of a run on the terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from sample_records import record, run
+from stepscope.cli.progress import Bar, PlainLines
+from stepscope.studies.base import Case
+
+
+def case(key: str) -> Case:
+    return Case(study="benchmark", key=key, config={})
+
+
+@pytest.mark.parametrize("kind", [PlainLines, Bar])
+def test_cases_beyond_those_that_were_announced_are_counted(
+    kind: type[PlainLines | Bar], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kind(run(), 1, 0) as observer:
+        for key in ("a", "b"):
+            observer.case_started(case(key))
+            observer.case_finished(record(case=key))
+    told = capsys.readouterr().err
+    assert told.index("benchmark a:") < told.index("benchmark b:")
+    assert "2/1" not in told
+    if kind is PlainLines:
+        assert "[1/1]" in told
+        assert "[2/2]" in told
