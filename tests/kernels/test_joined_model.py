@@ -284,7 +284,7 @@ class TestCopies:
 
 
 class TestInBackward:
-    def trained(self, kind: type[AdamW], steps: int = 4, **how: object) -> dict[str, Tensor]:
+    def trained(self, kind: type[AdamW], steps: int = 2, **how: object) -> dict[str, Tensor]:
         subject = model(fused=True, joined=True, **how)
         optimizer = kind(subject.parameters(), lr=1e-2)
         for _ in range(steps):
