@@ -5,16 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from quiet_bench import QuietBench
 from stepscope.analysis.links import COLLECTIVES
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.sharding.view import moved
-
-
-class CpuBench:
-    device = CpuDevice()
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -22,7 +17,7 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
     study = find_study("allreduce")
     flags = study.flags(collective=(collective,), sizes=(1024, 2**22), rounds=4)
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, CpuBench())
+    measured = study.measure(case.config, QuietBench())
     assert {(s.name, s.rank) for s in measured.series} == {
         (size, rank) for size in ("1024", str(2**22)) for rank in (0, 1)
     }
@@ -37,7 +32,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
     study = find_study("ddp")
     flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3, ranks=(2,))
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, CpuBench())
+    measured = study.measure(case.config, QuietBench())
     steps = {(s.name.rpartition(".")[0], s.rank) for s in measured.series if ".step" in s.name}
     ways = (
         "no communication", "naive", "flat", "overlap", "bucketed 0.1 MiB", "torch DDP",
@@ -57,7 +52,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
 def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
-    measured = study.measure(case.config, CpuBench())
+    measured = study.measure(case.config, QuietBench())
     held = {name: quantity.value for name, quantity in measured.quantities.items()}
     whole = held["unsharded.state.rank0"]
     assert whole == pytest.approx(2 * held["unsharded.parameters.rank0"], rel=1e-3)
@@ -75,7 +70,7 @@ def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     study = find_study("fsdp")
     flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, CpuBench())
+    measured = study.measure(case.config, QuietBench())
     held = {name: quantity.value for name, quantity in measured.quantities.items()}
     for way in ("FSDP", "torch fully_shard"):
         for kind in ("parameters", "gradients", "state"):

@@ -8,21 +8,14 @@ import pytest
 import torch
 
 from precision_records import dot_record, square_record, sum_record
+from quiet_bench import QuietBench
 from stepscope.analysis.floats import FORMATS, align
 from stepscope.errors import UsageError
-from stepscope.measure.device import pick_device
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.accumulation import OVERFLOWED, AccumulationFlags
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-
-
-class QuietBench:
-    device = pick_device("cpu")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
 
 
 def measured(**wanted: object) -> Measurement:

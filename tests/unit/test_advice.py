@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from test_advice_rules import facts
-from test_own_study import QuietBench
 
 from command_line import CommandLine
 from own_records import BASE, advice, inspected_record, tried
+from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import advise

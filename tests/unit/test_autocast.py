@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from precision_records import autocast_record
+from quiet_bench import QuietBench
 from stepscope.errors import UsageError
-from stepscope.measure.device import pick_device
 from stepscope.measure.dtypes import DtypeRecorder
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
@@ -20,13 +20,6 @@ from stepscope.studies.autocast.dtype_rows import (
 from stepscope.studies.autocast.view import kept_wide
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-
-
-class QuietBench:
-    device = pick_device("cpu")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
 
 
 def measured(subject: str, dtype: str) -> Measurement:

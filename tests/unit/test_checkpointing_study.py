@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from quiet_bench import QuietBench
 from sample_records import environment, times
 from stepscope.errors import UsageError
-from stepscope.measure.device import pick_device
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.checkpointing import CheckpointingFlags
@@ -17,13 +17,6 @@ from stepscope.studies.workload import WorkloadFlags, workloads
 from study_records import checkpointing_record
 
 MIB = 1 << 20
-
-
-class QuietBench:
-    device = pick_device("cpu")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
 
 
 def said(records: list[Record]) -> str:

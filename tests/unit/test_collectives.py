@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 
 from parallel_records import SIZES, collective_record
+from quiet_bench import QuietBench
 from stepscope.analysis.links import bus_factor, fit_link
 from stepscope.errors import UsageError
-from stepscope.measure.device import CpuDevice
 from stepscope.report.blocks import Figure, Finding, Interval, Table
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
-
-
-class QuietBench:
-    device = CpuDevice()
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
 
 
 def blocks(*records: Any) -> tuple[list[str], dict[str, Table]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from test_own_study import QuietBench
 
 from fake_device import FakeClock, FakeDevice
 from own_records import own_record
+from quiet_bench import QuietBench
 from stepscope.measure import energy
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.energy import Energy, energy_quantities, measure_energy

@@ -11,10 +11,10 @@ import torch
 
 from command_line import CommandLine
 from lever_records import CEILINGS, card_record, lever_record
+from quiet_bench import QuietBench
 from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
 from stepscope.measure.card import cpu_facts, cuda_facts
-from stepscope.measure.device import pick_device
 from stepscope.measure.levers import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table
@@ -23,14 +23,6 @@ from stepscope.studies.levers import NAMES, LeversFlags
 from stepscope.studies.levers.catalog import LEVERS
 from stepscope.studies.levers.measuring import measure_lever
 from stepscope.studies.registry import find_study
-
-
-class QuietBench:
-    device = pick_device("cpu")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
-
 
 CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sample_records import ceilings, environment, record, samples, step_series
+from sample_records import ceilings, record, samples, step_series
 from stepscope.analysis.lints import codes, lint_group, lint_record
 from stepscope.records.schema import Quantity, Reading, Record, Series
 
@@ -178,13 +178,6 @@ def test_forward_alone_cannot_need_more_than_the_whole_step() -> None:
     assert "peaks at 41984 MiB, the whole step at 40960 MiB" in lint.message
     assert lint_group([record(quantities=peak), record(config={"mode": "forward"})]) == {}
     assert lint_group([record(config={"batch": 1}), forward]) == {}
-
-
-def test_what_a_process_grew_by_is_no_peak_to_complain_of() -> None:
-    cpu = environment(device_kind="cpu")
-    peak = {"peak_bytes": Quantity(value=41 << 30, unit="B")}
-    forward = record(config={"mode": "forward"}, quantities=peak, environment=cpu)
-    assert lint_group([record(environment=cpu), forward]) == {}
 
 
 def test_every_lint_is_tested() -> None:

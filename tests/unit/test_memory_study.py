@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quiet_bench import QuietBench
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.records.memory import (
@@ -29,13 +30,6 @@ from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
 
 GIB = 1 << 30
-
-
-class QuietBench:
-    device = pick_device("cpu")
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        pass
 
 
 def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:

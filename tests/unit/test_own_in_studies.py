@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_own_study import QuietBench
 
 from command_line import CommandLine
 from own_models import causal_lm, causal_lm_flops
+from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice

@@ -10,20 +10,11 @@ import pytest
 from command_line import CommandLine
 from own_models import causal_lm_flops, conv_net_flops
 from own_records import own_record
+from quiet_bench import QuietBench
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.own import STUDY, OwnFlags
 from stepscope.studies.own.view import own_blocks
-
-
-class QuietBench:
-    def __init__(self) -> None:
-        from stepscope.measure.device import CpuDevice
-
-        self.device = CpuDevice()
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        """Nobody looks."""
 
 
 def measured(name: str, **changes: Any) -> Any:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from sample_records import environment, times
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.summary import decode
@@ -26,13 +27,6 @@ from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
 
 ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_limit_w=None)
 STUDY = find_study("profile")
-
-
-class Bench:
-    device = CpuDevice()
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        del done, total, what
 
 
 def findings(*records: Record) -> str:
@@ -338,7 +332,7 @@ def test_a_real_step_is_timed_traced_and_kept(
         d_ff=64, heads=2, warmup=1, steps=2, traced=2,
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
-    measured = STUDY.measure(case.config, Bench())
+    measured = STUDY.measure(case.config, QuietBench())
     names = {series.name for series in measured.series}
     assert {"step", "forward", "loss", "backward", "optimizer", "traced"} <= names
     assert "graph_replay" not in names
@@ -358,7 +352,7 @@ def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyP
         d_ff=16, heads=2, warmup=0, steps=1, traced=1,
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
-    assert set(STUDY.measure(case.config, Bench()).notes) == {"profile"}
+    assert set(STUDY.measure(case.config, QuietBench()).notes) == {"profile"}
 
 
 def test_the_published_cases_hold_what_is_to_be_shown() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_own_study import QuietBench
 from torch.utils.data import DataLoader
 
 from command_line import CommandLine
 from own_records import advice, tried
+from quiet_bench import QuietBench
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
 from stepscope.scope.trial import habits

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import msgspec
 import pytest
-from test_own_study import QuietBench
 
 from command_line import CommandLine
 from own_records import advice, tried
+from quiet_bench import QuietBench
 from stepscope.analysis.advice.changes import Advice
 from stepscope.cli import verification
 from stepscope.cli.verification import Deadline, Later, Verification

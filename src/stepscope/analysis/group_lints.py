@@ -72,9 +72,7 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
 
 @_lint("forward-peak-above-step")
 def _forward_peak_above_step(records: Sequence[Record]) -> Iterator[Complaint]:
-    # On a CPU a peak is what the process grew by, and memory of earlier cases is used again.
-    counted = [record for record in records if record.environment.device_kind != "cpu"]
-    for group in _alike_but_for("mode", counted):
+    for group in _alike_but_for("mode", records):
         peaks = {record.config["mode"]: record for record in group}
         forward, step = peaks.get("forward"), peaks.get("train-step")
         forward_peak = forward and forward.quantity("peak_bytes")

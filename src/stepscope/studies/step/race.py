@@ -131,7 +131,10 @@ class Field:
         _timed(entry, device, _WARM_UP, _WARM_UP_S)
         samples = _timed(entry, device, steps, _HEAT_S)
         peak = device.peak_bytes()
-        if peak is not None and held is not None:
+        if held is None:
+            # Tensors are not counted here, and the resident set is that of all forms.
+            peak = None
+        elif peak is not None:
             # Weights and moments were there before and count for this form too.
             peak = peak - held + self._shared_bytes(entry.step)
         return Heat(

@@ -1,0 +1,43 @@
+"""What a timed step says of its memory where there is no allocator to ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from quiet_bench import QuietBench
+from stepscope.studies.plans import prediction_for
+from stepscope.studies.timed_step import measure_step
+from stepscope.studies.workload import Mode, Workload
+
+EFFORT = {"warmup": 1, "steps": 2, "min_seconds": 0.0}
+
+
+def workload(mode: Mode, **more: str) -> Workload:
+    words = {"compile": "no", "optimizer": "torch"} | more
+    return Workload(
+        size="tiny", table="2025", context=32, batch=2, dtype="float32", attention="reference",
+        mode=mode, **words,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def peak(mode: Mode, **more: str) -> float | None:
+    found = measure_step(workload(mode, **more), EFFORT, QuietBench()).quantities.get("peak_bytes")
+    return None if found is None else found.value
+
+
+def test_the_peak_on_a_cpu_is_counted_tensor_by_tensor() -> None:
+    modes: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
+    found = [peak(mode) for mode in modes]
+    assert found == sorted(found, key=lambda size: size or 0)
+    for mode, size in zip(modes, found, strict=True):
+        told = prediction_for(workload(mode), "cpu")
+        assert told is not None
+        of_a_step = max(m.allocated for m in told.phases if m.phase != "model built")
+        assert size == pytest.approx(of_a_step, rel=0.1)
+
+
+def test_what_compiled_code_holds_on_a_cpu_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import stepscope.studies.step_parts as subject
+
+    monkeypatch.setattr(subject, "compile_model", lambda *_: None)
+    assert peak("forward", compile="model") is None
