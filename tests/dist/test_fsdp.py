@@ -175,17 +175,23 @@ def test_a_checkpoint_is_handed_on_at_other_numbers_of_ranks(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.part"))
     saved = Path(paths[1])
     next(saved.glob("__1_*")).unlink()
-    other, part = launch(load_wrong, (paths[2], paths[1]), ranks=1, limits=LIMITS)[0]
+    other, part, fewer = launch(load_wrong, (paths[2], paths[1]), ranks=1, limits=LIMITS)[0]
     assert "is of another model: first.weight is (10, 6), here (10, 7)" in other
     assert "cannot be loaded: rank 0" in part
+    assert "has moments of first.weight, which this optimizer does not have" in fewer
 
 
 def load_wrong(_: World, other: str, broken: str) -> list[str]:
     said = []
-    for module, path in ((Other(), other), (small(), broken)):
+    for module, path, fewer in (
+        (Other(), other, False), (small(), broken, False), (small(), other, True),
+    ):  # fmt: skip
         model = FSDP(module)
+        optimizer = adamw(model)
+        if fewer:
+            optimizer.param_groups[0]["params"] = list(model.parameters())[1:]
         try:
-            load_training(model, adamw(model), path)
+            load_training(model, optimizer, path)
         except ParallelError as error:
             said.append(str(error))
     return said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
@@ -19,7 +18,7 @@ from stepscope.model.kernels.products import joined_product, wide_product
 from stepscope.model.kernels.rotary import plain_rotate, rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.model.memory import ALL, GATES, INPUTS, KEEPS, kept
-from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW
+from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -281,123 +280,6 @@ class TestCopies:
         made.step()
         expected = torch.cat([w.detach() for w in weights]).half()
         assert torch.equal(copies.narrow(weights, torch.float16)[0], expected)
-
-
-class TestInBackward:
-    def trained(self, kind: type[AdamW], steps: int = 2, **how: object) -> dict[str, Tensor]:
-        subject = model(fused=True, joined=True, **how)
-        optimizer = kind(subject.parameters(), lr=1e-2)
-        for _ in range(steps):
-            subject(*batch()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        state = {
-            f"{key} {name}": optimizer.state[p][key].detach().cpu()
-            for name, p in subject.named_parameters()
-            for key in ("step", "exp_avg", "exp_avg_sq")
-        }
-        return state | {name: p.detach().cpu() for name, p in subject.named_parameters()}
-
-    def test_trains_as_one_launch_after_the_backward(self) -> None:
-        torch.testing.assert_close(
-            self.trained(InBackwardAdamW), self.trained(FusedAdamW), rtol=2e-5, atol=1e-7
-        )
-
-    def test_a_few_programs_do_what_many_do(self) -> None:
-        """The last block of each is not full, and one tensor has fewer blocks than programs."""
-        from stepscope.optim.triton_adamw import FILLING_BLOCK, update_one
-
-        rows = torch.tensor([[0.999, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.3]], device=DEVICE)
-        for elements in (2 * FILLING_BLOCK + 77, 5):
-            start = [draw(elements) for _ in range(3)] + [draw(elements).abs()]
-            held = [[t.clone() for t in start] for _ in range(2)]
-            copies = [torch.empty(elements, device=DEVICE, dtype=torch.float16) for _ in range(2)]
-            for processors, tensors, narrow in zip((0, 2), held, copies, strict=True):
-                update_one(*tensors, narrow, rows, 0, processors)
-            assert not torch.equal(held[0][0], start[0])
-            for many, few in zip(*held, strict=True):
-                assert torch.equal(many, few)
-            assert torch.equal(*copies)
-
-    def test_the_last_updates_of_a_backward_take_every_processor(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        import stepscope.optim.triton_adamw as kernels
-
-        seen: list[int] = []
-        monkeypatch.setattr(kernels, "update_one", lambda *given: seen.append(given[-1]))
-        weights = [nn.Parameter(draw(n)) for n in (2, 2, 200)]
-        optimizer = InBackwardAdamW(weights, attach=False, processors=3)
-        with optimizer.attached():
-            sum((w * w).sum() for w in weights).backward()
-        # 4 of 204 elements are below a twentieth, and so is what comes before the third.
-        assert sorted(seen) == [0, 0, 0]
-        seen.clear()
-        several = [nn.Parameter(draw(n)) for n in (20, 200, 200)]
-        optimizer = InBackwardAdamW(several, attach=False, processors=3)
-        with optimizer.attached():
-            sum((w * w).sum() for w in several).backward()
-        assert sorted(seen) == [0, 0, 3]
-
-    def test_processors_are_set_aside_where_the_backward_is_known(self) -> None:
-        weight = nn.Parameter(draw(3, 4))
-        with pytest.raises(ValueError, match="within attached"):
-            InBackwardAdamW([weight], processors=4)
-        with pytest.raises(ValueError, match="within attached"):
-            InBackwardAdamW([weight], attach=False, overlap=False, processors=4)
-
-    def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
-        """Torch would raise: a backward finds its weights as its forward left them."""
-        how = {"dtype": torch.float16, "keep": kept(GATES, 2), "checkpoint": (1,)}
-        ours, after = (self.trained(k, 2, **how) for k in (InBackwardAdamW, FusedAdamW))
-        torch.testing.assert_close(ours, after, rtol=2e-3, atol=1e-4)
-
-    def test_where_no_kernel_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("in_backward", "fused"):
-            monkeypatch.setattr(f"stepscope.optim.{module}.kernel_takes", lambda *_: False)
-        ours = self.trained(InBackwardAdamW)
-        torch.testing.assert_close(ours, self.trained(AdamW), rtol=0, atol=0)
-
-    def test_no_gradient_outlives_the_backward(self) -> None:
-        subject = model()
-        InBackwardAdamW(subject.parameters())
-        cross_entropy(subject(batch()[0]), batch()[1]).backward()
-        assert all(p.grad is None for p in subject.parameters())
-
-    def test_it_listens_only_while_attached(self) -> None:
-        weight = nn.Parameter(draw(3, 4))
-        before = weight.detach().clone()
-        optimizer = InBackwardAdamW([weight], lr=0.1, attach=False)
-        weight.square().sum().backward()
-        assert weight.grad is not None
-        assert torch.equal(weight.detach(), before)
-        with pytest.raises(RuntimeError, match="not listening"):
-            optimizer.step()
-        optimizer.zero_grad()
-        with optimizer.attached():
-            weight.square().sum().backward()
-        optimizer.step()
-        assert weight.grad is None
-        assert not torch.equal(weight.detach(), before)
-
-    def test_a_loaded_state_goes_on_from_its_count(self) -> None:
-        weights = [nn.Parameter(draw(3, 4)) for _ in range(2)]
-        first = InBackwardAdamW([weights[0]], lr=0.1)
-        second = InBackwardAdamW([weights[1]], lr=0.1)
-        for _ in range(3):
-            weights[0].square().sum().backward()
-            first.step()
-        weights[1].square().sum().backward()
-        second.step()
-        with torch.no_grad():
-            weights[1].copy_(weights[0])
-        second.load_state_dict(copy.deepcopy(first.state_dict()))
-        for weight, optimizer in zip(weights, (first, second), strict=True):
-            weight.square().sum().backward()
-            optimizer.step()
-        counts = [first.state[weights[0]]["step"], second.state[weights[1]]["step"]]
-        assert [count.item() for count in counts] == [4, 4]
-        torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 
 def test_what_blocks_keep() -> None:

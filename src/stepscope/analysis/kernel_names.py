@@ -62,16 +62,16 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "split_kernel": ("attention", ""),
     "key_value_kernel": ("attention", "backward"),
     "query_kernel": ("attention", "backward"),
-    "rms_norm_forward_kernel": ("reduction", "forward"),
-    "rms_norm_backward_kernel": ("reduction", "backward"),
-    "rms_norm_weight_kernel": ("reduction", "backward"),
-    "rms_norm_scaled_kernel": ("elementwise", "backward"),
+    "rms_norm_forward_kernel": ("reduction", ""),
+    "rms_norm_backward_kernel": ("reduction", ""),
+    "rms_norm_weight_kernel": ("reduction", ""),
+    "rms_norm_scaled_kernel": ("elementwise", ""),
     "swiglu_forward_kernel": ("elementwise", ""),
-    "swiglu_backward_kernel": ("elementwise", "backward"),
+    "swiglu_backward_kernel": ("elementwise", ""),
     "rotary_turn_kernel": ("elementwise", ""),
-    "rotary_gather_kernel": ("elementwise", "backward"),
+    "rotary_gather_kernel": ("elementwise", ""),
     "cross_entropy_rows_kernel": ("softmax", ""),
-    "embedding_backward_kernel": ("reduction", "backward"),
+    "embedding_backward_kernel": ("reduction", ""),
     "adamw_table_kernel": ("optimizer", ""),
     "adamw_one_kernel": ("optimizer", ""),
     "adamw_few_kernel": ("optimizer", ""),
@@ -151,8 +151,11 @@ def _communication(name: str) -> Description | None:
 
 
 def _own(name: str) -> Description | None:
-    found = _OWN.get(_readable(name))
-    return None if found is None else Description(name, "Stepscope", found[0], role=found[1])
+    plain = _readable(name)
+    if plain not in _OWN:
+        return None
+    kind, role = _OWN[plain]
+    return Description(plain, "Stepscope", kind, role=role)
 
 
 def _attention(name: str) -> Description | None:

@@ -250,9 +250,9 @@ class _Beside:
 
 def _rows_of_share(sizes: list[int], share: float) -> int:
     """How many of the first make up so much of all."""
-    reached = 0
+    reached, enough = 0, share * sum(sizes)
     for row, size in enumerate(sizes):
-        if reached >= share * sum(sizes):
+        if reached >= enough:
             return row
         reached += size
     return len(sizes)

@@ -93,7 +93,9 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
             key, _, name = rest.partition(".")
             parameter, held = parameters[name], _local(value)
             if parameter not in group_of:
-                raise ParallelError(f"{path} has moments of {name}, which the optimizer has not")
+                raise ParallelError(
+                    f"{path} has moments of {name}, which this optimizer does not have"
+                )
             if isinstance(held, Tensor):
                 held = on_its_device(held, parameter, group_of[parameter])
             optimizer.state[parameter][key] = held
