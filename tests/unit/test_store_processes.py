@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from sample_records import record, run
 from stepscope.errors import StepscopeError
+from stepscope.records import database
 from stepscope.records.store import Store
 
 TESTS = Path(__file__).parents[1]
@@ -149,3 +152,23 @@ def test_work_that_fails_lets_go(tmp_path: Path) -> None:
             fails(store)
         with store.hold_run("run-1"):
             pass
+
+
+def test_a_store_that_another_makes_meanwhile_is_not_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs.db"
+    real, made = database._pragma, []
+
+    def meanwhile(connection: sqlite3.Connection, name: str) -> int:
+        found = real(connection, name)
+        if not made:
+            made.append(name)
+            # It may have to wait for the one that looks.
+            with contextlib.suppress(StepscopeError):
+                Store(path, wait_s=0.05).close()
+        return found
+
+    monkeypatch.setattr(database, "_pragma", meanwhile)
+    Store(path).close()
+    assert made == ["application_id"]

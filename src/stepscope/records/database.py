@@ -149,10 +149,13 @@ def _open_without_writing(path: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: bool) -> None:
+    # As of one moment: another process may be making the store.
+    connection.execute("BEGIN")
     application = _pragma(connection, "application_id")
     version = _pragma(connection, "user_version")
+    tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+    connection.execute("ROLLBACK")
     if application != APPLICATION_ID:
-        tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
         if application or version or tables or not may_be_new:
             raise StepscopeError(f"{path} is not a Stepscope store", "name another file")
     elif version > STORE_VERSION:
