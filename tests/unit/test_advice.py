@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar, Self
 
 import msgspec
 import pytest
@@ -224,6 +225,44 @@ def test_the_command_lists_advice_from_records(
     told = json.loads(capsys.readouterr().out)
     assert all(one["lines"] for one in told["advice"])
     assert "Advice for own_models:causal_lm" in (tmp_path / "advice.html").read_text()
+
+
+class StandIn:
+    """In the place of a runner: a machine whose ceilings are measured now."""
+
+    lacks: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ceilings(self, _: object) -> tuple[Ceiling, ...]:
+        rates = {"matmul.float32": 50e12, "matmul.bfloat16": 700e12, "launch.rate": 1e6}
+        return tuple(
+            Ceiling(name=name, value=rate, unit="1/s", source="measured")
+            for name, rate in rates.items()
+        )
+
+
+def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli import advise_command, main
+    from stepscope.studies.inspected import recording
+
+    sheet = Ceiling(name="matmul.bfloat16", value=989e12, unit="FLOP/s", source="a data sheet")
+    watched = inspected_record(step=0.24, ceilings=(sheet,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(recording, "record_script", lambda _: watched)
+    monkeypatch.setattr(advise_command, "Runner", StandIn)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["advise", "--json", "--out", str(tmp_path), str(script)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "bfloat16" in {one["code"] for one in told["advice"]}
 
 
 @pytest.mark.parametrize(

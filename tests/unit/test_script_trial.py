@@ -230,6 +230,72 @@ def test_habits_of_a_loop_are_changed() -> None:
     assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2}
 
 
+BRAIN, HALF, HERE = torch.bfloat16, torch.float16, torch.ones(2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords"),
+    [
+        (("cpu",), {}),
+        (("cpu", HALF), {}),
+        (("cpu", HALF), {"copy": True}),
+        # As nn.Module.to calls it.
+        (("cpu", None, False), {}),
+        (("cpu", HALF, False, True), {"memory_format": torch.preserve_format}),
+        ((torch.device("cpu"),), {"dtype": HALF, "non_blocking": False}),
+        ((None, BRAIN, False), {}),
+        ((HALF,), {}),
+        ((HALF, False), {}),
+        ((HALF, False, True), {}),
+        ((HERE,), {}),
+        ((HERE, False, True), {}),
+        ((), {"tensor": HERE, "non_blocking": False}),
+        ((), {"device": "cpu", "dtype": BRAIN}),
+        ((), {"dtype": BRAIN}),
+        ((), {}),
+    ],
+)
+def test_every_way_to_call_to_can_be_made_not_to_wait(
+    arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    x = torch.ones(3)
+    before = (arguments, dict(keywords))
+    expected = x.to(*arguments, **keywords)
+    given, named = habits.without_waiting(arguments, keywords)
+    found = x.to(*given, **named)
+    assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
+    assert (arguments, keywords) == before
+
+
+def test_a_copy_to_a_gpu_is_known_by_its_words() -> None:
+    gpu = torch.device("cuda", 0)
+    for arguments, keywords in (
+        (("cuda",), {}), (("cuda:1", HALF), {}), ((gpu, None, True), {}), ((0,), {}),
+        ((), {"device": gpu}), ((), {"dtype": HALF, "device": "cuda"}),
+    ):  # fmt: skip
+        assert habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+    for arguments, keywords in (
+        (("cpu", HALF, True), {}), ((HALF, True), {}), ((HERE,), {}), ((), {"tensor": HERE}),
+        ((None, HALF), {}), ((), {"dtype": HALF}), ((), {}),
+    ):  # fmt: skip
+        assert not habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_losses_are_of_their_own_step_whatever_float_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = Backwards()
+    seen.attach()
+    for name in ("item", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda _: -1.0)
+    for factor in (2.0, 3.0):
+        (factor * torch.ones(1, requires_grad=True)).sum().backward()
+        seen.end_step()
+    assert seen.take() == [2.0, 3.0]
+
+
 def test_a_larger_batch_of_a_script_is_compared_for_as_many_samples() -> None:
     change = advice("larger-batch", 0.5, batch="16")
     twice = Trial(program=Script(target="t.py"), advice=(change,), step_ms=1.0, batch=8)

@@ -203,7 +203,7 @@ def _advise_script(
             if not held:
                 with make_observer(run, 0, 0) as observer:
                     ceilings = runner.ceilings(observer)
-                base = msgspec.structs.replace(base, run=run.id, ceilings=base.ceilings or ceilings)
+                base = msgspec.structs.replace(base, run=run.id, ceilings=ceilings)
                 base = with_advice(base, _advice(base, tuple(runner.lacks), run.created))
                 store.add(base)
             advice = advice_given(base) or ()

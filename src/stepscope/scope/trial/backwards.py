@@ -53,6 +53,7 @@ class Backwards:
 
     def take(self) -> list[float | None]:
         """Of every step since the last time; None for one that is not finite."""
-        values = [float(one) for one in self._steps]
+        # Not by float(), which a change may have made give the value of a step before.
+        values = torch.stack(self._steps).tolist() if self._steps else []
         self._steps.clear()
         return [value if math.isfinite(value) else None for value in values]

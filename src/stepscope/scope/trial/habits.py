@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,16 @@ def copy_from_pinned_memory(applied: Applied) -> None:
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         # Parameters are moved once, when the model is.
         applied["copies"] += not isinstance(tensor, torch.nn.Parameter)
-        return tensor if tensor.is_pinned() else tensor.pin_memory()
+        if tensor.is_pinned():
+            return tensor
+        # Without gaps: torch would close those in pageable memory before it copies.
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def to_device(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if self.device.type == "cpu" and _names_a_gpu((*arguments, keywords.get("device"))):
-            return to(pinned(self), *arguments, **keywords | {"non_blocking": True})
-        return to(self, *arguments, **keywords)
+        if self.device.type != "cpu" or not goes_to_gpu(arguments, keywords):
+            return to(self, *arguments, **keywords)
+        arguments, keywords = without_waiting(arguments, keywords)
+        return to(pinned(self), *arguments, **keywords)
 
     def to_gpu(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -93,13 +98,28 @@ def copy_from_pinned_memory(applied: Applied) -> None:
     torch.Tensor.cuda = to_gpu  # type: ignore[method-assign, assignment]
 
 
-def _names_a_gpu(words: tuple[Any, ...]) -> bool:
+def goes_to_gpu(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a call of `Tensor.to` with these names a GPU, or a tensor on one."""
+    named = [*arguments[:1], keywords.get("device"), keywords.get("tensor")]
     return any(
         (isinstance(word, torch.device) and word.type == "cuda")
-        or (isinstance(word, str) and word.startswith("cuda"))
+        or (isinstance(word, torch.Tensor) and word.device.type == "cuda")
+        or (isinstance(word, str) and word.partition(":")[0] == "cuda")
         or (isinstance(word, int) and not isinstance(word, bool))
-        for word in words[:1] + words[-1:]
+        for word in named
     )
+
+
+def without_waiting(
+    arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The same call of `Tensor.to`, which does not wait. `non_blocking` may stand in its place:
+    after a device and a format, or after a format or a tensor alone."""
+    alone = bool(arguments) and isinstance(arguments[0], torch.dtype | torch.Tensor)
+    place = 1 if alone else 2
+    if len(arguments) > place:
+        return (*arguments[:place], True, *arguments[place + 1 :]), dict(keywords)
+    return arguments, {**keywords, "non_blocking": True}
 
 
 class _Late:
