@@ -285,3 +285,19 @@ def test_a_host_that_does_not_show_takes_what_such_hosts_take() -> None:
     assert found.launch_ms == pytest.approx(0.02)
     measured = with_launch_time(step, launch_rate=165e3, issue_ms=10.0)
     assert measured.launch_ms == pytest.approx(0.01)
+
+
+def test_a_host_is_ahead_no_further_than_the_queue_is_long() -> None:
+    """An update of many small kernels behind a long backward: when the device comes to it the host
+    has issued one queue of it, and the rest is issued one by one."""
+    step = facts(
+        {"matmul": 40.0}, {"matmul": 60.0}, launches=(512.0, 512.0, 2048.0), launch_ms=0.01,
+        dtype="float32",
+    )  # fmt: skip
+    assert wall_ms(step) == pytest.approx(100 + 1024 * 0.01)
+    # Nothing is read back: the host is still no further ahead.
+    assert wall_ms(msgspec.structs.replace(step, waits="")) == pytest.approx(110.24)
+    found = with_launch_time(msgspec.structs.replace(step, step_ms=110.24), launch_rate=None)
+    assert found.launch_ms == pytest.approx(0.01, rel=1e-6)
+    # At an eighth the device waits for the host, which takes 30.72 ms for all.
+    assert gains(found)["tf32"] == pytest.approx(110.24 - 30.72, rel=1e-6)
