@@ -1,4 +1,4 @@
-"""AdamW within the backward: the same as after it, on many processors or on a few."""
+"""AdamW within the backward: the same as after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_joined_model import DEVICE, batch, draw, model
+from test_joined_model import batch, draw, model
 from torch import Tensor, nn
 
 from stepscope.model import cross_entropy
@@ -33,49 +33,6 @@ class TestInBackward:
         torch.testing.assert_close(
             self.trained(InBackwardAdamW), self.trained(FusedAdamW), rtol=2e-5, atol=1e-7
         )
-
-    def test_a_few_programs_do_what_many_do(self) -> None:
-        """The last block of each is not full, and one tensor has fewer blocks than programs."""
-        from stepscope.optim.triton_adamw import FILLING_BLOCK, update_one
-
-        rows = torch.tensor([[0.999, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.3]], device=DEVICE)
-        for elements in (2 * FILLING_BLOCK + 77, 5):
-            start = [draw(elements) for _ in range(3)] + [draw(elements).abs()]
-            held = [[t.clone() for t in start] for _ in range(2)]
-            copies = [torch.empty(elements, device=DEVICE, dtype=torch.float16) for _ in range(2)]
-            for processors, tensors, narrow in zip((0, 2), held, copies, strict=True):
-                update_one(*tensors, narrow, rows, 0, processors)
-            assert not torch.equal(held[0][0], start[0])
-            for many, few in zip(*held, strict=True):
-                assert torch.equal(many, few)
-            assert torch.equal(*copies)
-
-    def test_the_last_updates_of_a_backward_take_every_processor(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        import stepscope.optim.triton_adamw as kernels
-
-        seen: list[int] = []
-        monkeypatch.setattr(kernels, "update_one", lambda *given: seen.append(given[-1]))
-        weights = [nn.Parameter(draw(n)) for n in (2, 2, 200)]
-        optimizer = InBackwardAdamW(weights, attach=False, processors=3)
-        with optimizer.attached():
-            sum((w * w).sum() for w in weights).backward()
-        # 4 of 204 elements are below a twentieth, and so is what comes before the third.
-        assert sorted(seen) == [0, 0, 0]
-        seen.clear()
-        several = [nn.Parameter(draw(n)) for n in (20, 200, 200)]
-        optimizer = InBackwardAdamW(several, attach=False, processors=3)
-        with optimizer.attached():
-            sum((w * w).sum() for w in several).backward()
-        assert sorted(seen) == [0, 0, 3]
-
-    def test_processors_are_set_aside_where_the_backward_is_known(self) -> None:
-        weight = nn.Parameter(draw(3, 4))
-        with pytest.raises(ValueError, match="within attached"):
-            InBackwardAdamW([weight], processors=4)
-        with pytest.raises(ValueError, match="within attached"):
-            InBackwardAdamW([weight], attach=False, overlap=False, processors=4)
 
     def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
         """Torch would raise: a backward finds its weights as its forward left them."""

@@ -78,11 +78,16 @@ def test_autocast_leaves_gradients_in_the_weights_own_format(keep: str) -> None:
     found = made(joined)
     assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {torch.float32}
     exact, plain = results(model(torch.float64)), made(model())
-    for name, true in exact.items():
-        error = (found[name].double() - true).abs().max()
-        yardstick = (plain[name].double() - true).abs().max()
-        # What is rounded once more (unit rows) or once less (gradients) may go either way.
-        assert error <= 2 * yardstick + 1e-3 * true.abs().max(), name
+
+    # What is rounded once more (unit rows) or once less (gradients) may go either way: by luck a
+    # short vector is several times as far off, all of them together are not.
+    def off(got: dict[str, Tensor]) -> Tensor:
+        apart = [(got[name].double() - true).norm() / true.norm() for name, true in exact.items()]
+        return torch.stack(apart)
+
+    errors, yardsticks = off(found), off(plain)
+    assert (errors <= 4 * yardsticks + 1e-3).all()
+    assert errors.norm() <= 1.25 * yardsticks.norm()
 
 
 def test_parameters_are_the_same() -> None:

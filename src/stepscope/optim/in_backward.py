@@ -1,10 +1,9 @@
 """AdamW that updates each parameter as soon as its gradient is there, beside the rest of backward.
 
 An update moves bytes and a matrix product computes, so on a GPU one can run beside the other:
-updates have a stream of their own, and can have processors of their own. A gradient lives until its
-update is done, so there are never all of them. What needs all gradients at once (clipping by a
-global norm, accumulation over several backwards, loss scaling that skips steps) cannot be had with
-it.
+updates have a stream of their own. A gradient lives until its update is done, so there are never
+all of them. What needs all gradients at once (clipping by a global norm, accumulation over several
+backwards, loss scaling that skips steps) cannot be had with it.
 
     optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
     loss.backward()
@@ -23,16 +22,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
-from stepscope.optim.processors import products_leave
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
 
 MOST_WAITING = 1 << 30
 """Bytes of gradients whose updates may be behind before the backward waits for them."""
-LAST = 0.05
-"""Share of all elements, from the first parameter on, that a backward comes to in the end: nothing
-is left then for their updates to run beside, and they take every processor."""
 
 
 class Crowd(NamedTuple):
@@ -41,18 +36,12 @@ class Crowd(NamedTuple):
     settings: DeviceSettings
     groups: tuple[dict[str, Any], ...]
     """Of each row of the settings its parameter group."""
-    last: int
-    """Rows before this one are reached when the backward is nearly done."""
     beside: _Beside | None
 
 
 class InBackwardAdamW(FusedAdamW):
     """`overlap=False` updates on the backward's own stream. With `attach=False` it listens only
-    within `attached()`: several optimizers can then take turns on the same parameters.
-
-    `processors`: so many of the GPU work at nothing but updates within `attached()`, where matrix
-    products leave them alone. Without, an update waits until a product leaves a processor idle.
-    """
+    within `attached()`: several optimizers can then take turns on the same parameters."""
 
     def __init__(
         self,
@@ -65,15 +54,9 @@ class InBackwardAdamW(FusedAdamW):
         copies: Copies | None = None,
         overlap: bool = True,
         attach: bool = True,
-        processors: int = 0,
     ) -> None:
-        if processors and (attach or not overlap):
-            raise ValueError(
-                "processors are set aside within attached() alone: attach=False, overlap=True"
-            )
         super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
         self._overlap = overlap
-        self._processors = processors
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
@@ -87,8 +70,7 @@ class InBackwardAdamW(FusedAdamW):
         """Updates happen in backwards within this."""
         handles = self._listen()
         try:
-            with products_leave(self._processors, self._device()):
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -124,10 +106,6 @@ class InBackwardAdamW(FusedAdamW):
         self._begun = False
         return loss
 
-    def _device(self) -> torch.device:
-        held = (p.device for group in self.param_groups for p in group["params"])
-        return next(held, torch.device("cpu"))
-
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
@@ -159,13 +137,11 @@ class InBackwardAdamW(FusedAdamW):
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
         dense = gradient.contiguous()
 
-        processors = 0 if row < crowd.last else self._processors
-
         def update() -> None:
             from stepscope.optim.triton_adamw import update_one
 
             mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row, processors)
+            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row)
 
         if crowd.beside is None:
             update()
@@ -203,8 +179,7 @@ class InBackwardAdamW(FusedAdamW):
         counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
         settings = DeviceSettings(counts, rules(groups), device)
         overlaps = self._overlap and device.type == "cuda"
-        last = _rows_of_share([parameter.numel() for parameter, _ in members], LAST)
-        crowd = Crowd(settings, groups, last, _Beside(device) if overlaps else None)
+        crowd = Crowd(settings, groups, _Beside(device) if overlaps else None)
         for row, (parameter, _) in enumerate(members):
             self.state[parameter]["step"] = settings.steps[row]
             self._places[parameter] = (crowd, row)
@@ -246,16 +221,6 @@ class _Beside:
         gradient, done = self._waiting.popleft()
         first.wait_event(done)
         self._bytes -= gradient.nbytes
-
-
-def _rows_of_share(sizes: list[int], share: float) -> int:
-    """How many of the first make up so much of all."""
-    reached, enough = 0, share * sum(sizes)
-    for row, size in enumerate(sizes):
-        if reached >= enough:
-            return row
-        reached += size
-    return len(sizes)
 
 
 def _capturing(device: torch.device) -> bool:

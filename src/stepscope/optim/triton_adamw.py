@@ -2,8 +2,7 @@
 
 A row of the table is one tensor: the addresses of parameter, gradient, both moments and the copy
 that products read (0 where there is none), the number of elements, and which row of the settings is
-its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table, by as
-many programs as it has blocks or by a few that each fill a processor.
+its own. A piece is a tensor and a block of it. `update_one` takes one tensor without a table.
 """
 
 from __future__ import annotations
@@ -19,11 +18,6 @@ BLOCK = 1024
 """Four elements for each thread of a program: few registers, so five programs share a processor and
 one's loads hide behind another's stores."""
 _BLOCK = tl.constexpr(BLOCK)
-FILLING_WARPS, FILLING_BLOCK = 32, 8192
-"""So many warps leave room for no other program on their processor."""
-PAIRED = 2
-"""Products of Hopper take processors by two. Updates that took single ones all over the device
-would leave odd ones out, so a program has two neighbours as well."""
 _ALIGNMENT = 16
 _COLUMNS = tl.constexpr(7)
 _SETTINGS = tl.constexpr(7)
@@ -154,19 +148,17 @@ def adamw_table_kernel(
     copy = _address(table, row, 4, COPY, ALIGNED)
     elements = tl.load(table + row * _COLUMNS + 5)
     own = settings + tl.load(table + row * _COLUMNS + 6) * _SETTINGS
-    _piece(
-        parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED, _BLOCK
-    )
+    _piece(parameter, gradient, mean, square, copy, own, start, elements, seed, CHANCE, COPIED)
 
 
 @triton.jit
 def _piece(
     parameter, gradient, mean, square, copy, settings, start, elements, seed,
-    CHANCE: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
+    CHANCE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    at = start + tl.arange(0, BLOCK)
+    at = start + tl.arange(0, _BLOCK)
     # Whole blocks need no mask, and only without one do loads take 16 bytes at once.
-    if start + BLOCK <= elements:
+    if start + _BLOCK <= elements:
         _update(
             parameter, gradient, mean, square, copy, settings, at, at, seed, False, CHANCE, COPIED
         )
@@ -184,23 +176,7 @@ def adamw_one_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * _BLOCK
     own = settings + row * _SETTINGS
-    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED, _BLOCK)
-
-
-@triton.jit(do_not_specialize=["row"])
-def adamw_few_kernel(
-    parameter, gradient, mean, square, copy, settings, elements, row,
-    COPIED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    own = settings + row * _SETTINGS
-    whole = elements // BLOCK
-    for number in tl.range(tl.program_id(0), whole, tl.num_programs(0)):
-        at = tl.cast(number, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        _update(parameter, gradient, mean, square, copy, own, at, at, 0, False, False, COPIED)
-    if tl.program_id(0) == 0:
-        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < elements
-        _update(parameter, gradient, mean, square, copy, own, at, inside, 0, True, False, COPIED)
+    _piece(parameter, gradient, mean, square, copy, own, start, elements, 0, False, COPIED)
 
 
 class Table:
@@ -243,26 +219,14 @@ def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
 
 def update_one(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
-    settings: Tensor, row: int, processors: int = 0,
+    settings: Tensor, row: int,
 ) -> None:  # fmt: skip
-    """One tensor, with the settings of that row; on that many processors where it is not 0."""
+    """One tensor, with the settings of that row."""
     elements = parameter.numel()
-    if processors:
-        each = PAIRED if pairs_processors(parameter.device) else 1
-        programs = min(max(1, processors // each), triton.cdiv(elements, FILLING_BLOCK))
-        adamw_few_kernel[(programs,)](
-            parameter, gradient, mean, square, copy, settings, elements, row,
-            COPIED=copy is not None, BLOCK=FILLING_BLOCK, num_warps=FILLING_WARPS, num_ctas=each,
-        )  # fmt: skip
-        return
     adamw_one_kernel[(triton.cdiv(elements, BLOCK),)](
         parameter, gradient, mean, square, copy, settings, elements, row,
         COPIED=copy is not None, num_warps=8,
     )  # fmt: skip
-
-
-def pairs_processors(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:

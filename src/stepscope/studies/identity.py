@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from stepscope.model.memory import ALL
 from stepscope.report.blocks import Cell, Column
 from stepscope.studies.workload import Workload
 
@@ -19,6 +20,10 @@ class OfStep(Protocol):
 _ALWAYS = ("size", "context")
 _OF_OURS = ("context", "attention", "table")
 """What a model of one's own does not have."""
+_YES = {
+    "fused": "fused pieces", "joined": "joined products", "searched": "searched kernels",
+    "graph": "as a CUDA graph",
+}  # fmt: skip
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
     "context": Column(title="context", kind="count"),
@@ -30,6 +35,9 @@ _IDENTITY: dict[str, Column] = {
     "compile_mode": Column(title="compile mode"),
     "loss": Column(title="loss"),
     "fused": Column(title="fused pieces"),
+    "joined": Column(title="joined", hint="one product where several read the same input"),
+    "searched": Column(title="searched", hint="the fastest kernel that cuBLAS has"),
+    "keep": Column(title="keeps", hint="what a block keeps for the backward"),
     "graph": Column(title="graph"),
     "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),
     "table": Column(title="table"),
@@ -78,8 +86,10 @@ def _in_words(name: str, value: Any) -> str:
     if name in ("compile_mode", "loss"):
         usual = {"compile_mode": "default", "loss": "plain"}[name]
         return "" if value == usual else f"{name.replace('_', ' ')} {value}"
-    if name in ("fused", "graph"):
-        return {"fused": "fused pieces", "graph": "as a CUDA graph"}[name] if value else ""
+    if isinstance(value, bool):
+        return _YES[name] if value else ""
+    if name == "keep":
+        return "" if value == ALL else f"keeps {value}"
     if name == "checkpoint":
         return "" if value == "no" else f"checkpointed: {value}"
     if name == "table":

@@ -21,11 +21,10 @@ def compile_model(model: torch.nn.Module, how: str, mode: str = "default") -> No
 
 
 def make_optimizer(
-    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False,
-    aside: int = 0,
-) -> torch.optim.Optimizer:  # fmt: skip
+    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False
+) -> torch.optim.Optimizer:
     """`master`: it works on float32 copies of the weights. `capturable`: its step may be part of a
-    CUDA graph. `aside`: processors for updates within the backward."""
+    CUDA graph."""
     import torch
 
     from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
@@ -42,7 +41,7 @@ def make_optimizer(
     }.get(name, torch.optim.AdamW)  # fmt: skip
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name == IN_BACKWARD:
-        settings = {"attach": False, "processors": aside}
+        settings = {"attach": False}
     if name in ("stepscope-fused", IN_BACKWARD) and not master:
         settings["copies"] = getattr(model, "copies", None)
     if name == "torch-fused":

@@ -79,9 +79,8 @@ class TrainingStep:
         # reads back whether a gradient overflowed, so there the host waits, as in real training.
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
         self.optimizer = make_optimizer(
-            workload.optimizer, self.model, master=form.master, capturable=workload.graph,
-            aside=workload.aside,
-        )  # fmt: skip
+            workload.optimizer, self.model, master=form.master, capturable=workload.graph
+        )
         if shares is not None:
             adopt_moments(self.optimizer, shares.optimizer)
         shape = (workload.batch, workload.context)
@@ -187,7 +186,7 @@ class TrainingStep:
         from stepscope.ranges import named
 
         self._mark_graph_step()
-        with named("forward"), self._autocast():
+        with named("forward"), self._autocast(), self._products():
             if self.workload.fuses_loss:
                 self.loss = self.model(self.tokens, self.targets)
             else:
@@ -210,8 +209,15 @@ class TrainingStep:
         from stepscope.ranges import named
 
         assert self.loss is not None
-        with named("backward"), self._listening():
+        with named("backward"), self._listening(), self._products():
             self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _products(self) -> AbstractContextManager[None]:
+        if not self.workload.searched:
+            return nullcontext()
+        from stepscope.model.kernels.search import searched_products
+
+        return searched_products()
 
     def _listening(self) -> AbstractContextManager[None]:
         """Where the optimizer works in the backward, it does in this step's alone."""

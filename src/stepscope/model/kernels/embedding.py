@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from stepscope.model.kernels.launching import kernels_take
+from stepscope.model.kernels.launching import interpreted, kernels_take
 from stepscope.model.kernels.norm import WIDEST
 
-MOST_TOKENS = 4096
+MOST_TOKENS, MOST_ROWS_INTERPRETED = 4096, 1024
 MOST_COMPARED = 1 << 27
 """Every row looks at every token: beyond so many looks torch, which then sorts, is faster."""
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     """weight[tokens]."""
-    few = 0 < tokens.numel() <= MOST_TOKENS and tokens.numel() * weight.shape[0] <= MOST_COMPARED
+    rows = weight.shape[0]
+    few = 0 < tokens.numel() <= MOST_TOKENS and tokens.numel() * rows <= MOST_COMPARED
+    few = few and (rows <= MOST_ROWS_INTERPRETED or not interpreted())
     if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
         return functional.embedding(tokens, weight)
     made: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]

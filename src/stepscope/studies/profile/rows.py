@@ -11,6 +11,7 @@ from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
+from stepscope.model.memory import ALL
 from stepscope.records.schema import Record
 from stepscope.studies.workload import MODES, Mode, Workload
 
@@ -112,6 +113,9 @@ class Group(NamedTuple):
             *([] if w.compile_mode == "default" else [w.compile_mode]),
             *(["fused loss"] if w.loss == "fused" else []),
             *(["fused pieces"] if w.fused else []),
+            *(["joined"] if w.joined else []),
+            *(["searched"] if w.searched else []),
+            *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["graph"] if w.graph else []),
             *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
         ]

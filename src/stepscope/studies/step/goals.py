@@ -42,24 +42,15 @@ class Goal(NamedTuple):
     """There: blocks that keep their inputs only, where the rest keeps the gates too."""
     other_attention: str = "sdpa_cudnn"
     """Tried beside `auto`, which decides for steps whose host is not ahead."""
-    aside: tuple[int, ...] = ()
-    """Processors that updates have to themselves, tried in turn: what moving AdamW's bytes takes
-    within the time of the backward, and half as many again."""
     spare: bool = False
     """Ours races with as little kept as one product made again allows, too."""
 
 
 GOALS: dict[str, Goal] = {
-    "2.7b-2048": Goal(
-        "2.7b", 2048, 4, faster=1.10, aim_mfu=0.56, memory=0.9, spare=True, aside=(8, 12)
-    ),
-    "2.7b-512": Goal(
-        "2.7b", 512, 4, faster=1.25, aim_mfu=0.50, other_attention="triton", aside=(16, 24, 32)
-    ),
-    "xl-512": Goal(
-        "xl", 512, 4, faster=1.4, aim_mfu=0.40, other_attention="triton", aside=(16, 24, 32)
-    ),
-    "xl-2048": Goal("xl", 2048, 4, faster=1.15, aim_mfu=0.55, aside=(6, 10)),
+    "2.7b-2048": Goal("2.7b", 2048, 4, faster=1.10, aim_mfu=0.56, memory=0.9, spare=True),
+    "2.7b-512": Goal("2.7b", 512, 4, faster=1.25, aim_mfu=0.50, other_attention="triton"),
+    "xl-512": Goal("xl", 512, 4, faster=1.4, aim_mfu=0.40, other_attention="triton"),
+    "xl-2048": Goal("xl", 2048, 4, faster=1.15, aim_mfu=0.55),
     "small-512": Goal("small", 512, 4, most_ms=9.0, aim_mfu=0.22, other_attention="triton"),
     "8b-32768": Goal(
         "8b",
@@ -101,10 +92,10 @@ class Racer(NamedTuple):
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
             *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
+            *(["searched"] if w.searched else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
             *(["updates in backward"] if w.optimizer == IN_BACKWARD else []),
-            *([f"on {w.aside} processors"] if w.aside else []),
             *(["graph"] if w.graph else []),
         ]
         return f"{self.side}: {' '.join(parts)}"
@@ -155,7 +146,7 @@ def racers(
 
 
 def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
-    joined = msgspec.structs.replace(ours, fused=True, joined=True)
+    joined = msgspec.structs.replace(ours, fused=True, joined=True, searched=True)
     beside = msgspec.structs.replace(joined, optimizer=IN_BACKWARD)
     if wanted.checkpoint != NONE:
         # As much is kept as fits; what runs again is one product of some blocks.
@@ -166,9 +157,7 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     keep = ALL if wanted.memory is None else GATES
     yield _racer("ours", beside, keep=keep, graph=True)
     yield _racer("ours", beside, keep=keep, graph=True, attention=wanted.other_attention)
-    # cuDNN's attention is laid out for all processors whatever cuBLAS is told.
-    for aside, attention in itertools.product(wanted.aside, ("auto", wanted.other_attention)):
-        yield _racer("ours", beside, keep=keep, graph=True, attention=attention, aside=aside)
+    yield _racer("ours", beside, keep=keep, graph=True, searched=False)
     yield _racer("ours", joined, keep=keep, graph=True)
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)
