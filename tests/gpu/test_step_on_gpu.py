@@ -242,7 +242,7 @@ def test_a_searched_product_is_torch_s(turned: tuple[bool, bool], wide: bool) ->
         graph.replay()
         assert ((out.double() - exact).norm() / exact.norm()) == error
         assert not multiplied_into(room[:, 250:506], a, b), "the address is not aligned"
-        assert not multiplied_into(room[:, 256:], a[:, ::2], b[::2])
+        assert not multiplied_into(room[:192, 256:], a[::2, ::2], b[::2])
 
 
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:

@@ -15,7 +15,7 @@ import stepscope
 SOURCE = Path(stepscope.__file__).parent
 LONGEST_FILE = 400
 
-FOR_ALL = {"stepscope", "stepscope.errors", "stepscope.ranges"}
+FOR_ALL = {"stepscope", "stepscope.beside", "stepscope.errors", "stepscope.ranges"}
 LEAVES = {
     "stepscope.model.checkpointing",
     "stepscope.model.config",

@@ -12,7 +12,6 @@ backwards, loss scaling that skips steps) cannot be had with it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,13 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from stepscope.beside import Beside, offered
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
-
-MOST_WAITING = 1 << 30
-"""Bytes of gradients whose updates may be behind before the backward waits for them."""
 
 
 class Crowd(NamedTuple):
@@ -36,7 +33,7 @@ class Crowd(NamedTuple):
     settings: DeviceSettings
     groups: tuple[dict[str, Any], ...]
     """Of each row of the settings its parameter group."""
-    beside: _Beside | None
+    beside: Beside | None
 
 
 class InBackwardAdamW(FusedAdamW):
@@ -57,6 +54,7 @@ class InBackwardAdamW(FusedAdamW):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
         self._overlap = overlap
+        self._beside: dict[torch.device, Beside] = {}
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
@@ -67,10 +65,12 @@ class InBackwardAdamW(FusedAdamW):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Updates happen in backwards within this."""
+        """Updates happen in backwards within this, and what only they wait for is made on their
+        stream: such a gradient is there for others after `step()`."""
         handles = self._listen()
         try:
-            yield
+            with offered(self._beside_of):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -100,11 +100,17 @@ class InBackwardAdamW(FusedAdamW):
                 "gradients were made while InBackwardAdamW was not listening: run the backward"
                 " within attached(), or make it with attach=True"
             )
-        for crowd in self._crowds:
-            if crowd.beside is not None:
-                crowd.beside.join()
+        for beside in self._beside.values():
+            beside.join()
         self._begun = False
         return loss
+
+    def _beside_of(self, device: torch.device) -> Beside | None:
+        if not self._overlap or device.type != "cuda":
+            return None
+        if device not in self._beside:
+            self._beside[device] = Beside(device)
+        return self._beside[device]
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
@@ -178,49 +184,11 @@ class InBackwardAdamW(FusedAdamW):
         groups = tuple(group for _, group in members)
         counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
         settings = DeviceSettings(counts, rules(groups), device)
-        overlaps = self._overlap and device.type == "cuda"
-        crowd = Crowd(settings, groups, _Beside(device) if overlaps else None)
+        crowd = Crowd(settings, groups, self._beside_of(device))
         for row, (parameter, _) in enumerate(members):
             self.state[parameter]["step"] = settings.steps[row]
             self._places[parameter] = (crowd, row)
         return crowd
-
-
-class _Beside:
-    """Work beside the current stream, in its order, on gradients that it keeps alive.
-
-    Memory that another stream still reads must not be given back to the first one. Here the first
-    waits for the oldest update before its gradient is let go of, so the allocator has to know
-    nothing of the second stream, in a capture as well.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._bytes = 0
-
-    def run(self, work: Callable[[], None], gradient: Tensor | None) -> None:
-        first = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(first)
-        with torch.cuda.stream(self._stream):
-            work()
-            done = self._stream.record_event()
-        if gradient is not None:
-            self._waiting.append((gradient, done))
-            self._bytes += gradient.nbytes
-            while self._bytes > MOST_WAITING and len(self._waiting) > 1:
-                self._let_go(first)
-
-    def join(self) -> None:
-        first = torch.cuda.current_stream(self._stream.device)
-        first.wait_stream(self._stream)
-        self._waiting.clear()
-        self._bytes = 0
-
-    def _let_go(self, first: torch.cuda.Stream) -> None:
-        gradient, done = self._waiting.popleft()
-        first.wait_event(done)
-        self._bytes -= gradient.nbytes
 
 
 def _capturing(device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 cuBLAS chooses by rules, and for shapes that do not divide into its tiles it is often 5 to 15 % off
 the best that it has. As `torch.backends.cudnn.benchmark` does for convolutions, the kernels are
-tried where a shape is first met, which takes a tenth of a second, and the fastest serves from then
+tried where a shape is first met, which takes a fifth of a second, and the fastest serves from then
 on. So it is for steps whose shapes stay. In a capture nothing can be tried: run a step before it.
 """
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from stepscope.model.kernels.cublaslt import ALIGNMENT, Kernel, Plan, Product
 
-ROUNDS, LAUNCHES = 5, 3
+ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 16
+"""Of each kernel so many samples, of as many launches as take that long together."""
 MARGIN = 0.99
-"""Only a kernel that takes less than this of cuBLAS's own choice replaces it."""
+"""Only a kernel that takes less than this of the first that cuBLAS names replaces it."""
 _AHEAD_CYCLES = 500_000
 """The device waits so long before launches are timed: the host is then ahead of it."""
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,30 +75,26 @@ def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:
     if product.adds:
         # What is added to must not change meanwhile.
         into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-    took: list[tuple[Kernel, list[float]]] = []
-    for kernel in plan.kernels():
-        try:
+
+    def timed(kernel: Kernel, launches: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(launches):
             plan.launch(kernel, a, b, into)
-        except RuntimeError:
-            continue
-        took.append((kernel, []))
-    for _ in range(ROUNDS):
-        for kernel, times in took:
-            times.append(_timed(plan, kernel, a, b, into))
-    if not took:
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / launches
+
+    try:
+        kernels = plan.kernels()
+        once = [timed(kernel, 1) for kernel in kernels]
+    except RuntimeError:
         return None
-    medians = [(statistics.median(times), kernel) for kernel, times in took]
-    usual, first = medians[0]
-    best, fastest = min(medians, key=lambda one: one[0])
-    return plan, fastest if best < MARGIN * usual else first
-
-
-def _timed(plan: Plan, kernel: Kernel, a: Tensor, b: Tensor, out: Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(LAUNCHES):
-        plan.launch(kernel, a, b, out)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    if not kernels:
+        return None
+    launches = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
+    rounds = [[timed(kernel, launches) for kernel in kernels] for _ in range(ROUNDS)]
+    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    fastest = medians.index(min(medians))
+    return plan, kernels[fastest if medians[fastest] < MARGIN * medians[0] else 0]

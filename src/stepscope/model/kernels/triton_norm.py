@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.beside import run_beside
+
 _WARPS_TO_A_PROCESSOR = 32
 _COLUMNS = 16
 """Of the partial sums, for one program: two sectors of a row, and enough programs for all."""
@@ -158,18 +160,19 @@ def backward(
         rows, rows_each, d,
         THROUGH=grad_stream is not None, SPLIT=split, UNITS=units, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return grad_sum, grad_branch, added(partial, weight.dtype)
+    grad_weight = torch.empty_like(weight)
+    # No product waits for it, and beside updates it would take ten times as long.
+    run_beside(kept.device, lambda: add_up(partial, grad_weight), partial)
+    return grad_sum, grad_branch, grad_weight
 
 
-def added(partial: Tensor, dtype: torch.dtype) -> Tensor:
+def add_up(partial: Tensor, out: Tensor) -> None:
     """(parts, d) to (d,). torch's own sum takes few programs for so few columns, and half as long
     as the kernel before it."""
     parts, d = partial.shape
-    out = torch.empty(d, device=partial.device, dtype=dtype)
     rms_norm_weight_kernel[(triton.cdiv(d, _COLUMNS),)](
         partial, out, parts, d, PARTS=_PARTS, COLUMNS=_COLUMNS, num_warps=4
     )
-    return out
 
 
 def scaled(unit: Tensor, weight: Tensor) -> Tensor:
