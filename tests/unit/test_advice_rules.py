@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import Facts, Runs, Work
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
 
@@ -301,3 +301,20 @@ def test_a_host_is_ahead_no_further_than_the_queue_is_long() -> None:
     assert found.launch_ms == pytest.approx(0.01, rel=1e-6)
     # At an eighth the device waits for the host, which takes 30.72 ms for all.
     assert gains(found)["tf32"] == pytest.approx(110.24 - 30.72, rel=1e-6)
+
+
+def test_a_compiler_gains_from_runs_of_kernels_and_not_from_those_that_are_alone() -> None:
+    def step(runs: Runs | None) -> Facts:
+        found = facts(
+            {"matmul": 20.0, "elementwise": 30.0}, {"matmul": 50.0}, compiled=False,
+            launches=(100.0, 0.0, 0.0),
+        )  # fmt: skip
+        return found.with_work(lambda work: msgspec.structs.replace(work, runs=runs), ("forward",))
+
+    chains = Runs(kernels=0.8, runs=0.1, longest=0.25)
+    assert gains(step(None))["compile"] == pytest.approx(0.7 * 30)
+    assert gains(step(chains))["compile"] == pytest.approx((1 - 0.9 * 0.25) * 30)
+    assert afterwards(step(chains), ["compile"]).phases[0].launches == pytest.approx(40.0)
+    alone = Runs(kernels=0.5, runs=0.5, longest=1.0)
+    assert gains(step(alone))["compile"] == pytest.approx(0.1 * 30)
+    assert afterwards(step(alone), ["compile"]).phases[0].launches == 100.0

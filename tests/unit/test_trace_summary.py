@@ -56,6 +56,31 @@ def test_names_that_differ_in_template_arguments_only_are_one_kernel() -> None:
     assert (row.kernel, row.count) == ("multi_tensor_apply_kernel", 2)
 
 
+def test_runs_of_memory_end_at_products_phases_and_steps() -> None:
+    trace = ChromeTrace()
+    kernels = (
+        ("ProfilerStep#0", "forward", ((ADD, 10), (ADD, 30), (SGEMM, 50), (ADD, 20))),
+        ("ProfilerStep#0", "backward", ((ADD, 40),)),
+        ("ProfilerStep#1", "forward", ((ADD, 20), (ADD, 20), (SGEMM, 50), (SGEMM, 50))),
+    )
+    now = 0.0
+    for number, (step, phase, work) in enumerate(kernels):
+        begun = now
+        for name, length in work:
+            trace.operator("aten::add", now, now + 2)
+            trace.kernel(name, now + 1, now + 1 + length, launch=(now, now + 1))
+            now += length + 5
+        trace.range(phase, begun, now)
+        if number:
+            trace.range(step, begun if number == 2 else 0.0, now)
+    forward, backward = sorted(of(trace).runs, key=lambda runs: runs.phase == "backward")
+    # Of two steps: three runs in the forward, of 10 and 30, of 20, of 20 and 20.
+    assert (forward.phase, forward.runs, forward.kernels) == ("forward", 1.5, 2.5)
+    assert (forward.ms, forward.longest_ms) == (pytest.approx(0.05), pytest.approx(0.035))
+    assert (backward.phase, backward.runs, backward.kernels) == ("backward", 0.5, 0.5)
+    assert backward.ms == backward.longest_ms == pytest.approx(0.02)
+
+
 def test_a_use_says_where_and_in_how_many_places() -> None:
     uses = {(use.kernel, use.phase, use.module): use for use in of(training_step(blocks=3)).uses}
     use = uses[SGEMM, "forward", "block */attention"]

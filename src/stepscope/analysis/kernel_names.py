@@ -26,6 +26,8 @@ CLASSES: tuple[Class, ...] = (
     "matmul", "attention", "softmax", "reduction", "elementwise", "copy/cast", "optimizer",
     "communication", "other",
 )  # fmt: skip
+MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
+"""Classes of kernels that only move memory."""
 Role = Literal["", "forward", "backward", "dX", "dW"]
 
 

@@ -6,14 +6,23 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-MEMORY_BOUND = ("elementwise", "reduction", "softmax", "copy/cast")
-"""Classes of kernels that only move memory."""
 QUEUE = "queue"
 """Between two kernels that were both launched in time: as good as work of the device."""
 OF_MODEL = ("forward", "loss", "backward")
 CAST_BYTES = 6
 """Of a weight, read in four bytes and written in two; its gradient the other way."""
 AT_END, AT_COPIES = "end", "copies"
+
+
+class Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels of a phase that only move memory, one after the other between its products."""
+
+    kernels: float
+    """Of all launches of the phase, the share of these."""
+    runs: float
+    """Runs of them for each launch of the phase."""
+    longest: float
+    """Of their time, what the longest kernel of each run takes."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +34,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     launches: float = 0.0
     host_ms: float = 0.0
     """Of the host, beside its launches: a batch that it makes."""
+    runs: Runs | None = None
+    """None where the order of the kernels is not known."""
 
     @property
     def device_ms(self) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import MEMORY_BOUND, OF_MODEL, QUEUE, Facts, Work
+from stepscope.analysis.advice.facts import OF_MODEL, QUEUE, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
+from stepscope.analysis.kernel_names import MEMORY_BOUND
 
 _ONE_KERNEL_OVER_PRODUCTS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
 """Time of a causal attention in one kernel over that of the products of the same written out, on a
@@ -19,6 +20,11 @@ _ONE_KERNEL_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
 """Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not."""
 _LAUNCHES_LEFT = 0.4
+_FUSED_OVER_LONGEST = 0.9
+_KERNELS_OF_RUN = 2.0
+"""Where the order of the kernels is known: a run of them that only move memory takes, fused, about
+as long as its longest alone, which reads and writes most of what all of them do. It is two kernels
+and not one: sums over another dimension, casts of weights. Kernels that are alone gain nothing."""
 _CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
 """Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
@@ -174,9 +180,15 @@ def _optimizer(facts: Facts) -> Judged | None:
 
 
 def _as_compiled(facts: Facts) -> Facts:
-    left = dict.fromkeys(MEMORY_BOUND, _LEFT_BY_COMPILER[facts.on_gpu]) | {QUEUE: _LAUNCHES_LEFT}
-    after = facts.with_work(lambda work: work.scaled(left, _LAUNCHES_LEFT))
-    return replace(after, compiled=True)
+    def fused(work: Work) -> Work:
+        time, launches = _LEFT_BY_COMPILER[facts.on_gpu], _LAUNCHES_LEFT
+        if work.runs is not None:
+            time = min(1.0, _FUSED_OVER_LONGEST * work.runs.longest)
+            launches = 1 - max(0.0, work.runs.kernels - _KERNELS_OF_RUN * work.runs.runs)
+        found = work.scaled(dict.fromkeys(MEMORY_BOUND, time) | {QUEUE: launches}, launches)
+        return replace(found, runs=None)
+
+    return replace(facts.with_work(fused), compiled=True)
 
 
 @judge

@@ -8,6 +8,7 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.ledger import ledgers, total
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
+from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
 from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls
 from stepscope.analysis.trace.summary import Line, Shares, Summary
@@ -48,4 +49,5 @@ def summarize(trace: Trace, where: str = "the trace") -> Summary:
         outliers=outliers(held),
         timeline=timeline(work, typical(steps)),
         data_ms=data_ms(work, steps),
+        runs=memory_runs(held) if trace.on_device else (),
     )

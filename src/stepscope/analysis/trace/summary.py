@@ -56,6 +56,17 @@ class KernelRow(Piece, frozen=True):
     deviation_us: float
 
 
+class Runs(Piece, frozen=True):
+    """Kernels of a phase that only move memory, one after the other with no other between them."""
+
+    phase: str
+    runs: float
+    kernels: float
+    ms: float
+    longest_ms: float
+    """The longest kernel of each run."""
+
+
 class Outlier(Piece, frozen=True):
     """An instance that took far longer than its peers, and what was different about it."""
 
@@ -117,6 +128,8 @@ class Summary(Piece, frozen=True):
     timeline: tuple[Row, ...] = ()
     data_ms: float = 0.0
     """How long the host is in a DataLoader, waiting for a batch or making it."""
+    runs: tuple[Runs, ...] = ()
+    """Of kernels that only move memory, by phase; none on a CPU."""
 
     @property
     def wall_ms(self) -> float:

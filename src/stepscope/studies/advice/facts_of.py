@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.analysis.advice.facts import AT_COPIES, AT_END, QUEUE, Facts, Work
+from stepscope.analysis.advice.facts import AT_COPIES, AT_END, QUEUE, Facts, Runs, Work
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.errors import StepscopeError
@@ -45,14 +45,14 @@ def facts_of(
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    copied = _pageable(summary)
+    copied, phases = _pageable(summary), _phases(summary)
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
         dtype=_format(record, summary, setting),
-        phases=_phases(summary),
+        phases=phases,
         # A compiler's kernels say too little of what they are for.
-        attention=() if compiled else _attention(summary),
+        attention=() if compiled else _attention(summary, phases),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
         data_ms=summary.data_ms,
@@ -122,11 +122,23 @@ def _phases(summary: Summary) -> tuple[Work, ...]:
             classes=held,
             launches=launches.get(phase, 0.0),
             host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
+            runs=_runs(summary, phase, launches.get(phase, 0.0)),
         )
         for phase, held in classes.items()
     ]
     place = {name: number for number, name in enumerate(_ORDER)}
     return tuple(sorted(found, key=lambda work: place.get(work.name, len(place))))
+
+
+def _runs(summary: Summary, phase: str, launches: float) -> Runs | None:
+    for own in summary.runs:
+        if own.phase == phase and launches and own.ms:
+            return Runs(
+                kernels=own.kernels / launches,
+                runs=own.runs / launches,
+                longest=own.longest_ms / own.ms,
+            )
+    return None
 
 
 def _waits(record: Record, summary: Summary, copies: bool) -> str:
@@ -207,7 +219,7 @@ def _recomputed(account: Account) -> int:
     return account.line(RECOMPUTED) * max(1, stretches)
 
 
-def _attention(summary: Summary) -> tuple[Work, ...]:
+def _attention(summary: Summary, phases: Sequence[Work]) -> tuple[Work, ...]:
     """What runs beside a softmax that has products beside it: attention that is written out.
 
     Linear layers are modules of their own, and their products have a role. Where the softmax is a
@@ -231,7 +243,8 @@ def _attention(summary: Summary) -> tuple[Work, ...]:
         for use in own:
             classes[use.kind] = classes.get(use.kind, 0.0) + use.ms
         launches = sum(use.count for use in own) if summary.on_device else 0.0
-        found.append(Work(name=phase, classes=classes, launches=launches))
+        runs = next((work.runs for work in phases if work.name == phase), None)
+        found.append(Work(name=phase, classes=classes, launches=launches, runs=runs))
     return tuple(found)
 
 

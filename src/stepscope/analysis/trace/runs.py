@@ -1,0 +1,39 @@
+"""Runs of kernels that only move memory, one after the other: what a compiler makes one kernel of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepscope.analysis.kernel_names import CLASSES, MEMORY_BOUND
+from stepscope.analysis.trace.host import PHASES
+from stepscope.analysis.trace.statistics import Instances
+from stepscope.analysis.trace.summary import Runs
+
+_MOVING = [CLASSES.index(kind) for kind in MEMORY_BOUND]
+
+
+def memory_runs(held: Instances) -> tuple[Runs, ...]:
+    """By phase. A product, or the end of a phase, ends a run."""
+    moving = np.isin(held.kind, _MOVING)
+    begins = moving.copy()
+    same = (held.phase[1:] == held.phase[:-1]) & (held.step[1:] == held.step[:-1])
+    begins[1:] &= ~(moving[:-1] & same)
+    if not moving.any():
+        return ()
+    of = np.cumsum(begins)[moving] - 1
+    longest = np.zeros(of[-1] + 1, np.int64)
+    np.maximum.at(longest, of, held.length[moving])
+    phase_of_run, steps = held.phase[begins], len(held.steps)
+    found = []
+    for phase in np.unique(phase_of_run).tolist():
+        kernels = moving & (held.phase == phase)
+        found.append(
+            Runs(
+                phase=PHASES[phase],
+                runs=int((phase_of_run == phase).sum()) / steps,
+                kernels=int(kernels.sum()) / steps,
+                ms=int(held.length[kernels].sum()) / steps / 1e6,
+                longest_ms=int(longest[phase_of_run == phase].sum()) / steps / 1e6,
+            )
+        )
+    return tuple(found)
