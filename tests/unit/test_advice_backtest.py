@@ -10,6 +10,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def test_trials_are_predicted_anew_from_their_records() -> None:
+    """By rules that did not change since: what was predicted then, but for corrections."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/own_step_backtest.py", "results/advise-slow_cpu.jsonl"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    by_code = {row[0].removeprefix("| "): row for row in rows}
+    assert by_code["fused-optimizer"][4:6] == ["10.95", "right"]
+    assert by_code["fused-attention"][2] == by_code["fused-attention"][3] == "1.553"
+    assert by_code["fused-optimizer+compile+fused-attention"][4] == "15.07"
+    assert "of 3 of the first 3 changes of each are right" in done.stderr
+
+
 def test_four_of_five_changes_are_predicted_within_a_third() -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/advice_backtest.py", "--json"],

@@ -58,6 +58,13 @@ def test_formats_gain_by_the_rates_measured_here() -> None:
     assert [one.code for one in advise(step)] == ["bfloat16", "tf32"]
 
 
+def test_attention_in_one_kernel_leaves_the_fp32_cores_with_bfloat16_only() -> None:
+    step = facts({"matmul": 60.0, "attention": 40.0}, {}, dtype="float32", parameters=0)
+    found = gains(step)
+    assert found["tf32"] == 60 * (1 - 1 / 8)
+    assert found["bfloat16"] == pytest.approx(60 * (1 - 1 / 16) + 40 * (1 - 0.7 / 2.9 / 16))
+
+
 def test_a_format_whose_rate_is_lower_or_unknown_or_lacking_is_not_advised() -> None:
     step = facts(dtype="float32", on_gpu=False)
     assert gains(msgspec.structs.replace(step, rates={"float32": 2e9, "bfloat16": 1e9})) == {}

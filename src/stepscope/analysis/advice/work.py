@@ -45,7 +45,12 @@ def _with_faster_products(facts: Facts, to: str) -> Facts | None:
     now, then = facts.rates.get(facts.dtype), facts.rates.get(to)
     if not now or not then or to in facts.lacks:
         return None
-    changed = facts.with_work(lambda work: work.scaled({"matmul": now / then}))
+    faster = {"matmul": now / then}
+    if facts.on_gpu and to == "bfloat16" and "float32" in facts.rates:
+        # In one kernel already, on FP32 cores whatever the format of other products.
+        kernels = _ONE_KERNEL_OVER_PRODUCTS
+        faster["attention"] = kernels[to] / kernels["float32"] * facts.rates["float32"] / then
+    changed = facts.with_work(lambda work: work.scaled(faster))
     return replace(changed, dtype=to)
 
 

@@ -1,4 +1,4 @@
-"""Runs of kernels that only move memory, one after the other: what a compiler makes one kernel of."""
+"""Runs of kernels that only move memory: a compiler makes one kernel of each, or two."""
 
 from __future__ import annotations
 
