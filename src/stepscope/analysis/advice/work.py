@@ -21,10 +21,11 @@ _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
 """Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not."""
 _LAUNCHES_LEFT = 0.4
 _FUSED_OVER_LONGEST = 0.9
-_KERNELS_OF_RUN = 2.0
+_LEFT_OF_RUN = 0.2
 """Where the order of the kernels is known: a run of them that only move memory takes, fused, about
-as long as its longest alone, which reads and writes most of what all of them do. It is two kernels
-and not one: sums over another dimension, casts of weights. Kernels that are alone gain nothing."""
+as long as its longest alone, which reads and writes most of what all of them do. It is one kernel
+and some of the others: sums over another dimension, casts of weights. These two give the shares
+above for the steps that those are from. Kernels that are alone gain next to nothing."""
 _CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
 """Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
@@ -189,7 +190,7 @@ def _as_compiled(facts: Facts) -> Facts:
         time, launches = _LEFT_BY_COMPILER[facts.on_gpu], _LAUNCHES_LEFT
         if work.runs is not None:
             time = min(1.0, _FUSED_OVER_LONGEST * work.runs.longest)
-            launches = 1 - max(0.0, work.runs.kernels - _KERNELS_OF_RUN * work.runs.runs)
+            launches = 1 - (1 - _LEFT_OF_RUN) * (work.runs.kernels - work.runs.runs)
         found = work.scaled(dict.fromkeys(MEMORY_BOUND, time) | {QUEUE: launches}, launches)
         return replace(found, runs=None)
 
