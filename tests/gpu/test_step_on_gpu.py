@@ -11,7 +11,7 @@ import torch
 
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.model.kernels.search import multiplied_into, searched_products
-from stepscope.optim import FusedAdamW
+from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step import StepFlags
 from stepscope.studies.step.goals import Heat, racers
@@ -191,12 +191,12 @@ def test_updates_beside_the_backward_keep_few_gradients(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers' gradients at most where all would be sixteen."""
-    import stepscope.optim.in_backward as subject
+    import stepscope.beside
 
-    monkeypatch.setattr(subject, "MOST_WAITING", 1 << 22)
+    monkeypatch.setattr(stepscope.beside, "MOST_WAITING", 1 << 22)
     layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     layers.to("cuda")
-    optimizer = subject.InBackwardAdamW(layers.parameters())
+    optimizer = InBackwardAdamW(layers.parameters())
     x = torch.randn(64, 1024, device="cuda")
     for _ in range(2):
         layers(x).square().mean().backward()

@@ -34,6 +34,7 @@ def test_by_columns_it_is_the_same_product(turned_a: bool, turned_b: bool, room:
     target = out.as_strided((product.out.rows, product.out.columns), (1, product.out.stride))
     target.copy_(read(product.left, b).float() @ read(product.right, a).float())
     torch.testing.assert_close(out, a.float() @ b.float())
+    assert product.flops == 2 * 5 * 7 * 4
     assert (product.out.dtype, product.left.dtype) == (torch.float32, torch.float16)
 
 

@@ -46,6 +46,11 @@ class Product(NamedTuple):
     out: Matrix
     adds: bool
 
+    @property
+    def flops(self) -> int:
+        inner = self.left.rows if self.left.turned else self.left.columns
+        return 2 * self.out.rows * self.out.columns * inner
+
     @classmethod
     def of(cls, a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> Product | None:
         """out = a b by rows, as cuBLAS sees it; None where it cannot."""

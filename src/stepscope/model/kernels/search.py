@@ -2,14 +2,14 @@
 
 cuBLAS chooses by rules, and for shapes that do not divide into its tiles it is often 5 to 15 % off
 the best that it has. As `torch.backends.cudnn.benchmark` does for convolutions, the kernels are
-tried where a shape is first met, which takes a fifth of a second, and the fastest serves from then
-on. So it is for steps whose shapes stay. In a capture nothing can be tried: run a step before it.
+tried where a shape is first met, for up to two seconds, and the fastest serves from then on. So it
+is for steps whose shapes stay. In a capture nothing can be tried: run a step before it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from stepscope.model.kernels.cublaslt import ALIGNMENT, Kernel, Plan, Product
 
-ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 16
+ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 32
 """Of each kernel so many samples, of as many launches as take that long together."""
-MARGIN = 0.99
-"""Only a kernel that takes less than this of the first that cuBLAS names replaces it."""
+HEAVY_FLOPS, NEAR, SUSTAINED_MS = 1e10, 1.1, 200.0
+"""Products from this size on draw all the power that a GPU may take, and its clock falls: of
+kernels that are near the fastest, the one that is fastest for so long."""
 _AHEAD_CYCLES = 500_000
 """The device waits so long before launches are timed: the host is then ahead of it."""
 _HALF = (torch.float16, torch.bfloat16)
@@ -76,25 +77,39 @@ def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:
         # What is added to must not change meanwhile.
         into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
 
-    def timed(kernel: Kernel, launches: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(launches):
-            plan.launch(kernel, a, b, into)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / launches
+    def launch(kernel: Kernel) -> None:
+        plan.launch(kernel, a, b, into)
 
     try:
         kernels = plan.kernels()
-        once = [timed(kernel, 1) for kernel in kernels]
+        once = [_timed(kernel, launch, 1) for kernel in kernels]
     except RuntimeError:
         return None
     if not kernels:
         return None
-    launches = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
-    rounds = [[timed(kernel, launches) for kernel in kernels] for _ in range(ROUNDS)]
-    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
-    fastest = medians.index(min(medians))
-    return plan, kernels[fastest if medians[fastest] < MARGIN * medians[0] else 0]
+    each = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
+    took = _medians(kernels, launch, each, ROUNDS)
+    if product.flops >= HEAVY_FLOPS:
+        near = [k for k, ms in zip(kernels, took, strict=True) if ms < NEAR * min(took)]
+        kernels, took = near, _medians(near, launch, int(SUSTAINED_MS / min(took)) + 1, 2)
+    return plan, kernels[took.index(min(took))]
+
+
+def _medians(
+    kernels: list[Kernel], launch: Callable[[Kernel], None], launches: int, rounds: int
+) -> list[float]:
+    samples = [[_timed(kernel, launch, launches) for kernel in kernels] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*samples, strict=True)]
+
+
+def _timed(kernel: Kernel, launch: Callable[[Kernel], None], launches: int) -> float:
+    """Milliseconds of a launch, in the second half of so many."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    for number in range(launches):
+        if number == launches // 2:
+            start.record()
+        launch(kernel)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / (launches - launches // 2)
