@@ -61,6 +61,8 @@ def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
     assert 1e-3 < facts.launch_ms < 0.5
     assert facts.pageable_ms > 0
     assert facts.cleared_ms > 0
+    runs = [work.runs for work in facts.phases if work.name in ("forward", "backward")]
+    assert all(one is not None and 0 < one.longest < 1 and one.runs < one.kernels for one in runs)
 
 
 def test_a_scope_costs_a_loop_on_a_gpu_nothing_it_would_notice(tmp_path: Path) -> None:
