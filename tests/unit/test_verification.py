@@ -144,6 +144,22 @@ def test_time_is_left_for_the_changes_together(
     assert "no time is left to try compile (--within)" in capsys.readouterr().err
 
 
+def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = verify(tmp_path, FORMAT, WHOLE, UPDATE, within_s=45.0)
+    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    assert "no time is left to try compile (--within)" in capsys.readouterr().err
+    graph = advice("cuda-graph", 10.0, compile="graphs")
+    ahead = advice("data-ahead", 5.0, checkpoint="blocks")
+    (tmp_path / "later").mkdir()
+    asked = verify(
+        tmp_path / "later", FORMAT, later=lambda _: (graph, ahead), within_s=25.0
+    )  # fmt: skip
+    assert asked == ["bfloat16", "data-ahead+bfloat16"]
+    assert "no time is left to go on with cuda-graph (--within)" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     with Store(tmp_path / "records.db") as store:
         run = new_run((), "stepscope advise")

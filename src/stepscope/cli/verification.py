@@ -86,15 +86,18 @@ class Verification:
 
     def _alone(self, wanted: Sequence[Advice]) -> list[Tried]:
         alone: list[Tried] = []
-        for place, one in enumerate(wanted):
+        left: list[str] = []
+        for one in wanted:
             kept = [tried for tried in alone if tried.kept]
             # The changes together are what all this is for: their trial has its time set aside.
             last = self._trial((*_ranked(kept), one)) if kept else None
-            if not self._deadline.allows(self._trial((one,)), then=last):
-                left = ", ".join(rest.code for rest in wanted[place:])
-                say(f"no time is left to try {left} (--within)")
-                break
-            alone.append(self._try((one,)))
+            if self._deadline.allows(self._trial((one,)), then=last):
+                alone.append(self._try((one,)))
+            else:
+                # One that needs no compiler may still have its time.
+                left.append(one.code)
+        if left:
+            say(f"no time is left to try {', '.join(left)} (--within)")
         return alone
 
     def _together(self, kept: Sequence[Tried]) -> Tried | None:
@@ -122,8 +125,11 @@ class Verification:
         while more:
             wider = compatible([*more, *made])
             if not self._deadline.allows(self._trial(wider)):
-                say(f"no time is left to go on with {more[0].code} (--within)")
-                return
+                quick = [one for one in more if not compiles(self._trial((one,)))]
+                left = [one.code for one in more if one not in quick] or [one.code for one in more]
+                say(f"no time is left to go on with {', '.join(left)} (--within)")
+                more = quick if len(quick) < len(more) else []
+                continue
             tried = self._try(wider)
             if tried.kept and _ratio(tried) < _ratio(best):
                 return

@@ -78,7 +78,7 @@ def copy_from_pinned_memory(applied: Applied) -> None:
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         # Parameters are moved once, when the model is.
         applied["copies"] += not isinstance(tensor, torch.nn.Parameter)
-        if tensor.is_pinned():
+        if tensor.layout != torch.strided or tensor.is_pinned():
             return tensor
         # Without gaps: torch would close those in pageable memory before it copies.
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
