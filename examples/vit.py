@@ -83,7 +83,7 @@ def main() -> None:
     torch.manual_seed(0)
     model, _, _ = build(given.layers, given.width, given.heads, given.image, given.patch)
     model.to(given.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     criterion = nn.CrossEntropyLoss()
     loader = DataLoader(
         Images(given.steps * given.batch, given.image), given.batch, shuffle=True,

@@ -68,6 +68,11 @@ def test_stages_in_order() -> None:
         Stage.TRACED, Stage.DONE,
     ]  # fmt: skip
     assert effort.steps == 7
+    beside = Effort(warmup=0, timed=1, issued=2, traced=1)
+    assert [beside.stage(n) for n in range(4)] == [
+        Stage.TIMED, Stage.ISSUED, Stage.ISSUED, Stage.COUNTED,
+    ]  # fmt: skip
+    assert beside.steps == 6
     bare = Effort(memory=False)
     assert Stage.COUNTED not in [bare.stage(n) for n in range(bare.steps)]
     assert bare.stage(bare.steps) is Stage.DONE

@@ -27,6 +27,7 @@ CLASSES: tuple[Class, ...] = (
     "communication", "other",
 )  # fmt: skip
 MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
+FILL = "Memset"
 """Classes of kernels that only move memory."""
 Role = Literal["", "forward", "backward", "dX", "dW"]
 

@@ -132,6 +132,18 @@ def _called_parts(
         yield from _called_parts(part, ())
 
 
+def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack | None:
+    """`enter` before and `leave` after each call of a whole model, until it is closed; None where
+    one of them is compiled in place, and calls no hooks."""
+    if not models or any(_compiled_in_place(model) for model in models):
+        return None
+    stack = ExitStack()
+    for model in models:
+        for handle in _around(model, enter, leave):
+            stack.callback(handle.remove)
+    return stack
+
+
 def _around(module: torch.nn.Module, enter: Any, leave: Any) -> list[Any]:
     return [
         module.register_forward_pre_hook(enter, prepend=True),

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.autograd.profiler import record_function
 
@@ -18,11 +19,13 @@ from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
 from stepscope.measure.modules import ModuleRanges, any_compiled
 from stepscope.records.schema import Reading
+from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.scope.memory import WatchedLedger
 from stepscope.scope.own_profiler import OtherProfilers
 from stepscope.scope.stages import Effort, Stage
 
 STEP_EDGE = "StepEdge#"
+ISSUED_STEPS = 5
 ENERGY_WITHIN_S = 1.0
 """Steps that take less together have no energy: one move of the counter would be a tenth of it."""
 ENERGY_MOVES_S = 0.1
@@ -41,6 +44,7 @@ class Recorder:
         self.times: list[tuple[Mark, Mark]] = []
         self.warmup_s: list[float] = []
         self.readings: list[Reading] = []
+        self.issue = IssueClock(lambda: self.device.synchronize())
         self.ledger: WatchedLedger | None = None
         self.traced = 0
         self.forwards = 0
@@ -87,7 +91,10 @@ class Recorder:
     def optimizing(self, on: bool) -> None:
         """An optimizer begins or ends its step. Hooks of torch's own tell, as long as we live: one
         that is added or removed while they are called breaks the optimizer."""
-        if self.ledger is not None and not self.done:
+        if self.done:
+            return
+        self._guarded(lambda: self.issue.turn(OPTIMIZER if on else OUTSIDE))
+        if self.ledger is not None:
             self.ledger.optimizing(on)
 
     def watch(self) -> None:
@@ -104,10 +111,13 @@ class Recorder:
             current = torch.cuda.current_device()
             self.device = CudaDevice(first.device.index or 0)
             torch.cuda.set_device(current)
+            self.effort = msgspec.structs.replace(self.effort, issued=ISSUED_STEPS)
 
     def _begin(self) -> None:
         stage = self.effort.stage(self.steps)
-        if stage is Stage.COUNTED:
+        if stage is Stage.ISSUED:
+            self._start_issuing()
+        elif stage is Stage.COUNTED:
             self._start_counting()
         elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is None:
             self._start_tracing()
@@ -130,6 +140,9 @@ class Recorder:
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
                 self._note_energy()
+        elif stage is Stage.ISSUED:
+            self.issue.end()
+            self._open.close()
         elif stage is Stage.COUNTED:
             self._open.close()
         elif stage is Stage.TRACED and self._tracer is not None:
@@ -141,6 +154,12 @@ class Recorder:
             if self._by_edges and self._tracer is not None:
                 self._mark_trace()
             self.finish()
+
+    def _start_issuing(self) -> None:
+        hooks = self.issue.hooked(self.models)
+        if hooks is not None:
+            self._open.enter_context(hooks)
+            self.issue.begin()
 
     def _start_counting(self) -> None:
         if any_compiled(self.models):

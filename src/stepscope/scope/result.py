@@ -19,6 +19,7 @@ from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Quantity, Record, Series
+from stepscope.scope.issue import PHASES
 from stepscope.scope.recorder import ENERGY_MOVES_S, Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
@@ -92,6 +93,10 @@ def _series(recorder: Recorder) -> tuple[Series, ...]:
     if on_device and None not in on_device:
         values = tuple(ms for ms in on_device if ms is not None)
         found.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
+    issued = recorder.issue.steps
+    for phase in PHASES if issued else ():
+        values = tuple(step[phase] for step in issued)
+        found.append(Series(name=f"issue.{phase}", unit="ms", values=values))
     return tuple(found)
 
 

@@ -12,6 +12,8 @@ from stepscope.errors import UsageError
 class Stage(Enum):
     WARMUP = "warm-up"
     TIMED = "timed"
+    ISSUED = "issued"
+    """The device is idle at the beginning of each phase: how long the host takes to issue it."""
     COUNTED = "counted"
     """Every storage is counted: the account of the memory."""
     LEAD_IN = "lead-in"
@@ -29,6 +31,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """Steps timed as they are."""
     traced: int = 3
     """Steps under the profiler."""
+    issued: int = 0
+    """Steps in which the host alone is timed; only beside a device is that another time."""
     memory: bool = True
     """One step in which every tensor is counted, for the account of the memory."""
 
@@ -43,13 +47,14 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def steps(self) -> int:
         """All that a whole recording takes."""
-        return self.warmup + self.timed + self.memory + 1 + self.traced
+        return self.warmup + self.timed + self.issued + self.memory + 1 + self.traced
 
     def stage(self, step: int) -> Stage:
         """What is done with a step. The profiler comes last: it leaves the host slower."""
         for stage, steps in (
             (Stage.WARMUP, self.warmup),
             (Stage.TIMED, self.timed),
+            (Stage.ISSUED, self.issued),
             (Stage.COUNTED, self.memory),
             (Stage.LEAD_IN, 1),
             (Stage.TRACED, self.traced),

@@ -139,7 +139,7 @@ class Watcher:
                 optimizer_steps=self._anchor.steps,
                 optimizers=self._anchor.optimizers,
                 steps=0 if recorder is None else recorder.steps,
-                needed=self._effort.steps,
+                needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,
             ),
         )

@@ -32,6 +32,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, float]
     """Milliseconds of the device by class of kernels."""
     launches: float = 0.0
+    launch_ms: float | None = None
+    """Of the host, for one of these; None where only that of all launches is known."""
     host_ms: float = 0.0
     """Of the host, beside its launches: a batch that it makes."""
     runs: Runs | None = None
@@ -40,6 +42,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def device_ms(self) -> float:
         return sum(self.classes.values())
+
+    def issued_ms(self, launch_ms: float) -> float:
+        """What the host takes for it, with that time of a launch where it has none of its own."""
+        each = launch_ms if self.launch_ms is None else self.launch_ms
+        return self.host_ms + self.launches * each
 
     def scaled(self, by_class: Mapping[str, float], launches: float = 1.0) -> Work:
         """`by_class` has what the time of a class is multiplied with."""
@@ -179,7 +186,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_ms(self) -> float:
-        return sum(work.host_ms + work.launches * self.launch_ms for work in self.phases)
+        return sum(work.issued_ms(self.launch_ms) for work in self.phases)
 
     def with_work(
         self, change: Callable[[Work], Work], names: Collection[str] = OF_MODEL

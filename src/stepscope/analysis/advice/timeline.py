@@ -61,7 +61,7 @@ class _Clocks:
         """Goes on to the end of that many pieces of work, or of all; when the device ends them."""
         for work in self._work[self._next : upto]:
             pieces = max(1, math.ceil(_PIECES_OF_QUEUE * work.launches / QUEUE_DEPTH))
-            host = (work.host_ms + work.launches * self._launch_ms) / pieces
+            host = work.issued_ms(self._launch_ms) / pieces
             for _ in range(pieces):
                 self._piece(work.launches / pieces, host, work.device_ms / pieces)
         self._next = len(self._work) if upto is None else upto

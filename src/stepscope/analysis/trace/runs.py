@@ -1,10 +1,13 @@
-"""Runs of kernels that only move memory: a compiler makes one kernel of each, or two."""
+"""Runs of kernels that only move memory: a compiler makes one kernel of each, or two.
+
+Fills are left out: libraries of products fill their work space, and no compiler sees that.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES, MEMORY_BOUND
+from stepscope.analysis.kernel_names import CLASSES, FILL, MEMORY_BOUND
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.statistics import Instances
 from stepscope.analysis.trace.summary import Runs
@@ -14,7 +17,8 @@ _MOVING = [CLASSES.index(kind) for kind in MEMORY_BOUND]
 
 def memory_runs(held: Instances) -> tuple[Runs, ...]:
     """By phase. A product, or the end of a phase, ends a run."""
-    moving = np.isin(held.kind, _MOVING)
+    fills = [name for name, about in held.work.descriptions.items() if about.short == FILL]
+    moving = np.isin(held.kind, _MOVING) & ~np.isin(held.name, fills)
     begins = moving.copy()
     same = (held.phase[1:] == held.phase[:-1]) & (held.step[1:] == held.step[:-1])
     begins[1:] &= ~(moving[:-1] & same)

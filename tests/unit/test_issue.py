@@ -1,0 +1,52 @@
+"""The host's time for each phase of a step."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from stepscope.scope import issue
+from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a second after the one before."""
+    seconds = count()
+    monkeypatch.setattr(issue.time, "perf_counter", lambda: float(next(seconds)))
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_step_with_two_forwards_is_told_apart() -> None:
+    idle: list[str] = []
+    clock = IssueClock(lambda: idle.append("idle"))
+    model = torch.nn.Linear(2, 2)
+    hooks = clock.hooked([model])
+    assert hooks is not None
+    with hooks:
+        for _ in range(2):
+            clock.begin()
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(1, 2))
+            clock.turn(OPTIMIZER)
+            clock.turn(OUTSIDE)
+            clock.end()
+    # Between two looks at the clock lies the wait for the device, which is nobody's time.
+    expected = {"outside": 2e3, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
+    assert clock.steps == [expected] * 2
+    assert len(idle) == 2 * 8
+    model(torch.ones(1, 2))
+    clock.turn(OPTIMIZER)
+    assert len(idle) == 2 * 8, "nothing is timed outside of a step"
+
+
+def test_a_model_that_is_compiled_in_place_has_no_hooks() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.compile()
+    clock = IssueClock(lambda: None)
+    assert clock.hooked([model]) is None
+    assert clock.hooked([]) is None
