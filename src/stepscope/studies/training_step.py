@@ -186,7 +186,7 @@ class TrainingStep:
         from stepscope.ranges import named
 
         self._mark_graph_step()
-        with named("forward"), self._autocast(), self._products():
+        with named("forward"), self._autocast():
             if self.workload.fuses_loss:
                 self.loss = self.model(self.tokens, self.targets)
             else:
@@ -209,15 +209,8 @@ class TrainingStep:
         from stepscope.ranges import named
 
         assert self.loss is not None
-        with named("backward"), self._listening(), self._products():
+        with named("backward"), self._listening():
             self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
-
-    def _products(self) -> AbstractContextManager[None]:
-        if not self.workload.searched:
-            return nullcontext()
-        from stepscope.model.kernels.search import searched_products
-
-        return searched_products()
 
     def _listening(self) -> AbstractContextManager[None]:
         """Where the optimizer works in the backward, it does in this step's alone."""

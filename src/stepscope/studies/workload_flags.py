@@ -56,9 +56,6 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     keep: str = ALL
     """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
     inputs of the first blocks, such as inputs-12."""
-    searched: bool = False
-    """With --joined, on a GPU: of the kernels that cuBLAS has for a product the one that is fastest
-    here, tried out in the first step."""
     graph: bool = False
     """Replay the step as a CUDA graph; only on a GPU."""
     checkpoint: tuple[str, ...] = (NONE,)
@@ -80,7 +77,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
         """A model of one's own has its shape, attention and loss from its author."""
         fixed = {
             "size", "table", "context", "attention", "loss", "fused", "joined", "keep", "graph",
-            "searched", "d_model", "d_ff", "layers", "heads", "vocab",
+            "d_model", "d_ff", "layers", "heads", "vocab",
         }  # fmt: skip
         for field in msgspec.structs.fields(WorkloadFlags):
             if field.name in fixed and getattr(self, field.name) != field.default:

@@ -46,7 +46,7 @@ class _FeedForward(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         gates = product(flat, first)
         gated = _gated(gates)
-        out = wide_product(gated, second.T, gated.dtype)
+        out = gated @ second.T
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
         ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
         ctx.weights = [(w1.dtype, w1.shape[0]), (w3.dtype, w3.shape[0]), (w2.dtype, w2.shape[0])]
@@ -57,7 +57,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, (*first, second), held = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_gated = wide_product(flat, second, flat.dtype)
+        grad_gated = flat @ second
         gates = held[0] if held else product(x, tuple(first))
         gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
         # Gates that were made for this alone give their room to their gradient.

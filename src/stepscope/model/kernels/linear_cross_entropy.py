@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from stepscope.model.cost import rows_of_a_chunk
 from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.kernels.launching import kernels_take
-from stepscope.model.kernels.products import add_product, product_into, wide_product
+from stepscope.model.kernels.products import add_product
 from stepscope.ranges import named
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -84,10 +84,10 @@ def _make(
     for start in range(0, x.shape[0], chunk_rows):
         part = slice(start, start + chunk_rows)
         read = x[part].to(compute)
-        logits = wide_product(read, narrow.T, compute)
+        logits = read @ narrow.T
         losses[part] = _losses(logits, targets[part], ignore_index, needs_x or needs_weight)
         if needs_x:
-            product_into(grad_x[part], logits, narrow)
+            torch.mm(logits, narrow, out=grad_x[part])
         if needs_weight:
             add_product(grad_weight, logits.T, read)
     count = (targets != ignore_index).sum().to(wide)

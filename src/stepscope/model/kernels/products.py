@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import Normed
-from stepscope.model.kernels.search import multiplied_into, searching
 
 
 def joined_product(
@@ -81,12 +80,12 @@ class Kept:
 def product(x: Tensor, narrow: Weights) -> Tensor:
     """x times each transposed, side by side."""
     if len(narrow) == 1:
-        return wide_product(x, narrow[0].T, x.dtype)
+        return x @ narrow[0].T
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
     start = 0
     for weight in narrow:
         end = start + weight.shape[0]
-        product_into(out[:, start:end], x, weight.T)
+        torch.mm(x, weight.T, out=out[:, start:end])
         start = end
     return out
 
@@ -94,11 +93,11 @@ def product(x: Tensor, narrow: Weights) -> Tensor:
 def product_back(grad: Tensor, narrow: Weights) -> Tensor:
     """The gradient towards the input, summed over the weights."""
     if len(narrow) == 1:
-        return wide_product(grad, narrow[0], grad.dtype)
+        return grad @ narrow[0]
     parts = torch.split(grad, [weight.shape[0] for weight in narrow], dim=1)
-    out = wide_product(parts[0], narrow[0], grad.dtype)
+    out = parts[0] @ narrow[0]
     for part, weight in zip(parts[1:], narrow[1:], strict=True):
-        add_product(out, part, weight)
+        out.addmm_(part, weight)
     return out
 
 
@@ -112,10 +111,6 @@ def gradients(
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in a format that may be wider than theirs, rounded once."""
-    if searching():
-        out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-        if multiplied_into(out, a, b):
-            return out
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda and _writes_wide():
@@ -123,15 +118,8 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    if not multiplied_into(out, a, b):
-        torch.mm(a, b, out=out)
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, where total may be wider."""
-    if multiplied_into(total, a, b, adds=True):
-        return
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and _writes_wide():

@@ -92,7 +92,6 @@ class Racer(NamedTuple):
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
             *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
-            *(["searched"] if w.searched else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
             *(["updates in backward"] if w.optimizer == IN_BACKWARD else []),
@@ -146,7 +145,7 @@ def racers(
 
 
 def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
-    joined = msgspec.structs.replace(ours, fused=True, joined=True, searched=True)
+    joined = msgspec.structs.replace(ours, fused=True, joined=True)
     beside = msgspec.structs.replace(joined, optimizer=IN_BACKWARD)
     if wanted.checkpoint != NONE:
         # As much is kept as fits; what runs again is one product of some blocks.
@@ -157,7 +156,6 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     keep = ALL if wanted.memory is None else GATES
     yield _racer("ours", beside, keep=keep, graph=True)
     yield _racer("ours", beside, keep=keep, graph=True, attention=wanted.other_attention)
-    yield _racer("ours", beside, keep=keep, graph=True, searched=False)
     yield _racer("ours", joined, keep=keep, graph=True)
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)

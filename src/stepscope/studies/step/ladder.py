@@ -39,22 +39,12 @@ RUNGS: dict[str, Rung] = {
         Rung("joined", "one product for each input, kept casts", {"fused": True, "joined": True}),
         Rung("fused-optimizer", "AdamW in one launch", {"optimizer": "stepscope-fused"}),
         Rung("in-backward", "AdamW beside the backward", {"optimizer": IN_BACKWARD}),
-        Rung(
-            "searched",
-            "the fastest kernel that cuBLAS has for each product",
-            {"fused": True, "joined": True, "searched": True},
-        ),
         Rung("graph", "the step as a CUDA graph", {"graph": True}),
         Rung(
             "master",
             "bfloat16 with float32 master weights",
             # Their gradients are made within the optimizer's step, which our kernel cannot capture.
-            {
-                "dtype": "bfloat16-master",
-                "graph": False,
-                "searched": False,
-                "optimizer": "stepscope-fused",
-            },
+            {"dtype": "bfloat16-master", "graph": False, "optimizer": "stepscope-fused"},
             stays=False,
         ),
         Rung("checkpoint", "each block run again in backward", {"checkpoint": "1"}, stays=False),
