@@ -10,10 +10,10 @@
 # its ceilings are measured:
 #
 #              steps    ceilings   trials     in all, on an H200 with a slow host
-#   slow       25 s     50 s       280 s      at most 6 minutes
-#   nano_gpt   35 s                170 s      at most 4 minutes
-#   vit        30 s                135 s      at most 3 minutes
-#   tuned      70 s                 30 s      at most 2 minutes, most of it the compiler
+#   slow       15 s     50 s       280 s      at most 6 minutes
+#   nano_gpt   15 s                170 s      at most 4 minutes
+#   vit        15 s                200 s      at most 4 minutes
+#   tuned      35 s                 30 s      at most 2 minutes, most of it the compiler
 #
 # A kill loses the trial that runs, which is at most 140 s of work; every trial before it is in
 # WORK, and after a polite one (SIGTERM, Ctrl-C) in RESULTS too. With the same WORK a second call goes on
@@ -51,10 +51,10 @@ else
     gpu=(--device cuda --steps 2000)
     large=(--layers 12 --width 768 --heads 12)
     wanted slow "$@" && record slow 280 "${ours[@]}" examples/slow.py "${gpu[@]}" "${large[@]}" \
-        --context 512 --batch 8
+        --context 512 --batch 32
     wanted nano_gpt "$@" && record nano_gpt 170 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
-        "${large[@]}" --context 1024 --batch 8
-    wanted vit "$@" && record vit 135 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
+        "${large[@]}" --context 1024 --batch 32
+    wanted vit "$@" && record vit 200 "${ours[@]}" examples/vit.py "${gpu[@]}" "${large[@]}" \
         --image 224 --patch 16 --batch 64
     wanted tuned "$@" && record tuned 30 "${ours[@]}" examples/nano_gpt.py "${gpu[@]}" \
         "${large[@]}" --context 1024 --batch 16 --compile

@@ -16,19 +16,24 @@ from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernel_names import describe
 from stepscope.analysis.trace.summary import decode, encode
 from stepscope.errors import StepscopeError
-from stepscope.records.jsonl import write_records
+from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
 from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
+from stepscope.studies.inspected.findings import inspected_findings
+from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import OwnCase, OwnFlags
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_the_first_changes_that_were_tried_are_counted() -> None:
@@ -204,6 +209,28 @@ def test_where_a_program_waits_shows_in_its_copies(
     summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
     found = facts_of(msgspec.structs.replace(watched, notes={"profile": encode(summary)}))
     assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
+
+
+def test_the_host_has_a_time_for_each_phase() -> None:
+    """Of a step on an H200 whose device is slower, so that no other time shows the host."""
+    (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
+    watched = Watched(record)
+    took = watched.issue_ms
+    assert list(took) == ["outside", "forward", "backward", "optimizer"]
+    facts = facts_of(record)
+    works = {work.name: work for work in facts.phases}
+    assert facts.host_ms == pytest.approx(sum(took.values()))
+    assert works["outside"].issued_ms(1.0) == took["outside"]
+    assert works["forward"].issued_ms(1.0) == pytest.approx(took["forward"])
+    # Operators of a model take the host three times as long as those of a loop over tensors.
+    assert works["forward"].launch_ms > 2 * works["optimizer"].launch_ms  # type: ignore[operator]
+    assert works["loss"].launch_ms == works["backward"].launch_ms
+    # Nothing is fitted to it.
+    assert wall_ms(facts) == pytest.approx(facts.step_ms, rel=0.02)
+    (said,) = [one.text for one in inspected_findings([watched]) if "to issue a step" in one.text]
+    assert f"takes {sum(took.values()):.3g} ms to issue" in said
+    old = msgspec.structs.replace(record, series=record.series[:2])
+    assert facts_of(old).phases[0].launch_ms is None
 
 
 def test_records_without_a_trace_give_no_advice(measured: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,18 @@ def test_trials_are_predicted_anew_from_their_records() -> None:
     assert by_code["fused-attention"][2] == by_code["fused-attention"][3] == "1.553"
     assert by_code["fused-optimizer+compile+fused-attention"][4] == "15.07"
     assert "of 3 of the first 3 changes of each are right" in done.stderr
+
+
+def test_on_an_h200_four_of_five_first_pieces_of_advice_are_right() -> None:
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("results/advise-*_h200.jsonl"))
+    done = subprocess.run(
+        [sys.executable, "benchmarks/own_step_backtest.py", *files],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    right, tried = map(int, re.findall(r"^(\d+) of (\d+) of the first", done.stderr)[0])
+    assert tried >= 2
+    assert right >= 0.8 * tried
 
 
 def test_four_of_five_changes_are_predicted_within_a_third() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -79,37 +79,32 @@ def facts_of(
         bandwidth=held.get("memory.copy"),
         lacks=tuple(lacks),
     )
-    if found.on_gpu and record.find(f"issue.{_OUTSIDE}", "host"):
-        return _with_issue_times(found, record)
+    if found.on_gpu and watched.issue_ms:
+        return _with_issue_times(found, watched.issue_ms)
     issued = record.find("issue", "host")
     return with_launch_time(
         found, held.get("launch.rate"), summarize(issued.values).median if issued else None
     )
 
 
-def _with_issue_times(facts: Facts, record: Record) -> Facts:
+def _with_issue_times(facts: Facts, took: Mapping[str, float]) -> Facts:
     """Each phase with the time that the host took to issue it; the loss is issued with the
     backward. What it does outside is more than launches."""
-
-    def took(phase: str) -> float:
-        series = record.find(f"issue.{phase}", "host")
-        return summarize(series.values).median if series else 0.0
-
     launches = {work.name: work.launches for work in facts.phases}
     launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)
-    each = {phase: took(phase) / count for phase, count in launches.items() if count}
+    each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
     each["loss"] = each.get("backward", 0.0)
 
     def timed(work: Work) -> Work:
         if work.name == _OUTSIDE:
-            return replace(work, launch_ms=0.0, host_ms=took(_OUTSIDE))
+            return replace(work, launch_ms=0.0, host_ms=took.get(_OUTSIDE, 0.0))
         return replace(work, launch_ms=each.get(work.name, 0.0))
 
     total = sum(launches.values())
     found = facts.with_work(timed, [work.name for work in facts.phases])
     found = replace(found, launch_ms=found.host_ms / total if total else 0.0)
     # Under the profiler, which slows it down, it seemed to make its batch for longer.
-    return replace(found, data_ms=min(facts.data_ms, took(_OUTSIDE)))
+    return replace(found, data_ms=min(facts.data_ms, took.get(_OUTSIDE, 0.0)))
 
 
 def _format(record: Record, summary: Summary, setting: Setting | None) -> str:

@@ -28,6 +28,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
     return (
         *_time(lead),
         *_verdict(lead),
+        *_issue(lead),
         *_ranks(ranks),
         *(() if lead.summary is None else trace_findings(lead.summary, lead.step_ms)),
         *memory_finding(lead),
@@ -66,6 +67,20 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
             f" launched in time for {percent(1 - idle)} of it.",
             tone="good",
         )
+
+
+def _issue(lead: Watched) -> Iterator[Finding]:
+    """What the host alone needs, which shows in no other time as long as the device is slower."""
+    took = lead.issue_ms
+    if not took or lead.step_ms is None:
+        return
+    parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
+    total = sum(took.values())
+    yield Finding(
+        text=f"The host takes {duration(total)} to issue a step to an idle device, without the"
+        f" profiler ({parts}): the step takes {lead.step_ms / total:.3g} times that, and no change"
+        " of what the device does makes it faster than the host."
+    )
 
 
 def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:

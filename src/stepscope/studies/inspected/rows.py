@@ -11,10 +11,12 @@ from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.collectives import lateness_ms
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
 from stepscope.studies.inspected.setting import Setting, setting_of
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.trace_findings import host_idle
 
+_ISSUE = "issue."
 _WORTH = 0.03
 """Ranks that come to their collectives within this share of the step are alike."""
 
@@ -49,6 +51,16 @@ class Watched:
     @property
     def step_ms(self) -> float | None:
         return median_ms(self.record, "step")
+
+    @property
+    def issue_ms(self) -> dict[str, float]:
+        """By phase, what the host takes to issue it to an idle device; empty where that was not
+        timed."""
+        return {
+            series.name.removeprefix(_ISSUE): summarize(series.values).median
+            for series in self.record.series
+            if series.name.startswith(_ISSUE)
+        }
 
     @property
     def micro_batches(self) -> int:
