@@ -58,6 +58,10 @@ def test_the_slow_example_is_seen_through(tmp_path: Path) -> None:
     products = sum(work.classes["matmul"] for work in facts.attention)
     assert sum(work.device_ms for work in facts.attention) > products > 0
     assert (facts.waits, facts.reads_back) == ("end", True)
+    took = found.issue_ms
+    assert set(took) == {"outside", "forward", "backward", "optimizer"}
+    assert all(ms > 0 for ms in took.values())
+    assert facts.host_ms == pytest.approx(sum(took.values()))
     assert 1e-3 < facts.launch_ms < 0.5
     assert facts.pageable_ms > 0
     assert facts.cleared_ms > 0
