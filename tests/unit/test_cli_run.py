@@ -6,6 +6,9 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -107,6 +110,28 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(cli: CommandLine)
     assert nothing_left.returncode == 0
     assert ANNOUNCED.findall(nothing_left.stderr) == []
     assert len(cli.records(all_attempts=True)) == 8
+
+
+def test_an_interrupt_within_the_making_of_a_class_has_our_exit_code(tmp_path: Path) -> None:
+    """`python -m` alone looks at what Python remembers of it."""
+    module = tmp_path / "stopped.py"
+    module.write_text(
+        textwrap.dedent("""
+        import sys
+
+        import stepscope.cli
+
+        def stopped(words):
+            exec("raise KeyboardInterrupt")
+
+        stepscope.cli._dispatch = stopped
+        sys.exit(stepscope.cli.main([]))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "stepscope: interrupted\n")
 
 
 def test_an_interrupt_while_a_case_hangs_ends_its_worker(cli: CommandLine) -> None:

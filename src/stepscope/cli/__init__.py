@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("stepscope: interrupted", file=sys.stderr)
+        # Of one that left an `exec` of a string, as in the making of a dataclass, Python remembers
+        # that nobody caught it there, and `python -m` would end by the signal. This makes it forget.
+        exec("")
         return _INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough.
