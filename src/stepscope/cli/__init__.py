@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("stepscope: interrupted", file=sys.stderr)
-        # Of one that left an `exec` of a string, as in the making of a dataclass, Python remembers
-        # that nobody caught it there, and `python -m` would end by the signal. This makes it forget.
+        # Of one that left an `exec` of a string (a dataclass is made by one) Python remembers that
+        # nobody caught it there, and `python -m` would end by the signal. This makes it forget.
         exec("")
         return _INTERRUPTED
     except BrokenPipeError:
