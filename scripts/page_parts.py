@@ -23,8 +23,8 @@ def origin(name: str, records: Sequence[Record]) -> str:
     }  # fmt: skip
     known = ", ".join(f"{what} {version}" for what, version in versions.items() if version)
     return (
-        f"`results/{name}`, {len(records)} record{'s' * (len(records) != 1)}, {here.device_name}, {known}, commit"
-        f" `{str(here.commit)[:12]}`."
+        f"`results/{name}`, {len(records)} record{'s' * (len(records) != 1)}, {here.device_name},"
+        f" {known}, commit `{str(here.commit)[:12]}`."
     )
 
 
