@@ -137,6 +137,10 @@ class InBackwardAdamW(FusedAdamW):
             self._begin()
         self.updated += 1
         if parameter not in self._places:
+            beside = self._beside_of(parameter.device)
+            if beside is not None:
+                # The gradient may be made there.
+                beside.join()
             self._update(parameter, gradient, group)
             return
         crowd, row = self._places[parameter]
