@@ -7,7 +7,7 @@
 #   warm        compiles every form of the peer, races side by side; its times are thrown away (4 min)
 #   race-512    xl, 2.7b and small at context 512 (6 min)
 #   race-2048   2.7b and xl at context 2048 (5 min)
-#   race-long   8b at 32,768 tokens (4 min)
+#   race-long   8b at 32,768 tokens (5 min)
 #   loss        300 steps of every rung, three seeds side by side (3 min)
 #   ladder      each change alone and on top of the others, waterfalls (2 min)
 #   compile     torch.compile against eager, model and attention (3 min)
@@ -59,7 +59,7 @@ part() {
     race-512) races step-512 170 xl-512 2.7b-512 small-512 ;;
     race-2048) races step-2048 190 2.7b-2048 xl-2048 ;;
     race-long)
-        run 8b 300 step --part race --race 8b-32768 --scopes block --modes default --rounds 3
+        run 8b 360 step --part race --race 8b-32768 --scopes block --modes default --rounds 3
         keep step-long 8b
         ;;
     loss)

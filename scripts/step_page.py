@@ -34,7 +34,7 @@ PAGES = {
         "step_h200.jsonl",
         "The fast step on one H200",
         {
-            "Against torch.compile": ("step-speed",),
+            "Against torch.compile": ("step-speed", "step-power"),
             "What each change brings": ("step-climb", "step-ladder"),
             "From the ideal to the measured step": ("step-waterfall",),
             "Does it still learn the same?": ("step-loss",),

@@ -23,6 +23,9 @@ class FakeClock:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class FakeDevice(Device):
     """Work is issued by the host and done by the device one after the other.
@@ -72,6 +75,9 @@ class FakeDevice(Device):
     def synchronize(self) -> None:
         self.log.append("wait")
         self.clock.now = max(self.clock.now, self.busy_until)
+
+    def reached(self, mark: Mark) -> bool:
+        return not self.queue or self.clock.now >= mark.event
 
     def occupy(self, ms: float) -> None:
         self.busy_until = max(self.busy_until, self.clock.now) + ms * 1e-3

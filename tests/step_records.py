@@ -10,6 +10,7 @@ import msgspec
 from sample_records import record, times
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
+from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.base import Case
 from stepscope.studies.compile import CompileFlags
@@ -73,9 +74,11 @@ def waterfall_record(
 
 def step_race_record(
     name: str = "2.7b-512", took: Mapping[str, float] | None = None, *,
-    peaks: Mapping[str, float] | None = None, **changes: Any,
+    peaks: Mapping[str, float] | None = None,
+    drawn: Mapping[str, tuple[float, float, float]] | None = None, **changes: Any,
 ) -> Record:  # fmt: skip
-    """A race in which these took so many ms; peaks by side in GiB."""
+    """A race in which these took so many ms; peaks by side in GiB. `drawn` has by side the watts,
+    the ms and the MHz of a stretch without a pause."""
     (case,) = _cases("race", race=(name,))
     took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
     notes = {"out.peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"}
@@ -84,10 +87,24 @@ def step_race_record(
         notes[f"best.{side}"] = racer
         heat = {"ms": ms, "first_s": 10.0, "peak_bytes": (peaks or {}).get(side, 50.0) * 2**30}
         notes[f"heat.{racer}"] = msgspec.json.encode(heat).decode()
+    quantities = {"flops": Quantity(value=28e12, unit="FLOP")}
+    for side, (watts, ms, mhz) in (drawn or {}).items():
+        taken = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
+        held, _ = energy_quantities(taken, None)
+        quantities |= {f"{side}.{name}": value for name, value in held.items()}
     return _made(
         case, changes, series=tuple(times(racer, ms) for racer, ms in took.items()), notes=notes,
-        quantities={"flops": Quantity(value=28e12, unit="FLOP")},
+        quantities=quantities,
     )  # fmt: skip
+
+
+def tiny_race_config(**changes: Any) -> dict[str, Any]:
+    """A race that a processor runs in a moment, as it travels to a worker."""
+    (case,) = _cases("race", race=("tiny-64",), rounds=2, min_seconds=0.0)
+    config = msgspec.json.decode(msgspec.json.encode(case.config))
+    for racer in config["racers"]:
+        racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
+    return config | changes
 
 
 def compile_record(

@@ -135,8 +135,10 @@ def test_energy_is_near_power_times_time() -> None:
     assert isinstance(found, Energy), found
     limit = device.telemetry.power_limit_w()
     assert limit is not None
-    watts = found.joules * found.steps / found.seconds
-    assert 50 < watts < 1.1 * limit
+    assert 50 < found.watts < 1.1 * limit
+    assert found.joules == pytest.approx(found.watts * found.step_ms * 1e-3)
+    assert found.sm_clock_mhz is not None
+    assert found.sm_clock_mhz <= (device.telemetry.max_sm_clock_mhz() or 0)
     assert found.resolution < 0.2 * found.joules
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from step_records import tiny_race_config
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
@@ -269,6 +270,31 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     state = 12 * sum(p.numel() for p in peer.parameters())
     # Weights and moments in float32 are a floor for every form.
     assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
+
+
+def test_a_mark_is_reached_when_all_before_it_is_done(device: CudaDevice) -> None:
+    device.occupy(200.0)
+    mark = device.mark()
+    assert not device.reached(mark)
+    device.synchronize()
+    assert device.reached(mark)
+
+
+def test_a_race_ends_with_the_energy_of_each_side(device: CudaDevice) -> None:
+    from stepscope.studies.step.race import measure_race
+
+    made = measure_race(tiny_race_config(), Silent(device))
+    limit = device.telemetry.power_limit_w()
+    assert limit is not None
+    assert "no_energy" not in made.notes, made.notes["no_energy"]
+    for side in ("peer", "ours"):
+        joules, watts, ms = (
+            made.quantities[f"{side}.{name}"].value
+            for name in ("joules", "power_w", "unbroken_step_ms")
+        )
+        assert 0 < watts < 1.1 * limit
+        assert joules == pytest.approx(watts * ms * 1e-3)
+        assert made.quantities[f"{side}.sm_clock_mhz"].value > 0
 
 
 def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:

@@ -1,6 +1,8 @@
-"""Energy from a counter that moves rarely: windows that begin and end with a move."""
+"""Energy from a counter that moves rarely: steps without a pause, counted from move to move."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
@@ -10,60 +12,135 @@ from quiet_bench import QuietBench
 from stepscope.measure import energy
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.energy import Energy, energy_quantities, measure_energy
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Quantity, Reading
 from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import OwnFlags
 
-WATTS, TICK_S, STEP_S = 500.0, 0.1, 0.02
-
-
-class SleepingClock(FakeClock):
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+BUSY_W, IDLE_W, TICK_S = 500.0, 100.0, 0.1
 
 
 class Metered(FakeDevice):
-    """Takes 500 W all the time, and says so every 100 ms."""
+    """Takes 500 W while it works and 100 W else, and says so every 100 ms. Its clock falls to
+    1.6 GHz once it has worked for 0.3 s."""
 
-    still = False
+    fails_after_s = float("inf")
+
+    def __init__(self, clock: FakeClock, *, queue: bool = True) -> None:
+        super().__init__(clock, queue=queue)
+        self.worked: list[tuple[float, float]] = []
+
+    def step(self, host_s: float, device_s: float) -> None:
+        self.work("step", host_s, device_s).run()
+        self.worked.append((self.busy_until - device_s, self.busy_until))
 
     @property
     def energy_missing(self) -> str:
         return "none"
 
     def energy_j(self) -> float | None:
-        ticks = 0 if self.still else int(self.clock.now / TICK_S + 1e-9)
-        return WATTS * TICK_S * ticks
+        if self.clock.now - 100.0 > self.fails_after_s:
+            return None
+        at = int(self.clock.now / TICK_S + 1e-9) * TICK_S
+        busy_s = sum(min(end, at) - start for start, end in self.worked if start < at)
+        return round(IDLE_W * at + (BUSY_W - IDLE_W) * busy_s, 3)
+
+    def read(self) -> Reading:
+        lowered = self.clock.now - 100.0 > 0.3
+        return Reading(at_s=self.clock.now, sm_clock_mhz=1600.0 if lowered else 1980.0)
 
 
 @pytest.fixture
-def metered(monkeypatch: pytest.MonkeyPatch) -> Metered:
-    clock = SleepingClock()
-    monkeypatch.setattr(energy, "time", clock)
-    return Metered(clock, queue=False)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(energy, "time", made)
+    return made
 
 
-def test_energy_of_a_step_is_within_a_move_of_the_counter(metered: Metered) -> None:
-    found = measure_energy(metered.work("step", STEP_S).run, metered, seconds=2.0)
+@pytest.fixture
+def metered(clock: FakeClock) -> Metered:
+    return Metered(clock)
+
+
+def measured(device: Metered, host_s: float, device_s: float, seconds: float = 1.5) -> Energy:
+    found = measure_energy(partial(device.step, host_s, device_s), device, seconds)
+    assert isinstance(found, Energy), found
+    return found
+
+
+def test_no_pause_is_in_the_power_of_steps_that_follow_each_other(metered: Metered) -> None:
+    found = measured(metered, 0.002, 0.06)
+    assert found.watts == pytest.approx(BUSY_W, rel=0.002)
+    assert found.step_ms == pytest.approx(60.0)
+    assert found.joules == pytest.approx(0.06 * BUSY_W, rel=0.002)
+    assert found.steps == 25
+    assert found.resolution == pytest.approx(BUSY_W * TICK_S / 25, rel=0.02)
+    # 0.54 s of lead, when the clock has fallen.
+    assert found.sm_clock_mhz == 1600.0
+    assert metered.log.count("step") == 9 + 25
+
+
+def test_where_the_host_is_slower_the_gaps_belong_to_a_step(metered: Metered) -> None:
+    found = measured(metered, 0.05, 0.02)
+    assert found.step_ms == pytest.approx(50.0)
+    mean_w = (0.02 * BUSY_W + 0.03 * IDLE_W) / 0.05
+    assert found.watts == pytest.approx(mean_w, rel=0.05)
+    assert found.joules == pytest.approx(found.watts * 0.05)
+
+
+def test_short_steps_are_queued_so_that_the_device_never_waits(metered: Metered) -> None:
+    found = measured(metered, 0.0001, 0.0005)
+    assert found.step_ms == pytest.approx(0.5)
+    assert found.watts == pytest.approx(BUSY_W, rel=0.002)
+
+
+@pytest.mark.parametrize(("step_s", "after_the_lead", "in_all"), [(5.0, 2, 3), (7.0, 1, 2)])
+def test_long_steps_are_few(
+    metered: Metered, step_s: float, after_the_lead: int, in_all: int
+) -> None:
+    found = measured(metered, 0.1, step_s)
+    assert (found.steps, metered.log.count("step")) == (after_the_lead, in_all)
+    assert found.joules == pytest.approx(step_s * BUSY_W, rel=0.01)
+
+
+def test_without_a_queue_the_host_s_clock_tells(clock: FakeClock) -> None:
+    device = Metered(clock, queue=False)
+
+    def step() -> None:
+        device.step(0.0, 0.02)
+        device.synchronize()
+
+    found = measure_energy(step, device, 2.0)
     assert isinstance(found, Energy)
-    assert found.resolution == pytest.approx(WATTS * TICK_S / found.steps)
-    assert found.joules == pytest.approx(WATTS * STEP_S, abs=1.01 * found.resolution)
-    assert found.resolution < 0.06 * found.joules
-    assert found.seconds >= 2.0
+    assert found.step_ms == pytest.approx(20.0)
+    assert found.joules == pytest.approx(0.02 * BUSY_W, abs=found.resolution)
 
 
-def test_a_counter_that_stands_still_or_is_not_there_gives_a_reason(metered: Metered) -> None:
-    metered.still = True
-    assert "did not move" in str(measure_energy(lambda: None, metered))
+@pytest.mark.parametrize(
+    ("fails_after_s", "said"),
+    [(0.0, "the energy counter did not move in 1.5 s"), (0.65, "moved only once in 1.5 s")],
+)
+def test_a_counter_that_stops_gives_a_reason(
+    metered: Metered, fails_after_s: float, said: str
+) -> None:
+    metered.fails_after_s = fails_after_s
+    assert said in str(measure_energy(partial(metered.step, 0.001, 0.05), metered, 1.5))
+
+
+def test_a_counter_that_is_not_there_gives_a_reason() -> None:
     quantities, notes = energy_quantities(measure_energy(lambda: None, CpuDevice()), 100)
     assert quantities == {}
     assert "a CPU's counter" in notes["no_energy"]
 
 
 def test_energy_is_told_with_its_resolution() -> None:
-    quantities, notes = energy_quantities(Energy(10.0, 100, 2.0, 0.5), 2000, 8)
+    found = Energy(10.0, 400.0, 25.0, 1600.0, 100, 0.5)
+    quantities, notes = energy_quantities(found, 2000, 8)
     assert notes == {}
+    assert quantities["power_w"] == Quantity(value=400.0, unit="W")
+    assert quantities["unbroken_step_ms"] == Quantity(value=25.0, unit="ms")
+    assert quantities["sm_clock_mhz"] == Quantity(value=1600.0, unit="MHz")
+    assert "sm_clock_mhz" not in energy_quantities(found._replace(sm_clock_mhz=None), None)[0]
     assert quantities["joules_per_token"] == Quantity(value=0.005, unit="J")
     assert quantities["joules_per_sample"] == Quantity(value=1.25, unit="J")
     (told,) = energy_finding(own_record(quantities=dict(quantities)), "lab:build")

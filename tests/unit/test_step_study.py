@@ -12,7 +12,13 @@ import pytest
 
 from command_line import CommandLine
 from sample_records import environment
-from step_records import loss_record, rung_record, step_race_record, waterfall_record
+from step_records import (
+    loss_record,
+    rung_record,
+    step_race_record,
+    tiny_race_config,
+    waterfall_record,
+)
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity
@@ -310,23 +316,17 @@ class Silent:
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-def race_config(**changes: object) -> dict[str, object]:
-    (case,) = STUDY.cases(StepFlags(part=("race",), race=("tiny-64",), rounds=2, min_seconds=0.0))
-    config = json.loads(msgspec.json.encode(case.config))
-    for racer in config["racers"]:
-        racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
-    return config | changes
-
-
 def test_a_race_tries_each_form_alone_and_lets_go_of_it() -> None:
     bench = Silent()
-    made = measure_race(race_config(), bench)  # type: ignore[arg-type]
+    made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
     assert bench.device.released == 3
     heats = [key for key in made.notes if key.startswith("heat.")]
     assert len(heats) == 3
     raced = {made.notes["best.peer"], made.notes["best.ours"]}
     assert {series.name for series in made.series} == raced
     assert all(len(series.values) == 2 for series in made.series)
+    assert "a CPU's counter" in made.notes["no_energy"]
+    assert not any(name.endswith("joules") for name in made.quantities)
 
 
 def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
@@ -335,7 +335,7 @@ def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     clock = itertools.count(0, 10)
     monkeypatch.setattr("stepscope.studies.step.race.time.monotonic", lambda: next(clock))
     # The clock is read when a race begins, before each heat, and twice within one.
-    made = measure_race(race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    made = measure_race(tiny_race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
     late = [key for key, note in made.notes.items() if note.startswith("not tried")]
     assert late == ["out.peer: eager reference"]
     assert {"best.peer", "best.ours"} <= made.notes.keys()

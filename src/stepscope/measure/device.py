@@ -71,6 +71,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until everything that was issued is done."""
 
+    def reached(self, mark: Mark) -> bool:  # noqa: ARG002
+        """Whether all before that mark is done; the host does not wait for it."""
+        return True
+
     @abstractmethod
     def occupy(self, ms: float) -> None:
         """Keep the device busy for about that long, so that the host gets ahead of it."""
@@ -203,6 +207,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def reached(self, mark: Mark) -> bool:
+        return bool(mark.event.query())
 
     def occupy(self, ms: float) -> None:
         torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]

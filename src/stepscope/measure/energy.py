@@ -1,31 +1,43 @@
-"""Energy of a step: the device's own counter around many steps in a row.
+"""Energy of a step: the device's own counter while many steps follow each other.
 
-The driver adds to its counter some tens of times a second. So a window begins and ends when the
-counter has just moved, and lasts long enough that one move is a small share of it.
+The driver adds to its counter some tens of times a second, and a device at its power cap takes a
+moment to settle at a lower clock, from which every pause lets it recover. So there is none: the
+next steps are queued already while the host watches the counter, after a lead only moves within the
+stretch count, and the power between the first and the last of them is that of the steps alone.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
-from stepscope.measure.device import Device
+from stepscope.measure.device import Device, Mark
+from stepscope.measure.timer import no_collection
 from stepscope.records.schema import Quantity
 
-WINDOW_S = 2.0
-_LEAST_STEPS = 3
-_STILL_AFTER_S = 2.0
-"""A counter that has not moved for so long does not count."""
-_POLL_S = 0.001
+LEAD_S, WINDOW_S = 0.5, 2.0
+MOST_S = 18.0
+"""Where two steps after the lead would end later, one has to do."""
+_LEAST_STEPS = 2
+_AHEAD_S, _MOST_AHEAD = 0.02, 64
+"""How much is queued while the host sleeps, one step at least."""
+_POLL_S, _READING_EVERY_S = 0.001, 0.1
 
 
 class Energy(NamedTuple):
     joules: float
     """Of one step."""
+    watts: float
+    step_ms: float
+    """A step's share of the stretch."""
+    sm_clock_mhz: float | None
+    """Median of the readings, where the driver gives any."""
     steps: int
-    seconds: float
-    """How long the window was."""
     resolution: float
     """What one move of the counter comes to for each step, in joules."""
 
@@ -36,47 +48,112 @@ def measure_energy(
     """Of a step among others like it without waits between them; else why there is none."""
     if device.energy_j() is None:
         return device.energy_missing
-    begun = _when_moved(device)
-    if begun is None:
-        return f"the energy counter did not move within {_STILL_AFTER_S:g} s"
-    start, joules_before, _ = begun
-    steps = 0
-    while time.monotonic() - start < seconds or steps < _LEAST_STEPS:
-        step()
-        steps += 1
-        # The host must not run so far ahead that the window ends long after it was closed.
-        if steps % 10 == 0:
-            device.synchronize()
+    meter = _Meter(device)
     device.synchronize()
-    ended = _when_moved(device)
-    if ended is None:
-        return f"the energy counter stopped for {_STILL_AFTER_S:g} s"
-    end, joules_after, move = ended
-    return Energy((joules_after - joules_before) / steps, steps, end - start, move / steps)
+    with no_collection():
+        steps, step_ms = _run_on(step, device, meter, seconds)
+    if len(meter.moves) < 2:
+        how_often = "moved only once" if meter.moves else "did not move"
+        return f"the energy counter {how_often} in {steps * step_ms * 1e-3:.1f} s"
+    (first_s, first_j), (last_s, last_j) = meter.moves[0], meter.moves[-1]
+    watts = (last_j - first_j) / (last_s - first_s)
+    said = [joules for _, joules in meter.moves]
+    move = statistics.median(after - before for before, after in pairwise(said))
+    clock = statistics.median(meter.clocks) if meter.clocks else None
+    return Energy(watts * step_ms * 1e-3, watts, step_ms, clock, steps, move / steps)
 
 
-def _when_moved(device: Device) -> tuple[float, float, float] | None:
-    """The moment at which the counter moves next, what it says then, and by how much it moved."""
-    before = device.energy_j()
-    deadline = time.monotonic() + _STILL_AFTER_S
-    while time.monotonic() < deadline:
-        now = device.energy_j()
-        if before is not None and now is not None and now > before:
-            return time.monotonic(), now, now - before
-        time.sleep(_POLL_S)
-    return None
+class _Meter:
+    """Sees the energy counter move, and reads the clock now and then."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._said = device.energy_j()
+        self._looked_s = self._read_s = time.monotonic()
+        self.moves: list[tuple[float, float]] = []
+        """When the counter was seen to have moved, and what it said then."""
+        self.clocks: list[float] = []
+
+    def begin(self) -> None:
+        """What was seen so far does not count."""
+        self.moves.clear()
+        self.clocks.clear()
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_s < _POLL_S:
+            return
+        self._looked_s = now
+        said = self._device.energy_j()
+        if said is not None and self._said is not None and said > self._said:
+            self.moves.append((now, said))
+        self._said = said
+        if now - self._read_s >= _READING_EVERY_S:
+            self._read_s = now
+            clock = self._device.read().sm_clock_mhz
+            if clock is not None:
+                self.clocks.append(clock)
+
+
+def _run_on(
+    step: Callable[[], object], device: Device, meter: _Meter, seconds: float
+) -> tuple[int, float]:
+    """How many steps followed the lead, and what one of them took in milliseconds."""
+    queued: deque[Mark] = deque()
+    issued = done = lead = 0
+    total: float = math.inf
+    ahead = 1
+    start = end = device.mark()
+    begun = time.monotonic()
+    while done < total:
+        while issued < total and len(queued) <= ahead:
+            step()
+            queued.append(device.mark())
+            issued += 1
+            meter.look()
+        while not device.reached(queued[0]):
+            time.sleep(_POLL_S)
+            meter.look()
+        end = queued.popleft()
+        done += 1
+        if not lead:
+            took = time.monotonic() - begun
+            each = _between_s(device, start, end) / done
+            ahead = min(_MOST_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MOST_AHEAD)))
+            if took >= LEAD_S:
+                start, lead = end, done
+                total = max(issued, done + _steps(each, took, seconds))
+                meter.begin()
+    steps = done - lead
+    return steps, 1e3 * _between_s(device, start, end) / steps
+
+
+def _between_s(device: Device, start: Mark, end: Mark) -> float:
+    on_device = device.device_ms(start, end)
+    return end.host_s - start.host_s if on_device is None else 1e-3 * on_device
+
+
+def _steps(each_s: float, spent_s: float, seconds: float) -> int:
+    if spent_s + _LEAST_STEPS * each_s > MOST_S:
+        return 1
+    return max(_LEAST_STEPS, math.ceil(seconds / each_s))
 
 
 def energy_quantities(
     found: Energy | str, tokens: float | None, samples: float | None = None
 ) -> tuple[Mapping[str, Quantity], dict[str, str]]:
-    """For a record: joules with the counter's resolution, or a note why there are none."""
+    """For a record: joules with the counter's resolution, power, the step's time and clock in that
+    stretch; or a note why there are none."""
     if isinstance(found, str):
         return {}, {"no_energy": found}
     quantities = {
         "joules": Quantity(value=found.joules, unit="J"),
         "joules_resolution": Quantity(value=found.resolution, unit="J"),
+        "power_w": Quantity(value=found.watts, unit="W"),
+        "unbroken_step_ms": Quantity(value=found.step_ms, unit="ms"),
     }
+    if found.sm_clock_mhz is not None:
+        quantities["sm_clock_mhz"] = Quantity(value=found.sm_clock_mhz, unit="MHz")
     for name, count in (("token", tokens), ("sample", samples)):
         if count:
             quantities[f"joules_per_{name}"] = Quantity(value=found.joules / count, unit="J")

@@ -1,12 +1,13 @@
-"""Energy of a step in words."""
+"""Energy and power of a step in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from stepscope.analysis.power import Capped, Draw, draw
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding
-from stepscope.report.format import number, percent
+from stepscope.report.format import duration, number, percent
 
 
 def energy_finding(record: Record, name: str) -> Iterator[Finding]:
@@ -23,8 +24,42 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
         if (value := record.quantity(f"joules_per_{what}")) is not None
     ]
     beside = f", {' and '.join(each)}" if each else ""
+    found = draw(record)
+    capped = f" It runs {at_cap_words(found)}." if found and found.least_ms is not None else ""
     yield Finding(
         text=f"A step of {name} takes {number(joules, 3)} J by the device's own counter{beside}."
         f" One move of that counter is {number(resolution, 2)} J for each step,"
-        f" {percent(resolution / joules if joules else 0)} of it."
+        f" {percent(resolution / joules if joules else 0)} of it.{capped}"
+    )
+
+
+def at_cap_words(found: Draw) -> str:
+    clock = _clock_words(found.clock_mhz, found.highest_mhz)
+    return (
+        f"at {number(found.watts, 3)} of {number(found.limit_w or 0.0, 3)} W"
+        f"{f', with its clock at {clock}' if clock else ''}: at this energy a step cannot take less"
+        f" than {duration(found.least_ms or 0.0)} here"
+    )
+
+
+def _clock_words(clock_mhz: float | None, highest_mhz: float | None) -> str:
+    if clock_mhz is None:
+        return ""
+    beside = f" of {number(highest_mhz / 1e3, 3)}" if highest_mhz else ""
+    return f"{number(clock_mhz / 1e3, 3)}{beside} GHz"
+
+
+def capped_finding(named: Mapping[str, Capped]) -> Iterator[Finding]:
+    """Beside a waterfall, which knows no clock: what its parts mean at the power cap."""
+    if not named:
+        return
+    told = "; ".join(
+        f"{name}, in {held.readings} of {held.of} readings, its clock at"
+        f" {_clock_words(held.clock_mhz, held.highest_mhz)}"
+        for name, held in named.items()
+    )
+    yield Finding(
+        text=f"At the power cap: {told}. There a step takes as long as its energy lasts: products"
+        " are below peak in part because the clock is lower, and a part that is recovered shortens"
+        " the step by its energy, not by its time."
     )

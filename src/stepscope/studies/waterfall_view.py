@@ -9,12 +9,14 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.analysis.power import Capped, power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
 from stepscope.report.format import duration, percent
+from stepscope.studies.energy_view import capped_finding
 from stepscope.studies.workload import Workload
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
@@ -32,6 +34,7 @@ class Fall(NamedTuple):
     workload: Workload
     water: Waterfall
     on_device: bool
+    capped: Capped | None = None
 
 
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
@@ -49,7 +52,7 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     )  # fmt: skip
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
-    return Fall(workload, water, summary.on_device)
+    return Fall(workload, water, summary.on_device, power_capped(record))
 
 
 def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
@@ -60,6 +63,7 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
     shown = [ranked[0]] if len(ranked) == 1 else [ranked[0], ranked[-1]]
     return (
         *(finding for fall in shown for finding in _findings(fall)),
+        *capped_finding({fall.workload.name: fall.capped for fall in falls if fall.capped}),
         *(
             picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
             for place, fall in enumerate(shown, start=1)

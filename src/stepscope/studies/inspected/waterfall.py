@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.report.blocks import Block, Finding, Lane, Stretch, Timeline
 from stepscope.report.format import duration, percent
+from stepscope.studies.energy_view import capped_finding
 from stepscope.studies.inspected.rows import Watched
 
 _UPDATE_BYTES = 28
@@ -84,6 +86,7 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
             f" {percent(total / step_ms)} of the {duration(step_ms)} of a step. The largest part"
             f" beyond is {cause}: {duration(lost)}, {percent(lost / step_ms)}."
         ),
+        *capped_finding({"this step": capped} if (capped := power_capped(lead.record)) else {}),
         Timeline(
             name=f"{name}-waterfall",
             title="From the least time to the measured step",

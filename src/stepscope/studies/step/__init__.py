@@ -7,7 +7,7 @@ Four parts. `ladder`: from the plainest step (eager, float32, attention written 
 alone and on top of those before it. `loss`: the same rungs trained on a text that can be learnt,
 held against the float32 curve. `waterfall`: the first and the fastest step traced, from the ideal
 time of their operations up to the measured time, by cause. `race`: ours against the fastest of
-torch.compile's forms, in turns on the same weights.
+torch.compile's forms, in turns on the same weights; then each on its own for its energy.
 
 On one H200, estimated by what a case costs: the ladder of small 1.5 minutes, of 2.7b at context
 2048 2 minutes; the loss curves 7 minutes; the waterfalls 2 minutes; a race 2 to 4 minutes with

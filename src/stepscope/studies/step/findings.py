@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.report.blocks import Finding
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.step.ladder import START, words
+from stepscope.studies.step.power import power_findings
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Curve, Ladder, Race
 
 GAINS = 1.01
@@ -20,6 +21,7 @@ def step_findings(
         *(finding for ladder in climbed for finding in _climb(ladder)),
         *_learnt(learnt),
         *(finding for race in raced for finding in _race(race)),
+        *power_findings(raced),
     )
 
 
@@ -106,6 +108,6 @@ def _race(race: Race) -> Iterator[Finding]:
     yield Finding(
         text=f"{race.name}: ours takes {duration(ours.median)}{rate}; that is {times} times as"
         f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"
-        f" ({(race.best('peer') or '').partition(': ')[2]}).",
+        f" ({race.form('peer')}).",
         tone="good" if faster else "warn",
     )

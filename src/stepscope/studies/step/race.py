@@ -4,13 +4,14 @@ All share one set of weights and moments, so that a model of which one fits can 
 forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
 was compiled for it, so none is short of memory because of another. The fastest of each side are
 then built once more, from the compiler's caches, and take turns, sample by sample, in this process.
+Last, each of them runs on its own without a pause, for what power does to it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.captured import forget_steps
+from stepscope.studies.profile.experiments import first_cause
 from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.goals import Heat, Racer
 from stepscope.studies.training_step import TrainingStep
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
 """Steps of a heat, or fewer where they take longer than these seconds together."""
+_UNBROKEN_S = 1.5
+"""How long each side runs without a pause for its energy, after a lead."""
 _FORMS = 64
 """How often the same code is compiled here: more often than torch.compile thinks sensible."""
 
@@ -75,13 +79,36 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
         before={entry.racer.name: entry.step.follow_weights for entry in entries},
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
-    quantities: dict[str, Quantity] = dict(field.fastest["ours"].workload.quantities())
+    taken, no_energy = _energy(entries, bench)
     return Measurement(
         series=timing.series,
-        quantities=quantities,
+        quantities=field.fastest["ours"].workload.quantities() | taken,
         readings=timing.readings,
-        notes=field.notes | {f"best.{side}": racer.name for side, racer in field.fastest.items()},
+        notes=field.notes
+        | {f"best.{side}": racer.name for side, racer in field.fastest.items()}
+        | no_energy,
     )
+
+
+def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[dict[str, Quantity], dict[str, str]]:
+    """What each takes where it runs on and on, or a note why that is not known: the times of the
+    race stand without it."""
+    from stepscope.measure.energy import energy_quantities, measure_energy
+
+    taken: dict[str, Quantity] = {}
+    reasons: dict[str, None] = {}
+    for place, entry in enumerate(entries):
+        side = entry.racer.side
+        bench.progress(place, len(entries), f"energy of {side}")
+        try:
+            entry.step.follow_weights()
+            found = measure_energy(entry.run, bench.device, _UNBROKEN_S)
+        except Exception as error:
+            found = first_cause(error)
+        held, why = energy_quantities(found, None)
+        taken |= {f"{side}.{name}": quantity for name, quantity in held.items()}
+        reasons |= dict.fromkeys(why.values())
+    return taken, {"no_energy": "; ".join(reasons)} if reasons else {}
 
 
 class Field:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.limits import matrix_ceiling, step_ms
+from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.analysis.trace.summary import decode
 from stepscope.records.schema import Record
@@ -191,6 +192,12 @@ class Race(NamedTuple):
         name = self.best(side)
         heat = self.heats().get(name) if name else None
         return heat.peak_bytes if isinstance(heat, Heat) else None
+
+    def draw(self, side: str) -> Draw | None:
+        return draw(self.record, f"{side}.")
+
+    def form(self, side: str) -> str:
+        return (self.best(side) or "").partition(": ")[2]
 
     def mfu(self, side: str = "ours") -> float | None:
         """Of the data sheet's rate in the format of the products, or of the measured one."""

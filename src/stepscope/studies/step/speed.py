@@ -63,7 +63,7 @@ def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
     aim = None if goal.aim_mfu is None else f"{percent(goal.aim_mfu)} MFU"
     ends = (race.peak("peer"), race.peak("ours"))
     yield (
-        race.name, _form(race, "peer"), peer.median, _form(race, "ours"), ours.median,
+        race.name, race.form("peer"), peer.median, race.form("ours"), ours.median,
         Interval(value=ratio.value, low=ratio.low, high=ratio.high), must, reached, mfu, aim,
     )  # fmt: skip
     if goal.memory is not None and all(ends):
@@ -85,7 +85,7 @@ def _spare_row(race: Race, peer_ms: float) -> Iterator[tuple[Cell, ...]]:
     must = f"≤ {SPARE_MEMORY:g}× in ≤ {SPARE_TIME:g}× the time"
     fits = share <= SPARE_MEMORY and slower <= SPARE_TIME
     yield (
-        f"{race.name}, peak memory, {_form(race, 'spare')}", *_peaks(peaks), share, must,
+        f"{race.name}, peak memory, {race.form('spare')}", *_peaks(peaks), share, must,
         f"{_outcome(fits)} ({number(slower, 3)}× the time)", race.mfu("spare"), f"{SPARE_AIM:g}×",
     )  # fmt: skip
 
@@ -98,10 +98,6 @@ def _peaks(ends: tuple[float | None, float | None]) -> tuple[Cell, Cell, Cell, C
 
 def _outcome(reached: bool) -> str:
     return "reached" if reached else "below"
-
-
-def _form(race: Race, side: str) -> str:
-    return (race.best(side) or "").partition(": ")[2]
 
 
 def heat_table(raced: Sequence[Race]) -> Iterator[Table]:

@@ -10,6 +10,7 @@ from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Interval
 from stepscope.report.format import percent
 from stepscope.studies.step.findings import step_findings
 from stepscope.studies.step.ladder import RUNGS, START, words
+from stepscope.studies.step.power import power_table
 from stepscope.studies.step.rows import (
     AGREES_WITHIN,
     FALLS_BY,
@@ -40,6 +41,7 @@ def step_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     return (
         *step_findings(climbed, learnt, raced),
         *speed_tables(raced),
+        *power_table(raced),
         *(block for ladder in climbed for block in _ladder_blocks(ladder, climbed)),
         *waterfall_blocks(falls, "step"),
         *_loss_blocks(learnt),

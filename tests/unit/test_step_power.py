@@ -1,0 +1,202 @@
+"""Power in the step study: what a race measures of it, and what pages say at the cap."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_device import FakeClock
+from own_records import own_record
+from sample_records import environment
+from step_records import step_race_record, tiny_race_config, waterfall_record
+from stepscope.analysis.power import Draw, draw, power_capped
+from stepscope.measure import energy
+from stepscope.measure.device import CpuDevice, Mark
+from stepscope.records.schema import Quantity, Reading, Record
+from stepscope.report.blocks import Finding, Spread, Table
+from stepscope.studies.base import Measurement
+from stepscope.studies.energy_view import energy_finding
+from stepscope.studies.registry import find_study
+from stepscope.studies.step.race import measure_race
+from stepscope.studies.training_step import TrainingStep
+
+STUDY = find_study("step")
+H200 = environment(max_sm_clock_mhz=1980.0)
+XL = {"peer: block default": 79.5, "ours: eager auto": 61.3}
+AT_CAP = {"ours": (683.0, 60.8, 1620.0), "peer": (690.0, 79.0, 1700.0)}
+
+
+class Counting(CpuDevice):
+    """Takes 400 W, counted every 125 ms; a mark comes 62.5 ms after the one before it."""
+
+    def __init__(self, clock: FakeClock, broken: bool) -> None:
+        super().__init__()
+        self.clock, self.broken = clock, broken
+
+    def mark(self) -> Mark:
+        self.clock.now += 0.0625
+        return Mark(self.clock.now)
+
+    def energy_j(self) -> float | None:
+        if self.broken:
+            raise RuntimeError("the driver is gone")
+        return 50.0 * int(self.clock.now / 0.125)
+
+    def read(self) -> Reading:
+        return Reading(at_s=self.clock.now, sm_clock_mhz=1755.0)
+
+
+class Bench:
+    def __init__(self, device: CpuDevice) -> None:
+        self.device = device
+        self.told: list[str] = []
+
+    def progress(self, done: int, total: int, what: str) -> None:  # noqa: ARG002
+        self.told.append(what)
+
+
+def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement, Bench]:
+    clock = FakeClock()
+    monkeypatch.setattr(energy, "time", clock)
+    bench = Bench(Counting(clock, broken))
+    return measure_race(tiny_race_config(), bench), bench
+
+
+def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[TrainingStep] = []
+    monkeypatch.setattr(TrainingStep, "follow_weights", lambda step: followed.append(step))
+    made, bench = raced(monkeypatch, broken=False)
+    assert bench.told[-2:] == ["energy of peer", "energy of ours"]
+    for side in ("peer", "ours"):
+        held = {
+            name.removeprefix(f"{side}."): quantity
+            for name, quantity in made.quantities.items()
+            if name.startswith(f"{side}.")
+        }
+        assert {name: quantity.unit for name, quantity in held.items()} == {
+            "joules": "J", "joules_resolution": "J", "power_w": "W", "unbroken_step_ms": "ms",
+            "sm_clock_mhz": "MHz",
+        }  # fmt: skip
+        assert held["power_w"].value == pytest.approx(400.0)
+        assert held["unbroken_step_ms"].value == pytest.approx(62.5)
+        assert held["joules"].value == pytest.approx(25.0)
+        assert held["joules_resolution"].value == pytest.approx(50.0 / 24)
+        assert held["sm_clock_mhz"].value == 1755.0
+    assert "no_energy" not in made.notes
+    # Before every sample of two sides, two of four rounds being warm-up, and before each stretch.
+    assert len(followed) == 2 * 4 + 2
+
+
+def test_a_counter_that_fails_leaves_the_race_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = raced(monkeypatch, broken=True)
+    assert made.notes["no_energy"] == "RuntimeError: the driver is gone"
+    assert len(made.series) == 2
+    assert not any("joules" in name for name in made.quantities)
+
+
+class TestPage:
+    def texts(self, *records: Record) -> list[str]:
+        return [block.text for block in STUDY.view(records) if isinstance(block, Finding)]
+
+    def test_the_energy_of_both_sides_stands_beside_the_limit(self) -> None:
+        record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
+        (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
+        peer, ours = table.rows
+        assert peer[:3] == ("xl-512", "peer", "block default")
+        assert ours[3] == Spread(value=pytest.approx(41.5264), plus_minus=0.5)
+        assert ours[4:6] == (683.0, 700.0)
+        assert ours[6] == pytest.approx(683 / 700)
+        assert ours[7:9] == (1620.0, 60.8)
+        assert ours[9] == pytest.approx(41.5264 / 0.7)
+        units = {column.title: column.unit for column in table.columns if column.unit}
+        assert units == {
+            "energy": "J", "power": "W", "limit": "W", "SM clock": "MHz", "step": "ms",
+            "at least": "ms",
+        }  # fmt: skip
+
+    def test_a_side_at_the_cap_is_told_with_what_its_energy_allows(self) -> None:
+        record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
+        assert self.texts(record)[1:] == [
+            "xl-512: ours takes 41.5 J a step at 683 of 700 W, with its clock at 1.62 of 1.98 GHz:"
+            " at this energy a step cannot take less than 59.3 ms here. The peer takes 54.5 J:"
+            " not less than 77.9 ms."
+        ]
+
+    def test_below_the_cap_there_is_a_row_and_no_sentence(self) -> None:
+        drawn = {"ours": (195.0, 5.5, 1980.0), "peer": (150.0, 12.0, 1980.0)}
+        record = step_race_record("small-512", drawn=drawn, environment=H200)
+        (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
+        assert [row[9] for row in table.rows] == [None, None]
+        assert len(self.texts(record)) == 1
+
+    def test_records_without_energy_have_neither(self) -> None:
+        blocks = STUDY.view([step_race_record("xl-512", XL)])
+        assert "step-power" not in {getattr(block, "name", None) for block in blocks}
+
+    def test_why_there_is_none_is_told_once_for_all_races(self) -> None:
+        held = [step_race_record(name) for name in ("xl-512", "2.7b-512")]
+        notes = {"no_energy": "the driver gives no counter"}
+        records = [
+            step_race_record(record.config["race"], notes=record.notes | notes) for record in held
+        ]
+        assert self.texts(*records)[-1] == (
+            "There is no energy of the steps of 2.7b-512, xl-512: the driver gives no counter."
+        )
+
+    def test_without_a_known_limit_nothing_is_said_to_be_at_it(self) -> None:
+        here = environment(power_limit_w=None)
+        record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
+        found = draw(record, "ours.")
+        assert found is not None
+        assert (found.of_limit, found.least_ms) == (None, None)
+        assert len(self.texts(record)) == 1
+
+
+@pytest.mark.parametrize(("watts", "least_ms"), [(665.0, 57.0), (664.9, None)])
+def test_the_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> None:
+    found = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
+    assert found.least_ms == (None if least_ms is None else pytest.approx(least_ms))
+
+
+def test_a_model_of_one_s_own_is_told_of_its_cap_too() -> None:
+    values = {"joules": 41.5, "joules_resolution": 0.5, "power_w": 690.0, "unbroken_step_ms": 60.1}
+    quantities = {name: Quantity(value=value, unit="1") for name, value in values.items()}
+    (told,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
+    assert told.text.endswith(
+        "It runs at 690 of 700 W: at this energy a step cannot take less than 59.3 ms here."
+    )
+
+
+def readings(*throttled: float | None) -> tuple[Reading, ...]:
+    """One at the cap for every clock, one without for None."""
+    return tuple(
+        Reading(at_s=at, sm_clock_mhz=1980.0)
+        if clock is None
+        else Reading(at_s=at, sm_clock_mhz=clock, throttle=("power-cap",))
+        for at, clock in enumerate(throttled)
+    )
+
+
+class TestBesideTheWaterfall:
+    def told(self, *throttled: float | None) -> list[str]:
+        record = waterfall_record(readings=readings(*throttled), environment=H200)
+        found = [b.text for b in STUDY.view([record]) if isinstance(b, Finding)]
+        return [text for text in found if text.startswith("At the power cap")]
+
+    def test_most_readings_at_the_cap_are_one_finding(self) -> None:
+        (text,) = self.told(None, 1700.0, 1650.0, 1800.0)
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in text
+        assert "shortens the step by its energy, not by its time" in text
+
+    @pytest.mark.parametrize(
+        "throttled",
+        [(), (None, None, None), (None, 1600.0), (None, 1965.0, 1965.0)],
+        ids=["no readings", "never", "half", "the clock hardly fell"],
+    )
+    def test_else_there_is_none(self, throttled: tuple[float | None, ...]) -> None:
+        assert self.told(*throttled) == []
+
+    def test_a_record_that_does_not_know_the_highest_clock_says_nothing(self) -> None:
+        record = waterfall_record(readings=readings(1600.0), environment=environment())
+        assert power_capped(record) is None
