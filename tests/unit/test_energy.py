@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fake_device import FakeClock, FakeDevice
 from own_records import own_record
@@ -73,8 +75,9 @@ def test_no_pause_is_in_the_power_of_steps_that_follow_each_other(metered: Meter
     assert found.watts == pytest.approx(BUSY_W, rel=0.002)
     assert found.step_ms == pytest.approx(60.0)
     assert found.joules == pytest.approx(0.06 * BUSY_W, rel=0.002)
+    # From 0.5 s on, up to the last move: 2.0 s after the first step.
     assert found.steps == 25
-    assert found.resolution == pytest.approx(BUSY_W * TICK_S / 25, rel=0.02)
+    assert found.resolution == pytest.approx(BUSY_W * TICK_S / 25)
     # 0.54 s of lead, when the clock has fallen.
     assert found.sm_clock_mhz == 1600.0
     assert metered.log.count("step") == 9 + 25
@@ -92,6 +95,22 @@ def test_short_steps_are_queued_so_that_the_device_never_waits(metered: Metered)
     found = measured(metered, 0.0001, 0.0005)
     assert found.step_ms == pytest.approx(0.5)
     assert found.watts == pytest.approx(BUSY_W, rel=0.002)
+
+
+@settings(max_examples=25, deadline=None)
+@given(host_s=st.floats(1e-4, TICK_S), device_s=st.floats(5e-3, 4.0))
+def test_a_host_that_looks_at_every_move_is_within_one_at_each_end(
+    host_s: float, device_s: float
+) -> None:
+    clock = FakeClock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(energy, "time", clock)
+        found = measured(Metered(clock), host_s, device_s)
+    each_s = max(host_s, device_s)
+    # Where host and device are equally fast, a look at the counter comes on top.
+    assert found.step_ms == pytest.approx(1e3 * each_s, abs=1.1)
+    spent_j = BUSY_W * device_s + IDLE_W * (each_s - device_s)
+    assert found.joules == pytest.approx(spent_j, abs=2 * found.resolution + 0.0011 * IDLE_W)
 
 
 @pytest.mark.parametrize(("step_s", "after_the_lead", "in_all"), [(5.0, 2, 3), (7.0, 1, 2)])
@@ -118,7 +137,7 @@ def test_without_a_queue_the_host_s_clock_tells(clock: FakeClock) -> None:
 
 @pytest.mark.parametrize(
     ("fails_after_s", "said"),
-    [(0.0, "the energy counter did not move in 1.5 s"), (0.65, "moved only once in 1.5 s")],
+    [(0.0, "did not go on: 0 moves in 2.0 s"), (0.65, "did not go on: 6 moves in 2.0 s")],
 )
 def test_a_counter_that_stops_gives_a_reason(
     metered: Metered, fails_after_s: float, said: str

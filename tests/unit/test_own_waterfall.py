@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from own_records import inspected_record
+from sample_records import environment
 from stepscope.analysis.trace.summary import Line, Summary
-from stepscope.records.schema import Ceiling, Quantity, Record
+from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Timeline
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.waterfall import beyond_ms, least_ms, waterfall_blocks
@@ -20,12 +21,12 @@ KNOWN = (
 )
 
 
-def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN) -> Record:
+def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes: object) -> Record:
     quantities = {
         "flops": Quantity(value=flops, unit="FLOP"),
         "parameters": Quantity(value=1e7, unit="parameters"),
     }
-    return inspected_record(step=10.0, quantities=quantities, ceilings=ceilings)
+    return inspected_record(step=10.0, quantities=quantities, ceilings=ceilings, **changes)
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
@@ -90,3 +91,13 @@ def test_the_page_has_it_where_the_rate_is_known() -> None:
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
     assert picture.lanes[-1].label == "measured"
     assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()
+
+
+def test_a_step_at_the_power_cap_is_told_beside_it() -> None:
+    capped = Reading(at_s=1.0, sm_clock_mhz=1700.0, throttle=("power-cap",))
+    here = environment(max_sm_clock_mhz=1980.0)
+    blocks = waterfall_blocks(Watched(watched(readings=(capped,), environment=here)), "inspect")
+    told = [block.text for block in blocks if isinstance(block, Finding)]
+    assert told[1].startswith(
+        "At the power cap: this step, in 1 of 1 readings, its clock at 1.70 of 1.98 GHz."
+    )

@@ -26,14 +26,14 @@ AT_CAP = {"ours": (683.0, 60.8, 1620.0), "peer": (690.0, 79.0, 1700.0)}
 
 
 class Counting(CpuDevice):
-    """Takes 400 W, counted every 125 ms; a mark comes 62.5 ms after the one before it."""
+    """Takes 400 W, counted every 125 ms; a mark comes 250 ms after the one before it."""
 
     def __init__(self, clock: FakeClock, broken: bool) -> None:
         super().__init__()
         self.clock, self.broken = clock, broken
 
     def mark(self) -> Mark:
-        self.clock.now += 0.0625
+        self.clock.now += 0.25
         return Mark(self.clock.now)
 
     def energy_j(self) -> float | None:
@@ -79,9 +79,9 @@ def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
             "sm_clock_mhz": "MHz",
         }  # fmt: skip
         assert held["power_w"].value == pytest.approx(400.0)
-        assert held["unbroken_step_ms"].value == pytest.approx(62.5)
-        assert held["joules"].value == pytest.approx(25.0)
-        assert held["joules_resolution"].value == pytest.approx(50.0 / 24)
+        assert held["unbroken_step_ms"].value == pytest.approx(250.0)
+        assert held["joules"].value == pytest.approx(100.0)
+        assert held["joules_resolution"].value == pytest.approx(100.0 / 5)
         assert held["sm_clock_mhz"].value == 1755.0
     assert "no_energy" not in made.notes
     # Before every sample of two sides, two of four rounds being warm-up, and before each stretch.

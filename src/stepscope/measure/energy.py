@@ -2,8 +2,8 @@
 
 The driver adds to its counter some tens of times a second, and a device at its power cap takes a
 moment to settle at a lower clock, from which every pause lets it recover. So there is none: the
-next steps are queued already while the host watches the counter, after a lead only moves within the
-stretch count, and the power between the first and the last of them is that of the steps alone.
+next steps are queued already while the host watches the counter. What counts ends with its last
+move and began a whole number of steps before, so that it has no phase of a step once too often.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class Energy(NamedTuple):
     sm_clock_mhz: float | None
     """Median of the readings, where the driver gives any."""
     steps: int
+    """That were counted."""
     resolution: float
     """What one move of the counter comes to for each step, in joules."""
 
@@ -51,16 +52,39 @@ def measure_energy(
     meter = _Meter(device)
     device.synchronize()
     with no_collection():
-        steps, step_ms = _run_on(step, device, meter, seconds)
-    if len(meter.moves) < 2:
-        how_often = "moved only once" if meter.moves else "did not move"
-        return f"the energy counter {how_often} in {steps * step_ms * 1e-3:.1f} s"
-    (first_s, first_j), (last_s, last_j) = meter.moves[0], meter.moves[-1]
-    watts = (last_j - first_j) / (last_s - first_s)
-    said = [joules for _, joules in meter.moves]
+        stretch = _run_on(step, device, meter, seconds)
+    counted = _counted(meter.moves, stretch)
+    if counted is None:
+        ran_s = stretch.ended_s - stretch.began_s
+        return f"the energy counter did not go on: {len(meter.moves)} moves in {ran_s:.1f} s"
+    joules, steps = counted
+    said = [held for _, held in meter.moves]
     move = statistics.median(after - before for before, after in pairwise(said))
     clock = statistics.median(meter.clocks) if meter.clocks else None
-    return Energy(watts * step_ms * 1e-3, watts, step_ms, clock, steps, move / steps)
+    each_s = stretch.step_s
+    return Energy(joules, joules / each_s, 1e3 * each_s, clock, steps, move / steps)
+
+
+class _Stretch(NamedTuple):
+    began_s: float
+    ended_s: float
+    step_s: float
+    """Of one step after the lead."""
+
+
+def _counted(moves: Sequence[tuple[float, float]], ran: _Stretch) -> tuple[float, int] | None:
+    """Joules of a step, and over how many; None where the counter did not go on to the end."""
+    settled_s = ran.began_s + LEAD_S
+    if len(moves) < 2 or moves[-1][0] < (settled_s + ran.ended_s) / 2:
+        return None
+    last_s, last_j = moves[-1]
+    steps = max(1, math.floor((last_s - max(settled_s, moves[0][0])) / ran.step_s))
+    start_s = last_s - steps * ran.step_s
+    for (before_s, before_j), (after_s, after_j) in pairwise(moves):
+        if before_s <= start_s <= after_s:
+            share = (start_s - before_s) / (after_s - before_s)
+            return (last_j - before_j - share * (after_j - before_j)) / steps, steps
+    return None
 
 
 class _Meter:
@@ -73,11 +97,6 @@ class _Meter:
         self.moves: list[tuple[float, float]] = []
         """When the counter was seen to have moved, and what it said then."""
         self.clocks: list[float] = []
-
-    def begin(self) -> None:
-        """What was seen so far does not count."""
-        self.moves.clear()
-        self.clocks.clear()
 
     def look(self) -> None:
         now = time.monotonic()
@@ -95,16 +114,13 @@ class _Meter:
                 self.clocks.append(clock)
 
 
-def _run_on(
-    step: Callable[[], object], device: Device, meter: _Meter, seconds: float
-) -> tuple[int, float]:
-    """How many steps followed the lead, and what one of them took in milliseconds."""
+def _run_on(step: Callable[[], object], device: Device, meter: _Meter, seconds: float) -> _Stretch:
     queued: deque[Mark] = deque()
     issued = done = lead = 0
     total: float = math.inf
     ahead = 1
     start = end = device.mark()
-    begun = time.monotonic()
+    began_s = time.monotonic()
     while done < total:
         while issued < total and len(queued) <= ahead:
             step()
@@ -117,15 +133,15 @@ def _run_on(
         end = queued.popleft()
         done += 1
         if not lead:
-            took = time.monotonic() - begun
+            took = time.monotonic() - began_s
             each = _between_s(device, start, end) / done
             ahead = min(_MOST_AHEAD, math.ceil(_AHEAD_S / max(each, _AHEAD_S / _MOST_AHEAD)))
             if took >= LEAD_S:
                 start, lead = end, done
                 total = max(issued, done + _steps(each, took, seconds))
-                meter.begin()
-    steps = done - lead
-    return steps, 1e3 * _between_s(device, start, end) / steps
+                meter.clocks.clear()
+    each = _between_s(device, start, end) / (done - lead)
+    return _Stretch(began_s, time.monotonic(), each)
 
 
 def _between_s(device: Device, start: Mark, end: Mark) -> float:
