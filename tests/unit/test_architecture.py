@@ -20,6 +20,7 @@ LEAVES = {
     "stepscope.model.checkpointing",
     "stepscope.model.config",
     "stepscope.model.cost",
+    "stepscope.model.memory",
     "stepscope.model.sizes",
     "stepscope.attention.cost",
     "stepscope.parallel.buckets",

@@ -33,6 +33,27 @@ def test_several_cases_make_one_table(capsys: pytest.CaptureFixture[str]) -> Non
         assert prediction["peak_bytes"] == max(p["allocated"] for p in prediction["phases"])
 
 
+FAST = (
+    "--size", "2.7b", "--context", "2048", "--dtype", "bf16", "--attention", "auto",
+    "--loss", "fused", "--fused", "--joined", "--optimizer", "stepscope-in-backward",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep", "gib"), [("gates", 63.1), ("inputs", 53.4)])
+def test_the_fast_step_is_known(keep: str, gib: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """As measured on an H200."""
+    assert main(["predict", *FAST, "--keep", keep, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert told["peak_bytes"] / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+def test_the_forms_of_a_step_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *FAST, "--keep", "inputs-8", "--graph", "--size", "small"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "joined products, keeps inputs-8, updates in the backward, as a graph" in said
+    assert "saved: feed-forward, feed-forward" in said
+
+
 def test_a_budget_is_held_and_a_change_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--size", "small", "--context", "1024", "--budget", "6.5"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -57,6 +78,10 @@ def test_a_budget_that_nothing_fits_is_said() -> None:
         ["--sharding", "full"],
         ["--checkpoint", "-2"],
         ["--context", "0"],
+        ["--keep", "gates"],
+        ["--fused"],
+        ["--fused", "--attention", "sdpa", "--device", "cpu"],
+        ["--graph"],
     ],
 )
 def test_nonsense_is_one_line_and_exit_2(

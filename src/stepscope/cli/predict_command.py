@@ -13,6 +13,7 @@ from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
+from stepscope.model.memory import ALL
 from stepscope.model.sizes import find_size, with_overrides
 
 
@@ -32,11 +33,23 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Attention implementation (`list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
     """How much of the step."""
-    optimizer: Literal["torch", "torch-fused", "stepscope", "stepscope-fused", "course"] = "torch"
+    optimizer: Literal[
+        "torch", "torch-fused", "stepscope", "stepscope-fused", "stepscope-in-backward", "course"
+    ] = "torch"
     """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
-    stepscope-fused (the same in one launch), course."""
+    stepscope-fused (the same in one launch), stepscope-in-backward (each as soon as its gradient is
+    there), course."""
     loss: Literal["plain", "fused"] = "plain"
     """plain (from all logits), fused (head and loss by chunks of rows)."""
+    fused: bool = False
+    """Our kernels between the products."""
+    joined: bool = False
+    """With --fused: one product where several read the same input, from kept copies of weights."""
+    keep: str = ALL
+    """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
+    inputs-12 (inputs in the first twelve blocks)."""
+    graph: bool = False
+    """The whole step as CUDA graphs."""
     checkpoint: str = NONE
     """Blocks that run again in the backward: no, stretches of 1, 2, 4, …, levels (8-1), nested."""
     ranks: int = 1
@@ -64,13 +77,16 @@ def main(words: list[str]) -> int:
         PredictOptions,
         words,
         "predict",
-        "Peak memory of each phase of an eager training step, from its configuration alone:\n"
-        "operator by operator, through the allocator's own rounding. Needs no GPU.",
+        "Peak memory of each phase of a training step that no compiler saw, from its\n"
+        "configuration alone: operator by operator, through the allocator's own rounding.\n"
+        "Needs no GPU.",
         (
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
             "stepscope predict --size 10b --table 2026 --ranks 8 --sharding full --checkpoint 1",
+            "stepscope predict --size 2.7b --context 2048 --dtype bf16 --attention auto"
+            " --loss fused --fused --joined --keep gates --optimizer stepscope-in-backward",
         ),
     )
     told = [
@@ -95,6 +111,10 @@ def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepP
         optimizer=options.optimizer,
         checkpoint=options.checkpoint,
         loss=options.loss,
+        fused=options.fused,
+        joined=options.joined,
+        keep=options.keep,
+        graph=options.graph,
         ranks=options.ranks,
         sharding=options.sharding,
         device=options.device,

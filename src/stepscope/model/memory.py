@@ -27,3 +27,14 @@ def kept(strategy: str, layers: int) -> tuple[str, ...]:
             f"keep {strategy!r} in a model of {layers} blocks", "name at most that many"
         )
     return (INPUTS,) * int(number) + (GATES,) * (layers - int(number))
+
+
+def check_forms(fused: bool, joined: bool, keep: str) -> None:
+    """A choice belongs to joined products, and these to the fused model."""
+    if joined and not fused:
+        raise UsageError("joined products belong to the fused model", "add --fused")
+    if keep != ALL and not joined:
+        raise UsageError(
+            f"keep is {keep!r} in a step without joined products",
+            "add --fused --joined, or use --checkpoint",
+        )

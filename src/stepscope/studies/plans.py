@@ -6,8 +6,8 @@ from typing import Literal
 
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
+from stepscope.errors import UsageError
 from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import IN_BACKWARD
 
 
 def plan_of(workload: Workload, device_kind: str) -> StepPlan:
@@ -22,20 +22,29 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         optimizer=workload.optimizer,
         checkpoint=workload.checkpoint,
         loss="fused" if workload.loss == "fused" else "plain",
+        fused=workload.fused,
+        joined=workload.joined,
+        keep=workload.keep,
+        graph=workload.graph,
         device=device,
         # The small step before it had a backward where this one has.
         used_before=workload.mode != "forward",
     )
 
 
-def can_be_predicted(workload: Workload) -> bool:
-    """Not a compiled step, whose operators are the compiler's choice, nor one of our kernels, nor
-    somebody else's model, nor one whose gradients go as they come."""
-    plain = workload.compile == "no" and not workload.fused and not workload.graph
-    return plain and not workload.own and workload.optimizer != IN_BACKWARD
+def can_be_predicted(workload: Workload, device_kind: str) -> bool:
+    """Not a compiled step, whose operators are the compiler's choice, nor somebody else's model,
+    nor a form that no plan knows on that device."""
+    if workload.compile != "no" or workload.own:
+        return False
+    try:
+        plan_of(workload, device_kind)
+    except UsageError:
+        return False
+    return True
 
 
 def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:
-    if not can_be_predicted(workload):
+    if not can_be_predicted(workload, device_kind):
         return None
     return predict(plan_of(workload, device_kind))

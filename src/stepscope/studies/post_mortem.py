@@ -47,7 +47,7 @@ def read_refusal(said: str) -> Refusal:
 
 def step_post_mortem(config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
     workload = msgspec.convert(config, Workload)
-    if not can_be_predicted(workload):
+    if not can_be_predicted(workload, bench.device.kind):
         return {}
     refusal = read_refusal(said)
     limit = _room(bench.device)

@@ -8,6 +8,7 @@ from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.model.checkpointing import NONE
+from stepscope.model.memory import ALL
 from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
 from stepscope.report.format import bytes_
@@ -118,6 +119,12 @@ def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, 
 def plan_name(size_name: str, plan: StepPlan) -> str:
     extras = [
         *([] if plan.attention == "reference" else [plan.attention]),
+        *(["fused loss"] if plan.loss == "fused" else []),
+        *(["fused pieces"] if plan.fused else []),
+        *(["joined products"] if plan.joined else []),
+        *([] if plan.keep == ALL else [f"keeps {plan.keep}"]),
+        *(["updates in the backward"] if plan.updates_in_backward else []),
+        *(["as a graph"] if plan.graph else []),
         *([] if plan.checkpoint == NONE else [f"checkpointed: {plan.checkpoint}"]),
         *([f"{plan.ranks} ranks, sharding {plan.sharding}"] if plan.ranks > 1 else []),
     ]

@@ -14,7 +14,7 @@ from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.checkpointing import run_again as blocks_again
 from stepscope.model.config import ModelConfig, precision
-from stepscope.model.memory import ALL, kept
+from stepscope.model.memory import ALL, check_forms, kept
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
@@ -89,13 +89,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.own and self.optimizer == IN_BACKWARD:
             raise UsageError(f"{IN_BACKWARD} is for the models here", "take stepscope-fused")
         self.kept()
-        if self.joined and not self.fused:
-            raise UsageError("joined products belong to the fused model", "add --fused")
-        if self.keep != ALL and not self.joined:
-            raise UsageError(
-                f"keep is {self.keep!r} in a step without joined products",
-                "add --fused --joined, or use --checkpoint",
-            )
+        check_forms(self.fused, self.joined, self.keep)
         if self.joined and self.compile != "no":
             raise UsageError("a compiled model has no joined products", "leave one of both out")
 

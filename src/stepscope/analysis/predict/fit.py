@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 
-from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.plan import IN_BACKWARD, StepPlan
 from stepscope.analysis.predict.step import predict, runs_within
+from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NONE
+from stepscope.model.memory import KEEPS
 
 MARGIN = 1.02
 """What a peak may be off."""
+_FUSED = ("torch-fused", "stepscope-fused", IN_BACKWARD)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +34,11 @@ def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change
     for words, fields in _candidates(plan):
         if frozenset(fields) in done:
             continue
-        changed = msgspec.structs.replace(plan, **fields)
+        try:
+            changed = msgspec.structs.replace(plan, **fields)
+        except UsageError:
+            # Does not go with the rest of the plan.
+            continue
         peak = predict(changed).peak.allocated
         if peak * MARGIN <= budget and runs_within(changed, budget):
             found.append(Change(words=words, plan=changed, peak=peak))
@@ -43,10 +50,12 @@ def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change
 
 def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
     fused = {"optimizer": "torch-fused"}
-    if plan.mode == "train-step" and plan.optimizer != "torch-fused":
+    if plan.mode == "train-step" and plan.optimizer not in _FUSED:
         yield "fused AdamW", fused
     else:
         fused = {}
+    if plan.fused and plan.mode == "train-step" and not plan.updates_in_backward:
+        yield "updates in the backward", {"optimizer": IN_BACKWARD}
     flash: dict[str, Any] = {}
     if plan.attention == "reference":
         flash = {"attention": "sdpa"} | fused
@@ -57,6 +66,9 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "bfloat16 autocast", bf16
         if flash:
             yield "flash attention and bfloat16 autocast", flash | bf16
+    if plan.joined and plan.mode != "forward" and plan.keep in KEEPS:
+        for keep in KEEPS[KEEPS.index(plan.keep) + 1 :]:
+            yield f"keeping {keep} for the backward", {"keep": keep}
     stretches = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
     if plan.mode != "forward" and plan.checkpoint == NONE:
         for k in stretches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stepscope.analysis.predict.fused_layers import JoinedLayers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
@@ -20,7 +21,10 @@ def fused_loss(play: Play, x: Value) -> Value:
     tokens, vocab, d = play.shape.tokens, model.vocab, model.d_model
     compute = play.ops.autocast or max(x.width, head.width)
     wide = max(FLOAT32, compute)
-    narrow = new(vocab * d * compute) if head.width != compute else None
+    if isinstance(play.layers, JoinedLayers):
+        narrow = play.layers.narrow([head])
+    else:
+        narrow = (new(vocab * d * compute),) if head.width != compute else ()
     grad_x = new(tokens * d * compute)
     grad_weight = new(vocab * d * wide)
     losses = new(tokens * wide)
@@ -51,12 +55,15 @@ def _chunks(play: Play, casts: bool, compute: int, wide: int) -> None:
         own = min(rows, tokens - start)
         read = new(own * d * compute) if casts else None
         logits = new(own * vocab * compute, LOGITS)
-        if play.plan.device == "cpu":
+        if play.plan.has_kernels:
+            new(own * FLOAT32)
+        else:
             # Without the kernel: logits in float32, less their log-sum-exp, as probabilities.
             widened = new(own * vocab * wide) if wide != compute else None
             shifted = new(own * vocab * wide)
             probabilities = new(own * vocab * wide)
             del widened, shifted, probabilities
-        if wide != compute:
+        if wide != compute and play.plan.device == "cpu":
+            # cuBLAS adds a product to a wider sum.
             new(vocab * d * compute)
     del read, logits

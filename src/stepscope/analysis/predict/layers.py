@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from stepscope.analysis.predict.memory import Buffer
@@ -41,6 +43,17 @@ class Layers:
         self.on_cuda = device == "cuda"
         self.written_out = written_out
         """Softmax and SiLU out of elementary operators, as in the course's reference model."""
+
+    def block(self, x: Value, weights: Sequence[Value]) -> Value:
+        tape = self.ops.tape
+        first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
+        with tape.inside("norm"):
+            read = self.norm(x, first_norm)
+        x = self.ops.add(x, self.attention(read, query, key, value, output))
+        with tape.inside("norm"):
+            read = self.norm(x, second_norm)
+        with tape.inside("feed-forward"):
+            return self.ops.add(x, self.feed_forward(read, w1, w2, w3))
 
     def norm(self, x: Value, weight: Value) -> Value:
         ops = self.ops

@@ -21,6 +21,8 @@ class Operators:
         self.tape = tape
         self.autocast = autocast
         self._copies: dict[int, Value] = {}
+        self.read_beside: Callable[[Buffer, int], None] = lambda _, __: None
+        """Told of a buffer that work beside the backward still reads."""
         # A stretch that runs again enters autocast for itself.
         tape.after_replay = self.leave_autocast
 

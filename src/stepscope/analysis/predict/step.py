@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator, OutOfBlocks
+from stepscope.analysis.predict.beside import Beside
+from stepscope.analysis.predict.fused_layers import FusedLayers, JoinedLayers
 from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape
 from stepscope.analysis.predict.memory import Buffer, Memory, Moment
@@ -19,7 +21,7 @@ from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMI
 
 _INT64 = 8
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
-_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope-fused": 0, "stepscope": 1, "course": 3}
+_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope": 1, "course": 3}
 """Of the size of a parameter, while an optimizer updates it alone."""
 _STEPS = 2
 """The first makes the optimizer state, the second is like all that follow."""
@@ -92,8 +94,15 @@ class Play:
             batch=plan.batch, context=plan.context, d_model=model.d_model, d_ff=model.d_ff,
             heads=model.n_heads,
         )  # fmt: skip
-        self.layers = Layers(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
+        kind = JoinedLayers if plan.joined else FusedLayers if plan.fused else Layers
+        self.layers = kind(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
+        self.keeps = plan.kept()
         self.state: list[Buffer] = []
+        self.beside = Beside()
+        if plan.updates_in_backward:
+            self.tape.take = self._update_at_once
+            if plan.device == "cuda":
+                self.ops.read_beside = self.beside.read
 
     def run(self) -> None:
         self._build()
@@ -135,18 +144,19 @@ class Play:
 
     def _step(self, first: bool) -> None:
         memory, plan = self.memory, self.plan
+        self._first = first
         memory.begin("forward")
         if first:
-            self._take_workspace(2 if plan.used_before else 1)
-        last = self._forward()
+            self._take_workspace(plan.workspaces)
+        last, *branch = self._forward()
         if plan.loss == "fused" and plan.mode != "forward":
             loss = fused_loss(self, last)
-            del last
+            del last, branch
             self.ops.leave_autocast()
             memory.end()
         else:
             logits = self._make_logits(last)
-            del last
+            del last, branch
             memory.end()
             if plan.mode == "forward":
                 return
@@ -154,7 +164,7 @@ class Play:
             loss = self._loss(logits)
             memory.end()
         memory.begin("backward")
-        if first and not plan.used_before:
+        if first and plan.workspaces == 1:
             # The backward runs in a thread of its own.
             self._take_workspace(1)
         assert loss.node is not None
@@ -190,7 +200,8 @@ class Play:
         gathered.clear()
         return self.ops.around(out, gather)
 
-    def _forward(self) -> Value:
+    def _forward(self) -> Sequence[Value]:
+        """What the head reads, and the last branch: a variable of the model holds it until then."""
         tape = self.tape
         stream = self.shape.tokens * self.shape.d_model
         table = self.embedding.bytes
@@ -199,9 +210,11 @@ class Play:
                 "lookup", self.memory.buffer(stream * self.width), stream, self.width,
                 (self.embedding,), lambda _: (self.memory.buffer(table),),
             )  # fmt: skip
-        x = self._through_blocks(x, self.blocks, self.plan.stretches())
+        x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.stretches())
         with tape.inside("norm"):
-            return self.layers.norm(x, self.norm)
+            if isinstance(self.layers, JoinedLayers):
+                return self.layers.normed_sum(x, branch[0], self.norm)[1].value, *branch
+            return (self.layers.norm(x, self.norm),)
 
     def _make_logits(self, x: Value) -> Value:
         ops = self.ops
@@ -213,29 +226,29 @@ class Play:
         ops.leave_autocast()
         return logits
 
-    def _block(self, x: Value, weights: list[Value]) -> Value:
-        tape, layers = self.tape, self.layers
-        first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
-        with tape.inside("norm"):
-            read = layers.norm(x, first_norm)
-        x = self.ops.add(x, layers.attention(read, query, key, value, output))
-        with tape.inside("norm"):
-            read = layers.norm(x, second_norm)
-        with tape.inside("feed-forward"):
-            return self.ops.add(x, layers.feed_forward(read, w1, w2, w3))
-
     def _through_blocks(
-        self, x: Value, blocks: list[list[Value]], levels: tuple[int, ...]
-    ) -> Value:
+        self, stream: Sequence[Value], first: int, end: int, levels: tuple[int, ...]
+    ) -> Sequence[Value]:
+        """The stream, and where products are joined the branch that is still to be added to it."""
         if not levels:
-            for block in blocks:
-                x = self._with_weights(x, block, self._block)
-            return x
-        for start in range(0, len(blocks), levels[0]):
-            members = blocks[start : start + levels[0]]
-            body = partial(self._through_blocks, blocks=members, levels=levels[1:])
-            x = self.tape.checkpointed(x, body)
-        return x
+            for number in range(first, end):
+                stream = self._through(number, *stream)
+            return stream
+        for start in range(first, end, levels[0]):
+            body = partial(
+                self._through_blocks,
+                first=start,
+                end=min(start + levels[0], end),
+                levels=levels[1:],
+            )
+            stream = self.tape.checkpointed(stream, body)
+        return stream
+
+    def _through(self, number: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
+        layers, weights = self.layers, self.blocks[number]
+        if isinstance(layers, JoinedLayers):
+            return layers.joined_block(x, branch, weights, self.keeps[number])
+        return (self._with_weights(x, weights, layers.block),)
 
     def _loss(self, logits: Value) -> Value:
         ops = self.ops
@@ -248,29 +261,52 @@ class Play:
                 lambda _: (self.memory.buffer(size),), (probabilities.buffer, total_weight),
             )  # fmt: skip
 
+    def _update_at_once(self, parameter: Value, gradient: Buffer) -> None:
+        """In the backward, as soon as a gradient is there."""
+        if not self.plan.has_kernels:
+            self._update_alone(parameter.bytes, _TEMPORARIES["stepscope"], self._first)
+            return
+        if not self.state:
+            self.state = self._moments(self._own_sizes())
+        if self.plan.device == "cuda":
+            self.beside.read(gradient, parameter.bytes)
+
     def _optimize(self, first: bool) -> None:
-        memory, optimizer = self.memory, self.plan.optimizer
+        memory, plan = self.memory, self.plan
+        if plan.updates_in_backward:
+            self.beside.join()
+            return
+        optimizer = plan.optimizer
+        if optimizer == "stepscope-fused":
+            # One launch, or where its kernel does not run the rule written out.
+            optimizer = "torch-fused" if plan.has_kernels else "stepscope"
         # Torch works on all parameters at once on CUDA only.
-        on_all = optimizer == "torch" and self.plan.device == "cuda"
+        on_all = optimizer == "torch" and plan.device == "cuda"
         temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
         if self.master and first:
             self.state = [memory.buffer(size, OPTIMIZER) for size in sizes]
         wide = [memory.buffer(size) for size in sizes] if self.master else []
         if first and not temporaries:
-            self.state += [memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
+            self.state += self._moments(sizes)
         if on_all:
             # The roots of the second moments.
             roots = [memory.buffer(size) for size in sizes]
             del roots
         for size in sizes if temporaries else ():
-            if first:
-                self.state += [memory.buffer(size, OPTIMIZER) for _ in "mv"]
-            held = [memory.buffer(size) for _ in range(temporaries)]
-            del held
+            self._update_alone(size, temporaries, first)
         del wide
         for parameter in self._parameters():
             parameter.gradient = None
+
+    def _update_alone(self, size: int, temporaries: int, first: bool) -> None:
+        if first:
+            self.state += self._moments([size])
+        held = [self.memory.buffer(size) for _ in range(temporaries)]
+        del held
+
+    def _moments(self, sizes: Sequence[int]) -> list[Buffer]:
+        return [self.memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
 
     def _own_sizes(self) -> list[int]:
         """Bytes of what this rank updates, parameters or their float32 copies: of all ranks the one

@@ -18,12 +18,16 @@ from stepscope.records.memory import GRADIENTS, KEPT_INPUT, PARAMETERS, RECOMPUT
 Gradients = Sequence["Buffer | None"]
 Rule = Callable[[Buffer], Gradients]
 """From the gradient of an operator's output to those of its inputs."""
+JointRule = Callable[[dict[int, Buffer]], Gradients]
+"""The same for several outputs: their gradients by place, where there are any."""
+Output = tuple[Buffer, int, int]
+"""A buffer, its elements and the bytes of each."""
 
 
 class Value:
     """An activation or a parameter: `width` is the bytes of one element."""
 
-    __slots__ = ("buffer", "elements", "gradient", "kept", "node", "width")
+    __slots__ = ("buffer", "elements", "gradient", "kept", "node", "place", "width")
 
     def __init__(
         self,
@@ -32,11 +36,14 @@ class Value:
         width: int,
         node: Node | None = None,
         kept: int | None = None,
+        place: int = 0,
     ) -> None:
         self.buffer = buffer
         self.elements = elements
         self.width = width
         self.node = node
+        self.place = place
+        """Which output of its operator it is."""
         self.kept = elements if kept is None else kept
         """Elements that this rank keeps, where parameters are divided among ranks."""
         self.gradient: Buffer | None = None
@@ -54,27 +61,28 @@ class Node:
     def __init__(
         self,
         number: int,
-        inputs: Sequence[Node | Value | None],
+        inputs: Sequence[tuple[Node, int] | Value | None],
         saved: Sequence[Buffer],
-        rule: Rule,
+        rule: JointRule,
     ) -> None:
         self.number = number
         self.inputs = inputs
-        """Of each input the operator that made it, or the parameter itself, or neither."""
+        """Of each input the operator that made it and as which output, or the parameter itself, or
+        neither."""
         self.saved: Sequence[Buffer] = saved
-        self.rule: Rule | None = rule
+        self.rule: JointRule | None = rule
         self.stretch: Stretch | None = None
         """The checkpointed stretch that will bring back what it saved."""
 
 
 class Stretch:
-    """A checkpointed stretch: its input is what it keeps, itself or in the stretch around it."""
+    """A checkpointed stretch: its inputs are what it keeps, itself or in the stretch around it."""
 
     __slots__ = ("again", "outer", "places", "saved")
 
-    def __init__(self, again: Callable[[Buffer], object], outer: Stretch | None) -> None:
-        self.again: Callable[[Buffer], object] | None = again
-        """Plays it again from its input."""
+    def __init__(self, again: Callable[[Sequence[Buffer]], object], outer: Stretch | None) -> None:
+        self.again: Callable[[Sequence[Buffer]], object] | None = again
+        """Plays it again from its inputs."""
         self.outer = outer
         self.saved: Sequence[Buffer] = ()
         self.places: list[Node | Stretch] = []
@@ -93,6 +101,9 @@ class Tape:
         self.module = ""
         self.after_replay: Callable[[], None] = lambda: None
         """Called when a stretch was played again."""
+        self.take: Callable[[Value, Buffer], None] | None = None
+        """Gets the gradient of each parameter in place of the parameter, where somebody uses it at
+        once."""
         self._count = 0
         self._stretch: Stretch | None = None
         self._bringing_back: Iterator[Node | Stretch] | None = None
@@ -118,15 +129,27 @@ class Tape:
         saved: Sequence[Buffer] = (),
     ) -> Value:
         """The value in `output`; its operator is recorded with what it saves."""
-        if self._bringing_back is not None:
-            if saved:
-                self._bring(saved)
-            return Value(output, elements, width)
-        if not self._recording:
-            return Value(output, elements, width)
+        (made,) = self.joint_operator(
+            name, ((output, elements, width),), inputs, lambda gradients: rule(gradients[0]), saved
+        )
+        return made
+
+    def joint_operator(
+        self,
+        name: str,
+        outputs: Sequence[Output],
+        inputs: Sequence[Value | None],
+        rule: JointRule,
+        saved: Sequence[Buffer] = (),
+    ) -> tuple[Value, ...]:
+        """The same with several outputs, which may lie in one buffer."""
+        if self._bringing_back is not None and saved:
+            self._bring(saved)
+        if self._bringing_back is not None or not self._recording:
+            return tuple(Value(*output) for output in outputs)
         self._count += 1
         sources = [
-            None if value is None else (value if value.node is None else value.node)
+            None if value is None else (value if value.node is None else (value.node, value.place))
             for value in inputs
         ]
         node = Node(self._count, sources, saved, rule)
@@ -135,34 +158,44 @@ class Tape:
             self._stretch.places.append(node)
         for buffer in node.saved:
             buffer.saved_as = buffer.saved_as or f"{self.module}, {name}"
-        return Value(output, elements, width, node)
+        return tuple(Value(*output, node=node, place=place) for place, output in enumerate(outputs))
 
-    def checkpointed(self, x: Value, body: Callable[[Value], Value]) -> Value:
-        """`body` of x, of which nothing but x is kept for the backward."""
+    def checkpointed(
+        self, inputs: Sequence[Value], body: Callable[[Sequence[Value]], Sequence[Value]]
+    ) -> Sequence[Value]:
+        """`body` of the inputs, of which nothing but these is kept for the backward."""
         if self._bringing_back is not None or not self._recording:
-            return self._within_replay(x, body)
-        elements, width, outer = x.elements, x.width, self._stretch
-        stretch = Stretch(lambda kept: body(Value(kept, elements, width)), outer)
+            return self._within_replay(inputs, body)
+        shapes, outer = [(x.elements, x.width) for x in inputs], self._stretch
+        stretch = Stretch(
+            lambda kept: body(
+                [Value(buffer, *shape) for buffer, shape in zip(kept, shapes, strict=True)]
+            ),
+            outer,
+        )
         if outer is None:
-            x.buffer.saved_as = x.buffer.saved_as or KEPT_INPUT
-            stretch.saved = (x.buffer,)
+            stretch.saved = tuple(x.buffer for x in inputs)
+            for buffer in stretch.saved:
+                buffer.saved_as = buffer.saved_as or KEPT_INPUT
         else:
             outer.places.append(stretch)
         self._stretch = stretch
         try:
-            return body(x)
+            return body(inputs)
         finally:
             self._stretch = outer
 
-    def _within_replay(self, x: Value, body: Callable[[Value], Value]) -> Value:
-        """An inner stretch while an outer one is played again: its input is brought back, what it
+    def _within_replay(
+        self, inputs: Sequence[Value], body: Callable[[Sequence[Value]], Sequence[Value]]
+    ) -> Sequence[Value]:
+        """An inner stretch while an outer one is played again: its inputs are brought back, what it
         saved comes when the backward is there."""
         places, recording = self._bringing_back, self._recording
         if places is not None:
-            self._bring((x.buffer,))
+            self._bring(tuple(x.buffer for x in inputs))
         self._bringing_back, self._recording = None, False
         try:
-            return body(x)
+            return body(inputs)
         finally:
             self._bringing_back, self._recording = places, recording
 
@@ -182,17 +215,20 @@ class Tape:
         self._bringing_back, self._left = iter(stretch.places), len(stretch.places)
         self.memory.unnamed = RECOMPUTED
         try:
-            again(stretch.saved[0])
+            again(stretch.saved)
         except _AllIsBack:
             pass
         finally:
             self._bringing_back, stretch.places = None, []
+            if stretch.outer is not None:
+                # Brought back for this replay alone.
+                stretch.saved = ()
             self.memory.unnamed = TEMPORARIES
             self.after_replay()
 
     def backward(self, last: Node, gradient: Buffer) -> None:
         """Run all operators behind `last`; gradients stay in the values that no operator made."""
-        pending: dict[int, Buffer] = {last.number: gradient}
+        pending: dict[int, dict[int, Buffer]] = {last.number: {0: gradient}}
         waiting = [(-last.number, last)]
         del gradient
         while waiting:
@@ -207,16 +243,22 @@ class Tape:
                     continue
                 if isinstance(source, Value):
                     self._accumulate(source, grad)
-                elif source.number in pending:
-                    # Added in place: by now nobody else holds the earlier one.
-                    pass
-                else:
-                    pending[source.number] = grad
-                    heapq.heappush(waiting, (-source.number, source))
+                    continue
+                maker, place = source
+                if maker.number not in pending:
+                    pending[maker.number] = {}
+                    heapq.heappush(waiting, (-maker.number, maker))
+                # A second one is added in place: by now nobody else holds the earlier.
+                pending[maker.number].setdefault(place, grad)
+                del maker
             node.inputs = ()
             del grads, grad, source, node
 
     def _accumulate(self, leaf: Value, gradient: Buffer) -> None:
+        if self.take is not None:
+            gradient.line = GRADIENTS
+            self.take(leaf, gradient)
+            return
         if leaf.gradient is not None:
             return
         if leaf.kept < leaf.elements:

@@ -43,7 +43,9 @@ def post_mortem_findings(lost: Sequence[Record]) -> Iterator[Finding]:
         (record, workload)
         for record in lost
         if record.status == "oom"
-        and can_be_predicted(workload := msgspec.convert(record.config, Workload))
+        and can_be_predicted(
+            workload := msgspec.convert(record.config, Workload), record.environment.device_kind
+        )
     ]
     for record, workload in full[:_MOST_POST_MORTEMS]:
         if NOTE in record.notes:
