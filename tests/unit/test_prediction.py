@@ -133,6 +133,17 @@ def test_nested_stretches_need_the_least() -> None:
     assert peaks["no"] > peaks["4"] > peaks["1"] >= peaks["4-1"] >= peaks["nested"]
 
 
+@pytest.mark.parametrize("vocab", [32, 2000])
+@pytest.mark.parametrize("optimizer", ["torch", "torch-fused", "stepscope"])
+def test_an_update_of_one_after_the_other_is_predicted(optimizer: str, vocab: int) -> None:
+    """Where the first and the last weight are the largest, and where three in a row are."""
+    work = msgspec.structs.replace(
+        tiny("float32", "sdpa", mode="train-step", vocab=vocab, n_layers=2), optimizer=optimizer
+    )
+    # The count of each parameter's steps lives on the host, which is the device here.
+    assert predicted_phases(work) == pytest.approx(counted_phases(work), abs=200)
+
+
 # The kernel of stepscope-fused runs on a GPU: here another form would be counted.
 @pytest.mark.parametrize(
     "optimizer", [n for n in OPTIMIZERS if n not in ("stepscope-fused", "stepscope-in-backward")]
@@ -269,6 +280,8 @@ def test_changes_that_fit_do_fit_and_nothing_is_promised_where_nothing_does() ->
         {"checkpoint": "-1"},
         {"checkpoint": "1-2"},
         {"attention": "fast"},
+        {"attention": "tiled"},
+        {"attention": "compiled"},
         {"dtype": "int3"},
     ],
 )

@@ -16,6 +16,10 @@ from stepscope.model.memory import ALL, check_forms, kept
 IN_BACKWARD = "stepscope-in-backward"
 OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", IN_BACKWARD, "course")
 _CAPTURED = ("stepscope-fused", IN_BACKWARD)
+_UNKNOWN_ATTENTIONS = {
+    "compiled": "is the compiler's choice",
+    "tiled": "depends on its tiles, whose temporaries are not counted",
+}
 LOSSES = ("plain", "fused")
 SHARDINGS = ("none", "optimizer", "full")
 
@@ -79,6 +83,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_what_is_not_known()
 
     def _refuse_what_is_not_known(self) -> None:
+        if self.attention in _UNKNOWN_ATTENTIONS:
+            raise UsageError(
+                f"the memory of attention {self.attention} {_UNKNOWN_ATTENTIONS[self.attention]}",
+                "predict sdpa or reference instead",
+            )
         if self.fused and not self.has_kernels:
             raise UsageError(
                 "fused layers are predicted for a GPU: without it plain ones take their place",

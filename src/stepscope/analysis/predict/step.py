@@ -21,7 +21,7 @@ from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMI
 
 _INT64 = 8
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
-_TEMPORARIES = {"torch": 3, "torch-fused": 0, "stepscope": 1, "course": 3}
+_TEMPORARIES = {"torch": 2, "torch-fused": 0, "stepscope": 1, "course": 3}
 """Of the size of a parameter, while an optimizer updates it alone."""
 _STEPS = 2
 """The first makes the optimizer state, the second is like all that follow."""
@@ -293,17 +293,20 @@ class Play:
             # The roots of the second moments.
             roots = [memory.buffer(size) for size in sizes]
             del roots
+        last = None
         for size in sizes if temporaries else ():
-            self._update_alone(size, temporaries, first)
-        del wide
+            made = self._update_alone(size, temporaries, first)
+            # A variable of torch's loop: the divisor stays until there is the next one.
+            last = made[-1] if optimizer == "torch" else None
+            del made
+        del wide, last
         for parameter in self._parameters():
             parameter.gradient = None
 
-    def _update_alone(self, size: int, temporaries: int, first: bool) -> None:
+    def _update_alone(self, size: int, temporaries: int, first: bool) -> list[Buffer]:
         if first:
             self.state += self._moments([size])
-        held = [self.memory.buffer(size) for _ in range(temporaries)]
-        del held
+        return [self.memory.buffer(size) for _ in range(temporaries)]
 
     def _moments(self, sizes: Sequence[int]) -> list[Buffer]:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
