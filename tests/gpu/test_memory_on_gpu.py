@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +46,12 @@ def measured(
     attention: str = "reference",
     context: int = 256,
     checkpoint: str = "no",
+    **forms: Any,
 ) -> Measurement:
     study = find_study("memory")
     flags = study.flags(
         size=("small",), context=(context,), dtype=(dtype,), attention=(attention,), mode=(mode,),
-        checkpoint=(checkpoint,),
+        checkpoint=(checkpoint,), **forms,
     )  # fmt: skip
     (case,) = study.cases(flags)
     bench = CudaBench()
@@ -125,6 +127,26 @@ def test_checkpointed_steps_are_predicted_and_accounted_for(checkpoint: str, dty
     backward = next(p for p in decode_peaks(done.notes["ledger"]) if p.phase == "backward")
     assert abs(backward.residual) <= 0.01 * backward.allocated
     assert backward.lines[RECOMPUTED] > 0
+
+
+JOINED = {"fused": True, "joined": True}
+
+
+@pytest.mark.parametrize("optimizer", ["stepscope-fused", "stepscope-in-backward"])
+@pytest.mark.parametrize(
+    "form",
+    [{"fused": True}, *(JOINED | {"keep": keep} for keep in ("all", "gates", "inputs-6"))],
+    ids=lambda form: form.get("keep", "fused"),
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])
+def test_the_forms_of_the_fast_step_are_predicted(
+    dtype: str, form: dict[str, Any], optimizer: str
+) -> None:
+    done = measured(
+        "train-step", dtype, "sdpa_flash", 1024, loss=("fused",), optimizer=(optimizer,), **form
+    )
+    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.02)
 
 
 def test_master_weights_are_predicted() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.model.checkpointing import NONE
+from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
@@ -117,8 +118,9 @@ def _in_small(workload: Workload) -> Workload:
     if workload.own:
         return msgspec.structs.replace(workload, batch=1, checkpoint=NONE)
     return msgspec.structs.replace(
-        workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE
-    )
+        workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE,
+        keep=ALL,
+    )  # fmt: skip
 
 
 def _account(ledger: StorageLedger, step: TrainingStep, device: Device) -> None:
