@@ -17,12 +17,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from stepscope import beside
 from stepscope.analysis.predict import beside as predicted_beside
+from stepscope.analysis.predict import fused_layers
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
 from stepscope.model import cost
 from stepscope.model.config import precision
-from stepscope.model.kernels import launching, norm
+from stepscope.model.kernels import launching, norm, triton_norm
 from stepscope.optim import fused
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
@@ -145,6 +146,12 @@ def test_the_races_of_the_h200_are_met() -> None:
         )
 
 
+def test_what_is_known_without_torch_is_what_the_kernels_have() -> None:
+    assert predicted_beside.MOST_WAITING == beside.MOST_WAITING
+    assert fused_layers.WARPS_TO_A_PROCESSOR == triton_norm._WARPS_TO_A_PROCESSOR
+    assert fused_layers.PROGRAMS_INTERPRETED == triton_norm._PROGRAMS_INTERPRETED
+
+
 def test_a_replay_has_no_prediction_to_be_held_against() -> None:
     for name, work, _ in races():
         told = prediction_for(work, "cuda")
@@ -168,7 +175,6 @@ def test_keeping_less_needs_less_and_the_ledger_says_where() -> None:
 
 
 def test_no_more_than_so_many_bytes_of_gradients_wait() -> None:
-    assert predicted_beside.MOST_WAITING == beside.MOST_WAITING
     fields: dict[str, Any] = {"dtype": "bfloat16", "attention": "sdpa", "loss": "fused", **JOINED}
     after = predict(plan("large", 512, optimizer="stepscope-fused", **fields))
     within = predict(plan("large", 512, optimizer="stepscope-in-backward", **fields))

@@ -15,8 +15,8 @@ from stepscope.analysis.predict.tape import Value
 from stepscope.model.memory import ALL, INPUTS
 from stepscope.records.memory import WEIGHT_COPIES
 
-_WARPS_TO_A_PROCESSOR = 32
-_PROGRAMS_INTERPRETED = 4
+WARPS_TO_A_PROCESSOR = 32
+PROGRAMS_INTERPRETED = 4
 
 
 class Normed(NamedTuple):
@@ -70,10 +70,10 @@ class FusedLayers(Layers):
 
     def _partial_bytes(self) -> int:
         d, rows = self.shape.d_model, self.shape.tokens
-        programs = _PROGRAMS_INTERPRETED
+        programs = PROGRAMS_INTERPRETED
         if self.on_cuda:
             block = 1 << (d - 1).bit_length()
-            programs = self.processors * (_WARPS_TO_A_PROCESSOR // min(16, max(4, block // 256)))
+            programs = self.processors * (WARPS_TO_A_PROCESSOR // min(16, max(4, block // 256)))
         return -(-rows // -(-rows // programs)) * d * FLOAT32
 
     def block(self, x: Value, weights: Sequence[Value]) -> Value:
