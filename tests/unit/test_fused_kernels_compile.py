@@ -28,7 +28,7 @@ from stepscope.model.kernels import (
 )
 from stepscope.optim import triton_adamw
 
-def wide_loads(kernel, types, warps=8, together=1, **constants):
+def wide_loads(kernel, types, warps=8, **constants):
     # Pointers and sizes as a launch finds them: multiples of 16.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
@@ -39,7 +39,7 @@ def wide_loads(kernel, types, warps=8, together=1, **constants):
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     hopper = GPUTarget("cuda", 90, 32)
-    how = {"num_warps": warps, "num_ctas": together}
+    how = {"num_warps": warps}
     compiled = triton.compile(source, target=hopper, options=how)
     spilled = any(int(n) for n in re.findall(r"(?:LOCAL|STACK):(\d+)", resources(compiled)))
     return 0 if spilled else compiled.asm["ptx"].count("ld.global.v")
@@ -87,10 +87,6 @@ for name, moments, chance, copied in (
         COPIED=copied))
 print("adamw one", wide_loads(
     triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, i, i], COPIED=True))
-print("adamw few", wide_loads(
-    triton_adamw.adamw_few_kernel, [f, f, f, f, x, f, i, i], COPIED=True,
-    BLOCK=triton_adamw.FILLING_BLOCK, warps=triton_adamw.FILLING_WARPS,
-    together=triton_adamw.PAIRED))
 """
 
 
@@ -105,5 +101,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 17
+    assert len(found) == 16
     assert {name for name, count in found.items() if int(count) == 0} == set(), found

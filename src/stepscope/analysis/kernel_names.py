@@ -77,7 +77,6 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "embedding_backward_kernel": ("reduction", ""),
     "adamw_table_kernel": ("optimizer", ""),
     "adamw_one_kernel": ("optimizer", ""),
-    "adamw_few_kernel": ("optimizer", ""),
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
 """Before and after the products of its backward."""
