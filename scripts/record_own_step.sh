@@ -2,7 +2,7 @@
 # Records what docs/walkthrough.md is made of: `advise --verify` for the examples, then the page.
 #
 #   scripts/record_own_step.sh cpu     the slow example, in small: about ten minutes
-#   scripts/record_own_step.sh h200    all three, and a tuned step: at most 15 minutes
+#   scripts/record_own_step.sh h200    all three, and a tuned step: at most 16 minutes
 #
 # Words after the machine are the examples to record, all if there are none. Each has a time for its
 # trials; changes with the largest predicted gain come first, and the time of the trial of all kept

@@ -231,6 +231,13 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     assert wall_ms(facts) == pytest.approx(facts.step_ms, rel=0.02)
     (said,) = [one.text for one in inspected_findings([watched]) if "to issue a step" in one.text]
     assert f"takes {sum(took.values()):.3g} ms to issue" in said
+    assert watched.summary is not None
+    kernels = tuple(row for row in watched.summary.kernels if row.phase != "outside")
+    lines = tuple(line for line in watched.summary.lines if line.phase != "outside")
+    without = msgspec.structs.replace(watched.summary, kernels=kernels, lines=lines)
+    notes = record.notes | {"profile": encode(without)}
+    bare = facts_of(msgspec.structs.replace(record, notes=notes))
+    assert bare.host_ms == pytest.approx(sum(took.values())), "no kernel outside, but time"
     old = msgspec.structs.replace(record, series=record.series[:2])
     assert facts_of(old).phases[0].launch_ms is None
 

@@ -11,6 +11,8 @@ from stepscope.analysis.trace.summary import Summary, decode, encode
 from stepscope.errors import StepscopeError
 from trace_files import ADD, SGEMM, ChromeTrace, nsight_file, training_step
 
+FILL = "Memset (Device)"
+
 
 def of(trace: ChromeTrace) -> Summary:
     return summarize(trace.read())
@@ -56,10 +58,14 @@ def test_names_that_differ_in_template_arguments_only_are_one_kernel() -> None:
     assert (row.kernel, row.count) == ("multi_tensor_apply_kernel", 2)
 
 
-def test_runs_of_memory_end_at_products_phases_and_steps() -> None:
+def test_runs_of_memory_end_at_products_phases_and_steps_and_not_at_fills() -> None:
     trace = ChromeTrace()
     kernels = (
-        ("ProfilerStep#0", "forward", ((ADD, 10), (ADD, 30), (SGEMM, 50), (ADD, 20))),
+        (
+            "ProfilerStep#0",
+            "forward",
+            ((ADD, 10), (FILL, 5), (ADD, 30), (FILL, 90), (SGEMM, 50), (ADD, 20)),
+        ),
         ("ProfilerStep#0", "backward", ((ADD, 40),)),
         ("ProfilerStep#1", "forward", ((ADD, 20), (ADD, 20), (SGEMM, 50), (SGEMM, 50))),
     )

@@ -44,7 +44,7 @@ class Recorder:
         self.times: list[tuple[Mark, Mark]] = []
         self.warmup_s: list[float] = []
         self.readings: list[Reading] = []
-        self.issue = IssueClock(lambda: self.device.synchronize())
+        self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.ledger: WatchedLedger | None = None
         self.traced = 0
         self.forwards = 0
@@ -160,6 +160,12 @@ class Recorder:
         if hooks is not None:
             self._open.enter_context(hooks)
             self.issue.begin()
+
+    def _let_device_catch_up(self) -> None:
+        # To wait within a capture would break it.
+        capturing = self.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self.device.synchronize()
 
     def _start_counting(self) -> None:
         if any_compiled(self.models):

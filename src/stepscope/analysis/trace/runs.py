@@ -18,25 +18,27 @@ _MOVING = [CLASSES.index(kind) for kind in MEMORY_BOUND]
 def memory_runs(held: Instances) -> tuple[Runs, ...]:
     """By phase. A product, or the end of a phase, ends a run."""
     fills = [name for name, about in held.work.descriptions.items() if about.short == FILL]
-    moving = np.isin(held.kind, _MOVING) & ~np.isin(held.name, fills)
+    seen = ~np.isin(held.name, fills)
+    of_phase, of_step, length = held.phase[seen], held.step[seen], held.length[seen]
+    moving = np.isin(held.kind[seen], _MOVING)
     begins = moving.copy()
-    same = (held.phase[1:] == held.phase[:-1]) & (held.step[1:] == held.step[:-1])
+    same = (of_phase[1:] == of_phase[:-1]) & (of_step[1:] == of_step[:-1])
     begins[1:] &= ~(moving[:-1] & same)
     if not moving.any():
         return ()
     of = np.cumsum(begins)[moving] - 1
     longest = np.zeros(of[-1] + 1, np.int64)
-    np.maximum.at(longest, of, held.length[moving])
-    phase_of_run, steps = held.phase[begins], len(held.steps)
+    np.maximum.at(longest, of, length[moving])
+    phase_of_run, steps = of_phase[begins], len(held.steps)
     found = []
     for phase in np.unique(phase_of_run).tolist():
-        kernels = moving & (held.phase == phase)
+        kernels = moving & (of_phase == phase)
         found.append(
             Runs(
                 phase=PHASES[phase],
                 runs=int((phase_of_run == phase).sum()) / steps,
                 kernels=int(kernels.sum()) / steps,
-                ms=int(held.length[kernels].sum()) / steps / 1e6,
+                ms=int(length[kernels].sum()) / steps / 1e6,
                 longest_ms=int(longest[phase_of_run == phase].sum()) / steps / 1e6,
             )
         )

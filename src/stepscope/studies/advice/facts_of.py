@@ -89,7 +89,9 @@ def facts_of(
 
 def _with_issue_times(facts: Facts, took: Mapping[str, float]) -> Facts:
     """Each phase with the time that the host took to issue it; the loss is issued with the
-    backward. What it does outside is more than launches."""
+    backward. What it does outside is more than launches, or no launch at all."""
+    if all(work.name != _OUTSIDE for work in facts.phases):
+        facts = replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
     launches = {work.name: work.launches for work in facts.phases}
     launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)
     each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
