@@ -21,7 +21,7 @@ from stepscope.analysis.kernel_names import describe
 from stepscope.analysis.trace.summary import decode, encode
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
-from stepscope.records.schema import Ceiling, Record
+from stepscope.records.schema import Ceiling, Record, Series
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice import OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
@@ -238,6 +238,10 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     notes = record.notes | {"profile": encode(without)}
     bare = facts_of(msgspec.structs.replace(record, notes=notes))
     assert bare.host_ms == pytest.approx(sum(took.values())), "no kernel outside, but time"
+    loading = Series(name="issue.data", unit="ms", values=(4.0, 6.0, 5.0))
+    loads = facts_of(msgspec.structs.replace(record, series=(*record.series, loading)))
+    assert loads.data_ms == 5.0
+    assert loads.phases[0].host_ms == took["outside"] + 5.0
     old = msgspec.structs.replace(record, series=record.series[:2])
     assert facts_of(old).phases[0].launch_ms is None
 

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.scope import issue
 from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
@@ -36,12 +37,33 @@ def test_a_step_with_two_forwards_is_told_apart() -> None:
             clock.turn(OUTSIDE)
             clock.end()
     # Between two looks at the clock lies the wait for the device, which is nobody's time.
-    expected = {"outside": 2e3, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
+    expected = {"outside": 2e3, "data": 0, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
     assert clock.steps == [expected] * 2
     assert len(idle) == 2 * 8
     model(torch.ones(1, 2))
     clock.turn(OPTIMIZER)
     assert len(idle) == 2 * 8, "nothing is timed outside of a step"
+
+
+@pytest.mark.usefixtures("ticking")
+def test_the_time_for_a_batch_is_told_apart() -> None:
+    clock = IssueClock(lambda: None)
+    model = torch.nn.Linear(2, 2)
+    batches = iter(DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1))
+    plain = type(batches).__next__
+    for _ in range(2):
+        hooks = clock.hooked([model])
+        assert hooks is not None
+        with hooks:
+            clock.begin()
+            (batch,) = next(batches)
+            model(batch)
+            next(batches, None)
+            clock.end()
+    assert [step["data"] for step in clock.steps] == [2e3, 2e3], "also when there is none left"
+    assert [step["outside"] for step in clock.steps] == [2e3, 2e3]
+    assert [step["backward"] for step in clock.steps] == [2e3, 2e3]
+    assert type(batches).__next__ is plain
 
 
 def test_a_model_that_is_compiled_in_place_has_no_hooks() -> None:

@@ -144,6 +144,11 @@ def test_time_is_left_for_the_changes_together(
     assert "no time is left to try compile (--within)" in capsys.readouterr().err
 
 
+def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> None:
+    other = advice("tf32", 35.0, dtype="tf32")
+    assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
+
+
 def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,8 +90,9 @@ class Verification:
         for one in wanted:
             kept = [tried for tried in alone if tried.kept]
             # The changes together are what all this is for: their trial has its time set aside.
-            last = self._trial((*_ranked(kept), one)) if kept else None
-            if self._deadline.allows(self._trial((one,)), then=last):
+            last = compatible((*_ranked(kept), one))
+            then = self._trial(last) if len(last) > 1 else None
+            if self._deadline.allows(self._trial((one,)), then=then):
                 alone.append(self._try((one,)))
             else:
                 # One that needs no compiler may still have its time.

@@ -13,16 +13,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils.data import dataloader
 
 from stepscope.measure.modules import hooked_roots
 
-OUTSIDE, FORWARD, BACKWARD, OPTIMIZER = "outside", "forward", "backward", "optimizer"
-PHASES = (OUTSIDE, FORWARD, BACKWARD, OPTIMIZER)
+OUTSIDE, DATA, FORWARD, BACKWARD = "outside", "data", "forward", "backward"
+OPTIMIZER = "optimizer"
+PHASES = (OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER)
 
 
 class IssueClock:
     """`begin` and `end` around a step; forwards are seen by hooks, and who sees the optimizer says
-    so. What lies between the two is the backward, the loss with it; what is before, outside."""
+    so. What lies between the two is the backward, the loss with it; what is before, outside, but
+    for batches of a DataLoader."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
@@ -42,7 +45,25 @@ class IssueClock:
             if self._phase == FORWARD:
                 self.turn(BACKWARD)
 
-        return hooked_roots(models, enter, leave)
+        hooks = hooked_roots(models, enter, leave)
+        if hooks is not None:
+            self._watch_loaders(hooks)
+        return hooks
+
+    def _watch_loaders(self, hooks: ExitStack) -> None:
+        made: Any = dataloader._BaseDataLoaderIter
+        plain = made.__next__
+
+        def timed(loader: Any) -> Any:
+            before = self._phase
+            self.turn(DATA)
+            try:
+                return plain(loader)
+            finally:
+                self.turn(before)
+
+        made.__next__ = timed
+        hooks.callback(setattr, made, "__next__", plain)
 
     def begin(self) -> None:
         self._spent = dict.fromkeys(PHASES, 0.0)

@@ -94,9 +94,10 @@ def _series(recorder: Recorder) -> tuple[Series, ...]:
         values = tuple(ms for ms in on_device if ms is not None)
         found.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
     issued = recorder.issue.steps
-    for phase in PHASES if issued else ():
+    for phase in PHASES:
         values = tuple(step[phase] for step in issued)
-        found.append(Series(name=f"issue.{phase}", unit="ms", values=values))
+        if any(values):
+            found.append(Series(name=f"issue.{phase}", unit="ms", values=values))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ _UNITS = {
     "FP32 cores": "float32", "TF32 tensor cores": "tf32", "BF16 tensor cores": "bfloat16",
     "FP16 tensor cores": "float16", "FP16/BF16 tensor cores": "bfloat16",
 }  # fmt: skip
-_OUTSIDE = "outside"
+_OUTSIDE, _DATA = "outside", "data"
 _ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
 _PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
 """Words of the names that copies have here."""
@@ -92,6 +92,8 @@ def _with_issue_times(facts: Facts, took: Mapping[str, float]) -> Facts:
     backward. What it does outside is more than launches, or no launch at all."""
     if all(work.name != _OUTSIDE for work in facts.phases):
         facts = replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
+    data = took.get(_DATA, 0.0)
+    outside = took.get(_OUTSIDE, 0.0) + data
     launches = {work.name: work.launches for work in facts.phases}
     launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)
     each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
@@ -99,14 +101,13 @@ def _with_issue_times(facts: Facts, took: Mapping[str, float]) -> Facts:
 
     def timed(work: Work) -> Work:
         if work.name == _OUTSIDE:
-            return replace(work, launch_ms=0.0, host_ms=took.get(_OUTSIDE, 0.0))
+            return replace(work, launch_ms=0.0, host_ms=outside)
         return replace(work, launch_ms=each.get(work.name, 0.0))
 
     total = sum(launches.values())
     found = facts.with_work(timed, [work.name for work in facts.phases])
     found = replace(found, launch_ms=found.host_ms / total if total else 0.0)
-    # Under the profiler, which slows it down, it seemed to make its batch for longer.
-    return replace(found, data_ms=min(facts.data_ms, took.get(_OUTSIDE, 0.0)))
+    return replace(found, data_ms=data)
 
 
 def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
