@@ -12,10 +12,12 @@ from pathlib import Path
 from page_parts import bullets, origin, shown
 
 from stepscope.analysis.advice.changes import Advice, advise
+from stepscope.cli.advice_page import advice_page
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.report.html import html_page
 from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
@@ -62,7 +64,14 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
             parts += [f"## {words}", *_in_short([records for _, _, records in walks])]
             for walk in walks:
                 parts += _walk(*walk)
-    return {"walkthrough.md": "\n\n".join(parts) + "\n"}
+    return {"walkthrough.md": "\n\n".join(parts) + "\n"} | {
+        f"pages/{path.stem}.html": _html(read_records(path)) for _, _, path in files
+    }
+
+
+def _html(records: Sequence[Record]) -> str:
+    base = _base(records)
+    return html_page(advice_page(base, _advice(base), records))
 
 
 def _in_short(walks: Sequence[Sequence[Record]]) -> Iterator[str]:
@@ -99,6 +108,7 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield f"### {EXAMPLES[example]}"
     yield f"```sh\nstepscope advise --verify {words}\n```"
     yield f"Recorded in {origin(name, records)}"
+    yield f"The page that it wrote, to be opened in a browser: `docs/pages/{Path(name).stem}.html`."
     yield "#### The first page"
     yield (
         f"A step takes {duration(facts.step_ms)} and {bytes_(facts.peak_bytes)} at its peak."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.analysis.advice.calibration import Verified
 from stepscope.analysis.advice.changes import Advice
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
@@ -17,36 +18,20 @@ from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
 from stepscope.studies.advice.view import Tried, advice_table, lines_table, not_tried
+from stepscope.studies.page import make_page, study_sections
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How far off were predictions on this device, and what is learnt from that?"
 
 
-def conclude(
-    out: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
-) -> int:
-    """Write the page, print the tables or one line of JSON; the exit code."""
-    from stepscope.report.html import html_page
-    from stepscope.report.terminal import print_sections
-    from stepscope.studies.page import make_page, study_sections
-
-    listed = [
-        advice_table(advice, facts_of(base).step_ms),
-        lines_table(advice, "advise-how", "How each is written"),
-    ]
-    own = [record for record in records if record.study == TRIALS]
-    tried = [Tried(record) for record in own]
-    settings = OF_SCRIPTS if "script" in base.config else OF_MODELS
-    section = Section(
-        name="advice", title="Advice", question=_QUESTION,
-        blocks=(
-            *(not_tried(advice, tried, settings) if tried else ()),
-            *(table for table in listed if table.rows),
-        ),
-    )  # fmt: skip
+def advice_page(
+    base: Record, advice: Sequence[Advice], records: Sequence[Record],
+    history: Sequence[Verified] = (),
+) -> Page:  # fmt: skip
+    """What was tried on top, what is advised, then the step as it was."""
     made = make_page(records)
-    past = history_blocks(read_history(), base.environment.device_name)
-    history = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
+    past = history_blocks(history, base.environment.device_name)
+    so_far = Section(name="history", title="Predictions so far", question=_SO_FAR, blocks=past)
     trials = [one for one in made.sections if one.name == TRIALS]
     rest = [one for one in made.sections if one.name != TRIALS]
     tables = [block for one in trials for block in one.blocks if isinstance(block, Table)]
@@ -57,25 +42,57 @@ def conclude(
         )
         for one in trials
     ]
-    page = Page(
+    advised = _section(base, advice, records)
+    return Page(
         title=f"Advice for {base.config.get('script') or base.config['model']}",
         subtitle=made.subtitle,
         headline=tables[0] if tables else made.headline,
-        sections=(*trials, section, *((history,) if past else ()), *rest),
+        sections=(*trials, advised, *((so_far,) if past else ()), *rest),
     )
+
+
+def conclude(
+    out: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
+) -> int:
+    """Write the page, print the tables or one line of JSON; the exit code."""
+    from stepscope.report.html import html_page
+    from stepscope.report.terminal import print_sections
+
     path = out / "advice.html"
-    write_text(path, html_page(page))
+    write_text(path, html_page(advice_page(base, advice, records, read_history())))
     if as_json:
         facts = {
             "advice": advice,
             "tried": [{"change": t.trial.code, "predicted_ms": t.predicted_ms,
-                       "realised_ms": t.realised_ms, "verdict": t.verdict} for t in tried],
+                       "realised_ms": t.realised_ms, "verdict": t.verdict}
+                      for t in _tried(records)],
             "report": path,
         }  # fmt: skip
         print(json_line(facts))
         return 0
-    print_sections([section, *study_sections(own)])
+    own = [record for record in records if record.study == TRIALS]
+    print_sections([_section(base, advice, records), *study_sections(own)])
     if not advice:
         print("No change that is known here is predicted to gain 3 % or more.")
     print(f"page: {path.resolve()}")
     return 0
+
+
+def _tried(records: Sequence[Record]) -> list[Tried]:
+    return [Tried(record) for record in records if record.study == TRIALS]
+
+
+def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) -> Section:
+    listed = [
+        advice_table(advice, facts_of(base).step_ms),
+        lines_table(advice, "advise-how", "How each is written"),
+    ]
+    tried = _tried(records)
+    settings = OF_SCRIPTS if "script" in base.config else OF_MODELS
+    return Section(
+        name="advice", title="Advice", question=_QUESTION,
+        blocks=(
+            *(not_tried(advice, tried, settings) if tried else ()),
+            *(table for table in listed if table.rows),
+        ),
+    )  # fmt: skip
