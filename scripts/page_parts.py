@@ -24,8 +24,14 @@ def origin(name: str, records: Sequence[Record]) -> str:
     known = ", ".join(f"{what} {version}" for what, version in versions.items() if version)
     return (
         f"`results/{name}`, {len(records)} record{'s' * (len(records) != 1)}, {here.device_name},"
-        f" {known}, commit `{str(here.commit)[:12]}`."
+        f" {known}, {_commits(records)}."
     )
+
+
+def _commits(records: Sequence[Record]) -> str:
+    """Parts of a file may have been recorded at different times."""
+    found = dict.fromkeys(str(record.environment.commit)[:12] for record in records)
+    return f"commit{'s' * (len(found) != 1)} " + ", ".join(f"`{commit}`" for commit in found)
 
 
 def figure_files(blocks: Iterable[Block]) -> dict[str, str]:

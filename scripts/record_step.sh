@@ -2,15 +2,17 @@
 # Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
 #
 #   scripts/record_step.sh warm race-512        two parts
-#   scripts/record_step.sh                      all of them: about half an hour
+#   scripts/record_step.sh                      all of them: about 40 minutes
 #
 #   warm        compiles every form of the peer, races side by side; its times are thrown away (4 min)
 #   race-512    xl, 2.7b and small at context 512 (6 min)
 #   race-2048   2.7b and xl at context 2048 (5 min)
 #   race-long   8b at 32,768 tokens (5 min)
 #   loss        300 steps of every rung, three seeds side by side (3 min)
-#   ladder      each change alone and on top of the others, waterfalls (2 min)
-#   compile     torch.compile against eager, model and attention (3 min)
+#   ladder      small: each change alone and on top of the others, waterfalls (2 min)
+#   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
+#   compile     torch.compile against eager: small, by block and whole (3 min)
+#   compile-by  the same by size and number format, and attention alone (5 min)
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
@@ -73,9 +75,20 @@ part() {
         run ladder 240 step --part ladder waterfall
         keep step-ladder ladder
         ;;
+    ladder-xl)
+        run ladder-xl 300 step --part ladder waterfall --size xl --how 'so far'
+        keep step-ladder-xl ladder-xl
+        ;;
     compile)
         run compile 300 compile --part trace model --dtype bfloat16 --attention auto
-        keep compile_h200 compile
+        keep compile-small compile
+        ;;
+    compile-by)
+        run compile-bf16 140 compile --part model --compile block --size medium large xl 2.7b \
+            --dtype bfloat16 --attention auto
+        run compile-fp32 160 compile --part model --compile block --size small large 2.7b
+        run compile-attention 90 compile --part attention --head 64 128 --seq 1024 4096 16384
+        keep compile-by compile-bf16 compile-fp32 compile-attention
         ;;
     tuned)
         run tuned 560 step --part race --race 2.7b-512 --modes max-autotune \
@@ -90,12 +103,14 @@ part() {
 }
 
 parts=("$@")
-[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder compile tuned)
+[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder ladder-xl compile compile-by tuned)
 for one in "${parts[@]}"; do
     echo "== $one"
     part "$one"
 done
 if [ $# -eq 0 ]; then
-    cat "$results"/step-*.jsonl > "$results/step_h200.jsonl" && rm "$results"/step-*.jsonl
+    for study in step compile; do
+        cat "$results/$study"-*.jsonl > "$results/${study}_h200.jsonl" && rm "$results/$study"-*.jsonl
+    done
     "$python" scripts/make_docs.py
 fi

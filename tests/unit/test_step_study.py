@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from command_line import CommandLine
-from sample_records import environment
+from sample_records import environment, times
 from step_records import (
     loss_record,
     rung_record,
@@ -212,6 +212,21 @@ class TestPage:
         first = next(b for b in held.values() if isinstance(b, Finding))
         assert "from 100 ms to 25.0 ms, 4.00 times as fast" in first.text
         assert "Alone, bfloat16 autocast brings most: 2.00 times" in first.text
+
+    def test_rows_that_wait_for_the_host_are_marked(self) -> None:
+        issue = times("issue", 49.9, "host")
+        held = self.blocks(
+            rung_record("start", "start", step=100.0, series=(times("step", 100.0), issue)),
+            rung_record("bf16", "first", step=50.0, series=(times("step", 50.0), issue)),
+        )
+        table = held["step-ladder"]
+        assert isinstance(table, Table)
+        place = [column.title for column in table.columns].index("host-bound")
+        assert [row[place] for row in table.rows] == [0.0, 1.0]
+        texts = [b.text for b in held.values() if isinstance(b, Finding)]
+        assert any(
+            "In 1 of 2 rows of small at context 512, batch 4 the device waits" in t for t in texts
+        )
 
     def test_a_hundredth_is_no_gain(self) -> None:
         held = self.blocks(

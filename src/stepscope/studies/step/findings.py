@@ -42,6 +42,7 @@ def _climb(ladder: Ladder) -> Iterator[Finding]:
             f" {number(ratio, 3)} times as fast, with all up to {words(best.rung)}."
         )
         yield Finding(text=f"{text} {_alone(ladder, first.step.median)}", tone="good")
+    yield from _waiting(ladder)
     lost = [s for s in ladder.stands if s.record.status != "ok"]
     if lost:
         kinds = dict.fromkeys(words(s.rung) for s in lost)
@@ -49,6 +50,18 @@ def _climb(ladder: Ladder) -> Iterator[Finding]:
             text=f"{len(lost)} rows of {ladder.name} were not measured: {', '.join(kinds)}."
             f" The first said: {lost[0].record.reason}",
             tone="warn" if any(s.record.status != "skipped" for s in lost) else "info",
+        )
+
+
+def _waiting(ladder: Ladder) -> Iterator[Finding]:
+    """Steps that take as long as the host needs: what the device gains in them does not show."""
+    known = [stand for stand in ladder.stands if stand.host is not None]
+    bound = [stand for stand in known if stand.host is not None and stand.host.bound]
+    if bound:
+        yield Finding(
+            text=f"In {len(bound)} of {len(known)} rows of {ladder.name} the device waits for the"
+            " host: there a change shows by the launches that it saves, and what the device gains"
+            " shows once the step is a graph."
         )
 
 

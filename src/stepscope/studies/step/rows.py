@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import matrix_ceiling, step_ms
+from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, step_ms
 from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.analysis.trace.summary import decode
@@ -34,6 +34,11 @@ class Stand(NamedTuple):
     @property
     def step(self) -> Summary | None:
         return step_ms(self.record) if self.record.status == "ok" else None
+
+    @property
+    def host(self) -> HostShare | None:
+        """How much of it the device waited for the host."""
+        return host_bound(self.record) if self.record.status == "ok" else None
 
     @property
     def peak(self) -> float | None:

@@ -89,7 +89,7 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
         named = (words(stand.rung), how)
         if stand.step is None:
             status = _STATUS.get(stand.record.status, stand.record.status)
-            rows.append((*named, status, None, None, None, None, None, None, stand.record.reason))
+            rows.append((*named, status, *(None,) * 7, stand.record.reason))
             continue
         ms = stand.step.median
         climbs = stand in ladder.climb()
@@ -102,6 +102,7 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
                 _whole(tokens_per_second(stand.record)),
                 mfu(stand.record),
                 mfu(stand.record, measured=False),
+                stand.host.fraction if stand.host else None,
                 stand.peak,
                 None,
             )
@@ -120,6 +121,11 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
             Column(title="tokens/s", kind="count"),
             Column(title="MFU, measured", kind="percent", hint="of the matrix rate of its format"),
             Column(title="MFU, data sheet", kind="percent"),
+            Column(
+                title="host-bound",
+                kind="percent",
+                hint="share of the step in phases that were no faster than their launches",
+            ),
             Column(title="peak memory", kind="bytes"),
             Column(title="why not"),
         ),
