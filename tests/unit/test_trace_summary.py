@@ -87,6 +87,22 @@ def test_runs_of_memory_end_at_products_phases_and_steps_and_not_at_fills() -> N
     assert backward.ms == backward.longest_ms == pytest.approx(0.02)
 
 
+def test_on_a_cpu_frames_of_operators_end_no_run() -> None:
+    trace = ChromeTrace()
+    now = 0
+    for name, length in (
+        ("aten::add", 10), ("autograd::engine::evaluate_function: MulBackward0", 5),
+        ("aten::mul", 30), ("aten::mm", 50), ("aten::add", 20),
+    ):  # fmt: skip
+        trace.operator(name, now, now + length)
+        now += length
+    trace.range("backward", 0, now)
+    trace.range("ProfilerStep#0", 0, now)
+    (runs,) = of(trace).runs
+    assert (runs.phase, runs.runs, runs.kernels) == ("backward", 2, 3)
+    assert (runs.ms, runs.longest_ms) == (pytest.approx(0.06), pytest.approx(0.05))
+
+
 def test_a_use_says_where_and_in_how_many_places() -> None:
     uses = {(use.kernel, use.phase, use.module): use for use in of(training_step(blocks=3)).uses}
     use = uses[SGEMM, "forward", "block */attention"]

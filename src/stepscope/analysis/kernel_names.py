@@ -27,8 +27,8 @@ CLASSES: tuple[Class, ...] = (
     "communication", "other",
 )  # fmt: skip
 MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
-FILL = "Memset"
 """Classes of kernels that only move memory."""
+FILL = "Memset"
 Role = Literal["", "forward", "backward", "dX", "dW"]
 
 

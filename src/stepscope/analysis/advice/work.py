@@ -18,14 +18,17 @@ _ONE_KERNEL_OVER_PRODUCTS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
 GPU. It leaves out half of the products; in float32 torch has only a kernel for FP32 cores."""
 _ONE_KERNEL_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
-"""Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not."""
+"""Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not.
+Where their order is known, it says more."""
 _LAUNCHES_LEFT = 0.4
 _FUSED_OVER_LONGEST = 1.1
 _LEFT_OF_RUN = 0.2
 """Where the order of the kernels is known: a run of them that only move memory takes, fused, about
 as long as its longest alone, which reads and writes most of what all of them do (0.9 to 1.0 times
 in the reference model, 1.2 to 1.25 in a GPT with biases). It is one kernel and some of the others:
-sums over another dimension, casts of weights. Kernels that are alone gain next to nothing."""
+sums over another dimension, casts of weights. Kernels that are alone gain next to nothing.
+Operators of a CPU follow the same rule: the longest, such as GELU's backward, compute more than
+they move, and compiled they compute the same."""
 _CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
 """Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}

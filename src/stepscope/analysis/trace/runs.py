@@ -1,6 +1,8 @@
 """Runs of kernels that only move memory: a compiler makes one kernel of each, or two.
 
-Fills are left out: libraries of products fill their work space, and no compiler sees that.
+Fills are left out: libraries of products fill their work space, and no compiler sees that. On a CPU
+operators stand in for kernels, and those of no known class are left out too: most are the frames of
+others.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from stepscope.analysis.trace.statistics import Instances
 from stepscope.analysis.trace.summary import Runs
 
 _MOVING = [CLASSES.index(kind) for kind in MEMORY_BOUND]
+_OTHER = CLASSES.index("other")
 
 
 def memory_runs(held: Instances) -> tuple[Runs, ...]:
     """By phase. A product, or the end of a phase, ends a run."""
     fills = [name for name, about in held.work.descriptions.items() if about.short == FILL]
     seen = ~np.isin(held.name, fills)
+    if not held.work.on_device:
+        seen &= held.kind != _OTHER
     of_phase, of_step, length = held.phase[seen], held.step[seen], held.length[seen]
     moving = np.isin(held.kind[seen], _MOVING)
     begins = moving.copy()

@@ -49,5 +49,5 @@ def summarize(trace: Trace, where: str = "the trace") -> Summary:
         outliers=outliers(held),
         timeline=timeline(work, typical(steps)),
         data_ms=data_ms(work, steps),
-        runs=memory_runs(held) if trace.on_device else (),
+        runs=memory_runs(held),
     )

@@ -162,10 +162,10 @@ def _phases(summary: Summary) -> tuple[Work, ...]:
 
 def _runs(summary: Summary, phase: str, launches: float) -> Runs | None:
     for own in summary.runs:
-        if own.phase == phase and launches and own.ms:
+        if own.phase == phase and own.ms:
             return Runs(
-                kernels=own.kernels / launches,
-                runs=own.runs / launches,
+                kernels=own.kernels / launches if launches else 0.0,
+                runs=own.runs / launches if launches else 0.0,
                 longest=own.longest_ms / own.ms,
             )
     return None
