@@ -20,9 +20,9 @@ def test_trials_are_predicted_anew_from_their_records() -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     by_code = {row[0].removeprefix("| "): row for row in rows}
-    assert by_code["fused-optimizer"][4:6] == ["10.95", "right"]
-    assert by_code["fused-attention"][2] == by_code["fused-attention"][3] == "1.553"
-    assert by_code["fused-optimizer+compile+fused-attention"][4] == "15.07"
+    assert by_code["fused-optimizer"][4:6] == ["10.74", "right"]
+    assert by_code["fused-attention"][2] == by_code["fused-attention"][3] == "1.648"
+    assert by_code["compile+fused-attention+fused-optimizer"][4] == "14.09"
     assert "of 3 of the first 3 changes of each are right" in done.stderr
 
 
