@@ -1,20 +1,25 @@
 """The fused pieces of a step against their eager form and torch.compile: time and memory.
 
-    python benchmarks/fused_pieces.py [linear-cross-entropy adamw add-norm swiglu rotary
-                                       projections feed-forward]
+    python benchmarks/fused_pieces.py
+    python benchmarks/fused_pieces.py adamw swiglu --out results/pieces_h200.jsonl
 
 Forward and backward together (an optimizer: one step), in bfloat16 as under autocast: the stream
 and all weights in float32, gradients of weights too. The ways take turns, since a GPU at work
-lowers its clock; `cublasLt` has torch ask that library first. Memory is the peak above what was
-held before. Needs a GPU.
+lowers its clock, and each starts behind work that lasts until the host has issued it: times are the
+device's alone. `cublasLt` has torch ask that library first. Memory is the peak above what was held
+before. Needs a GPU: about four minutes on an H200, half of it the compiler's.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +29,18 @@ from stepscope.measure.device import Device, pick_device
 from stepscope.measure.turns import time_in_turns
 from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.embedding import MOST_TOKENS, embedded
 from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.norm import plain_rms_norm
 from stepscope.model.kernels.products import joined_product
 from stepscope.model.kernels.rotary import plain_rotate
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
+from stepscope.records.stats import paired_ratio, summarize
 
 Call = Callable[[], object]
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
-ROUNDS = 30
+ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,18 @@ def head_and_loss(shape: Shape, device: torch.device) -> Race:
 
     made = ways(plain, linear_cross_entropy, [x, weight * shape.d_model**-0.5, targets], None)
     return Race("linear-cross-entropy", shape.name, made)
+
+
+def embedding(shape: Shape, device: torch.device) -> Race:
+    """With as many tokens as the kernel is for, at most."""
+    weight = torch.randn(shape.vocab, shape.d_model, device=device)
+    tokens = torch.randint(shape.vocab, (min(shape.tokens, MOST_TOKENS),), device=device)
+
+    def plain(tokens: Tensor, weight: Tensor) -> Tensor:
+        return functional.embedding(tokens, weight)
+
+    grads = [torch.randn(len(tokens), shape.d_model, device=device)]
+    return Race("embedding", shape.name, ways(plain, embedded, [tokens, weight], grads))
 
 
 def sum_and_norm(shape: Shape, device: torch.device) -> Race:
@@ -242,6 +261,7 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
 PIECES = {
     "linear-cross-entropy": head_and_loss,
     "adamw": optimizers,
+    "embedding": embedding,
     "add-norm": sum_and_norm,
     "swiglu": gated,
     "rotary": rotated,
@@ -250,7 +270,7 @@ PIECES = {
 }
 
 
-def peak_mib(run: Call, device: Device) -> float:
+def peak_bytes(run: Call, device: Device) -> int:
     run()
     device.synchronize()
     device.reset_peak()
@@ -258,32 +278,45 @@ def peak_mib(run: Call, device: Device) -> float:
     made = run()
     device.synchronize()
     del made
-    return ((device.peak_bytes() or 0) - before) / 2**20
+    return (device.peak_bytes() or 0) - before
 
 
-def rows(race: Race, device: Device) -> Iterator[str]:
-    memory = {}
+def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
+    """A line for each way: its samples and its peak, or why there are none."""
+    peaks: dict[str, int] = {}
     for name, run in list(race.ways.items()):
         try:
-            memory[name] = peak_mib(run, device)
+            peaks[name] = peak_bytes(run, device)
         except torch.cuda.OutOfMemoryError:
             del race.ways[name]
             device.release()
-            yield f"{race.piece:<21} {race.shape:<16} {name:<17} out of memory"
-    timing = time_in_turns(race.ways, device, warmup=5, rounds=ROUNDS)
-    times = {held.name: held.values for held in timing.series if held.clock == "device"}
-    ours = statistics.median(times["ours"])
-    for name, values in times.items():
-        middle = statistics.median(values)
+            yield {"way": name, "lost": "out of memory"}
+    timing = time_in_turns(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    for held in timing.series:
+        if held.clock == "device":
+            yield {"way": held.name, "ms": held.values, "peak_bytes": peaks[held.name]}
+
+
+def told(lines: list[dict[str, Any]]) -> Iterator[str]:
+    ours = next(line["ms"] for line in lines if line["way"] == "ours")
+    for line in lines:
+        named = f"{line['piece']:<21} {line['shape']:<16} {line['way']:<17}"
+        if "lost" in line:
+            yield f"{named} {line['lost']}"
+            continue
+        ratio = paired_ratio(ours, line["ms"])
         yield (
-            f"{race.piece:<21} {race.shape:<16} {name:<17} {middle:>9.3f} {min(values):>9.3f}"
-            f" {middle / ours:>7.2f}× {memory[name]:>10.1f}"
+            f"{named} {summarize(line['ms']).median:>9.3f} {ratio.value:>7.2f}"
+            f" [{ratio.low:.2f}, {ratio.high:.2f}] {line['peak_bytes'] / 2**20:>10.1f}"
         )
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(PIECES)
-    unknown = sorted(set(wanted) - set(PIECES))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; all if none is named")
+    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each way")
+    options = parser.parse_args()
+    unknown = sorted(set(options.pieces) - set(PIECES))
     if unknown:
         print(f"no such piece: {', '.join(unknown)}; there are {', '.join(PIECES)}")
         return 2
@@ -291,16 +324,30 @@ def main() -> int:
         print("needs a GPU: the kernels are timed, and here they would be interpreted")
         return 1
     device = pick_device("cuda")
+    here = {
+        "device": device.name, "torch": torch.__version__,
+        "commit": os.environ.get("STEPSCOPE_COMMIT", ""),
+    }  # fmt: skip
     print(f"{device.name}, torch {torch.__version__}")
     print(
-        f"{'piece':<21} {'shape':<16} {'way':<17} {'median ms':>9} {'best ms':>9} {'to ours':>8}"
+        f"{'piece':<21} {'shape':<16} {'way':<17} {'median ms':>9} {'over ours':>20}"
         f" {'peak MiB':>10}"
     )
-    for piece in wanted:
+    kept: list[dict[str, Any]] = []
+    for piece in options.pieces or PIECES:
         for shape in SHAPES:
-            for row in rows(PIECES[piece](shape, device.torch_device), device):
+            race = PIECES[piece](shape, device.torch_device)
+            named = {"piece": piece, "shape": shape.name}
+            lines = [named | line | here for line in measured(race, device)]
+            for row in told(lines):
                 print(row, flush=True)
+            del race
             device.release()
+            torch.compiler.reset()
+            kept += lines
+            if options.out is not None:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return 0
 
 

@@ -13,6 +13,7 @@
 #   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
 #   compile     torch.compile against eager: small, by block and whole (3 min)
 #   compile-by  the same by size and number format, and attention alone (5 min)
+#   pieces      our kernels alone against eager and torch.compile (4 min)
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
@@ -90,6 +91,10 @@ part() {
         run compile-attention 90 compile --part attention --head 64 128 --seq 1024 4096 16384
         keep compile-by compile-bf16 compile-fp32 compile-attention
         ;;
+    pieces)
+        timeout --signal=INT --kill-after=20 300 \
+            "$python" benchmarks/fused_pieces.py --out "$results/pieces_h200.jsonl"
+        ;;
     tuned)
         run tuned 560 step --part race --race 2.7b-512 --modes max-autotune \
             --forms 'peer: block' 'updates in backward'
@@ -103,7 +108,7 @@ part() {
 }
 
 parts=("$@")
-[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder ladder-xl compile compile-by tuned)
+[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces tuned)
 for one in "${parts[@]}"; do
     echo "== $one"
     part "$one"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from page_parts import bullets, figure_files, origin, shown
+from pieces_page import pieces_section
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -76,7 +77,10 @@ def step_pages(results: Path) -> dict[str, str]:
             records = read_records(results / page.records)
             study = find_study(page.study)
             blocks = study.view(records)
-            text = "\n\n".join(_parts(page, study, records, blocks)) + "\n"
+            parts = [*_parts(page, study, records, blocks)]
+            if page.study == "step":
+                parts += pieces_section(results)
+            text = "\n\n".join(parts) + "\n"
             made |= {name: text} | figure_files(blocks)
     return made
 

@@ -131,6 +131,30 @@ def test_pages_of_the_fast_step_appear_with_their_records(
             assert pages[target].startswith("<svg")
 
 
+def test_pieces_stand_below_the_step_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from step_page import step_pages
+
+    write_records([step_race_record()], tmp_path / "step_h200.jsonl")
+    assert "## Each piece alone" not in step_pages(tmp_path)["step.md"]
+    here = {"piece": "swiglu", "shape": "small", "device": "H200", "torch": "2.11", "commit": "ab"}
+    ways: dict[str, dict[str, object]] = {
+        "eager": {"lost": "out of memory"},
+        "compiled": {"ms": [3.0, 3.3, 2.7], "peak_bytes": 2048},
+        "ours": {"ms": [2.0, 2.2, 1.8], "peak_bytes": 1024},
+    }
+    lines = [json.dumps(here | {"way": way} | held) for way, held in ways.items()]
+    (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
+    text = step_pages(tmp_path)["step.md"]
+    assert "- swiglu: compiled, it takes 1.5 (small) times as long as ours." in text
+    assert "| swiglu | small | eager | out of memory |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
+    assert row.startswith("| swiglu | small | compiled | 3.000 | 1.5")
+    assert row.endswith("| 2.00 KiB |")
+
+
 def test_pages_of_memory_and_precision_appear_with_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
