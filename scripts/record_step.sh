@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
 #
-#   scripts/record_step.sh warm race-512        two parts
+#   scripts/record_step.sh race-512 pieces      two parts
 #   scripts/record_step.sh                      all of them: about 40 minutes
 #
-#   warm        compiles every form of the peer, races side by side; its times are thrown away (4 min)
-#   race-512    xl, 2.7b and small at context 512 (6 min)
-#   race-2048   2.7b and xl at context 2048 (5 min)
+#   race-512    xl, 2.7b and small at context 512 (8 min, most of it the compiler's)
+#   race-2048   2.7b and xl at context 2048 (7 min)
 #   race-long   8b at 32,768 tokens (5 min)
-#   loss        300 steps of every rung, three seeds side by side (3 min)
+#   loss        300 steps of every rung, three seeds side by side (4 min)
 #   ladder      small: each change alone and on top of the others, waterfalls (2 min)
 #   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
-#   compile     torch.compile against eager: small, by block and whole (3 min)
+#   compile     torch.compile against eager: small, by block and whole (2 min)
 #   compile-by  the same by size and number format, and attention alone (5 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
+#
+# A part of races takes names after a colon, to record some of it: race-512:xl-512,small-512.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
 #   WORK        where they are kept meanwhile (stepscope-out/step)
@@ -24,8 +25,9 @@ python=${PYTHON:-.venv/bin/python}
 results=${RESULTS:-results}
 work=${WORK:-stepscope-out/step}
 mkdir -p "$results" "$work"
-# Attention is a few percent of a step here: whole models are compiled with one of both.
-forms=('peer: block' 'peer: model default sdpa_flash' 'peer: model reduce-overhead sdpa_flash' 'ours' 'spare')
+# Compiled whole, a model takes minutes: with one attention, which is a few percent of a step here,
+# and replayed where launches leave gaps, which is at context 512.
+forms=('peer: block' 'backward graph' 'spare')
 
 run() { # FOLDER SECONDS WORDS...
     timeout --signal=INT --kill-after=20 "$2" \
@@ -41,26 +43,27 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
     mv "$work/$1.part" "$results/$1.jsonl"
 }
 
-races() { # FILE SECONDS RACE...
-    for race in "${@:3}"; do
-        run "$race" "$2" step --part race --race "$race" --forms "${forms[@]}" --heat-seconds "$(($2 - 40))"
-    done
-    keep "$1" "${@:3}"
+race() { # RACE MODE: of the model that is compiled whole, which is tried last
+    run "$1" 340 step --part race --race "$1" --heat-seconds 130 \
+        --forms "${forms[@]}" "peer: model $2 sdpa_flash"
+    keep "step-$1" "$1"
 }
 
-part() {
-    case $1 in
-    warm)
-        for races in 'small-512 xl-512 2.7b-512' '2.7b-2048 xl-2048'; do
-            for race in $races; do
-                run "warm-$race" 240 step --part race --race "$race" --forms "${forms[@]}" \
-                    --rounds 1 --heat-seconds 200 > "$work/warm-$race.txt" 2>&1 &
-            done
-            wait
+part() { # NAME, or NAME:SOME,OF,IT
+    local only=""
+    [[ $1 != *:* ]] || only=${1#*:}
+    only=${only//,/ }
+    case ${1%%:*} in
+    race-512)
+        for name in ${only:-xl-512 2.7b-512 small-512}; do
+            race "$name" reduce-overhead
         done
         ;;
-    race-512) races step-512 170 xl-512 2.7b-512 small-512 ;;
-    race-2048) races step-2048 190 2.7b-2048 xl-2048 ;;
+    race-2048)
+        for name in ${only:-2.7b-2048 xl-2048}; do
+            race "$name" default
+        done
+        ;;
     race-long)
         run 8b 360 step --part race --race 8b-32768 --scopes block --modes default --rounds 3
         keep step-long 8b
@@ -108,7 +111,7 @@ part() {
 }
 
 parts=("$@")
-[ $# -gt 0 ] || parts=(warm race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces tuned)
+[ $# -gt 0 ] || parts=(race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces tuned)
 for one in "${parts[@]}"; do
     echo "== $one"
     part "$one"

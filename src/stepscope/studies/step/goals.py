@@ -131,7 +131,7 @@ def racers(
     else:
         peers = [
             _racer("peer", peer, compile=scope, compile_mode=mode, attention=attention)
-            for mode, scope, attention in itertools.product(modes, scopes, attentions)
+            for scope, mode, attention in itertools.product(scopes, modes, attentions)
         ]
         own = list(_our_forms(wanted, ours))
     found = [*peers[:1], *own, *peers[1:]]
