@@ -1,4 +1,6 @@
-"""Make pages of docs/ and our published figures from the records under results/; none is typed.
+"""Make pages of docs/, README's table and our published figures from the records under results/.
+
+None is typed.
 
 python scripts/make_docs.py           write them
 python scripts/make_docs.py --check   say whether they are what the records give
@@ -18,6 +20,7 @@ from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
 from published_figures import published_h200
+from readme_part import with_figures
 from step_page import step_pages
 from walkthrough_page import walkthrough_pages
 
@@ -195,6 +198,7 @@ def _flash() -> dict[str, str]:
 
 def main() -> int:
     pages = {
+        "README.md": with_figures((ROOT / "README.md").read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),

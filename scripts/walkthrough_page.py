@@ -61,7 +61,7 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
         own = [(example, path) for where, example, path in files if where == machine]
         if own:
             walks = [(example, path.name, read_records(path)) for example, path in own]
-            parts += [f"## {words}", *_in_short([records for _, _, records in walks])]
+            parts += [f"## {words}", *_in_short(*first_advice_right(results, machine))]
             for walk in walks:
                 parts += _walk(*walk)
     return {"walkthrough.md": "\n\n".join(parts) + "\n"} | {
@@ -74,13 +74,14 @@ def _html(records: Sequence[Record]) -> str:
     return html_page(advice_page(base, _advice(base), records))
 
 
-def _in_short(walks: Sequence[Sequence[Record]]) -> Iterator[str]:
-    """Over all examples of a machine: how often the first advice was right."""
-    right = counted = 0
-    for records in walks:
-        advice, tried = _advice(_base(records)), _tried(records)
-        of_this, these = first_right(advice, tried)
-        right, counted = right + of_this, counted + these
+def first_advice_right(results: Path, machine: str) -> tuple[int, int]:
+    """Over all examples of a machine: how often the first advice was right, of how many."""
+    walks = [read_records(path) for where, _, path in record_files(results) if where == machine]
+    found = [first_right(_advice(_base(records)), _tried(records)) for records in walks]
+    return sum(right for right, _ in found), sum(counted for _, counted in found)
+
+
+def _in_short(right: int, counted: int) -> Iterator[str]:
     if counted:
         yield (
             f"Of the first three changes that were advised and tried for each example, {right} of"

@@ -1,0 +1,98 @@
+"""What README.md says of one H200, from the records: the lines between two comments in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from walkthrough_page import first_advice_right
+
+from stepscope.records.jsonl import read_records
+from stepscope.report.blocks import Cell, Column, Interval, Table
+from stepscope.report.format import duration, percent
+from stepscope.report.text import markdown
+from stepscope.studies.advice import STUDY_NAME as TRIALS
+from stepscope.studies.advice.view import Tried
+from stepscope.studies.flash import STUDY as FLASH
+from stepscope.studies.step.rows import Race, races
+
+BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
+_PEERS = {"sdpa_flash": "torch's FlashAttention-2", "sdpa_cudnn": "cuDNN"}
+
+Row = tuple[Cell, ...]
+
+
+def with_figures(readme: str, results: Path) -> str:
+    """The page with the lines between the comments made anew."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{_figures(results)}\n{END}{after}"
+
+
+def _figures(results: Path) -> str:
+    table = Table(
+        name="one-h200",
+        title="",
+        columns=(
+            Column(title="on one H200"),
+            Column(title="ours"),
+            Column(title="the other"),
+            Column(title="times as fast", kind="number"),
+        ),
+        rows=(*_steps(results), *_attention(results), *_advised(results)),
+    )
+    right, counted = first_advice_right(results, "h200")
+    return (
+        f"{markdown(table).strip()}\n\n"
+        "A step's peer is the fastest form of torch.compile that was tried, with torch's fused"
+        " AdamW and the same number formats, in turns with ours in one process"
+        f" ([all of them](docs/step.md)). Of the first pieces of advice for three training loops"
+        f" {right} of {counted} gained within a third of what was predicted"
+        " ([the walk-through](docs/walkthrough.md))."
+    )
+
+
+def _steps(results: Path) -> Iterator[Row]:
+    for race in races(read_records(results / "step_h200.jsonl")):
+        ours, peer, ratio = race.times("ours"), race.times("peer"), race.ratio()
+        if ours is not None and peer is not None and ratio is not None:
+            share = race.mfu()
+            mfu = f", {percent(share)} MFU" if share is not None else ""
+            yield (
+                _named(race), f"{duration(ours.median)}{mfu}",
+                f"torch.compile, {duration(peer.median)}",
+                Interval(value=ratio.value, low=ratio.low, high=ratio.high),
+            )  # fmt: skip
+
+
+def _named(race: Race) -> str:
+    goal = race.goal
+    return f"training step of {goal.size}, context {goal.context:,}, batch {goal.batch}"
+
+
+def _attention(results: Path) -> Iterator[Row]:
+    """The means over shapes with several heads."""
+    blocks = FLASH.view(read_records(results / "flash-race_h200.jsonl"))
+    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "flash-speed")
+    for against, shape, measured, *_ in table.rows:
+        if against in _PEERS and str(shape).startswith("mean of"):
+            what = f"attention, causal, forward and backward, {shape} shapes"
+            yield what, "Triton kernels", _PEERS[str(against)], measured
+
+
+def _advised(results: Path) -> Iterator[Row]:
+    tried = [
+        Tried(record)
+        for record in read_records(results / "advise-slow_h200.jsonl")
+        if record.study == TRIALS
+    ]
+    ratios = [one.ratio for one in tried if one.kept and one.ratio is not None]
+    best = min(ratios, key=lambda ratio: ratio.value)
+    base = next(one.base_ms for one in tried if one.ratio is best)
+    assert base is not None
+    yield (
+        "examples/slow.py with what advise --verify kept",
+        duration(base * best.value),
+        f"as it is, {duration(base)}",
+        Interval(value=1 / best.value, low=1 / best.high, high=1 / best.low),
+    )
