@@ -31,6 +31,7 @@ EXAMPLES = {
     "vit": "A vision transformer of torch.nn",
     "tuned": "A step that is tuned already",
 }
+HTML_PAGES = ("advise-slow_h200", "advise-nano_gpt_h200", "advise-vit_h200")
 MACHINES = {"h200": "On one H200", "cpu": "On a CPU, in small"}
 _LEDGER = ("inspect-ledger",)
 _INTRODUCTION = (
@@ -65,7 +66,9 @@ def walkthrough_pages(results: Path) -> dict[str, str]:
             for walk in walks:
                 parts += _walk(*walk)
     return {"walkthrough.md": "\n\n".join(parts) + "\n"} | {
-        f"pages/{path.stem}.html": _html(read_records(path)) for _, _, path in files
+        f"pages/{path.stem}.html": _html(read_records(path))
+        for _, _, path in files
+        if path.stem in HTML_PAGES
     }
 
 
@@ -109,7 +112,8 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield f"### {EXAMPLES[example]}"
     yield f"```sh\nstepscope advise --verify {words}\n```"
     yield f"Recorded in {origin(name, records)}"
-    yield f"The page that it wrote, to be opened in a browser: `docs/pages/{Path(name).stem}.html`."
+    if (stem := Path(name).stem) in HTML_PAGES:
+        yield f"The page that it wrote, to be opened in a browser: `docs/pages/{stem}.html`."
     yield "#### The first page"
     yield (
         f"A step takes {duration(facts.step_ms)} and {bytes_(facts.peak_bytes)} at its peak."
