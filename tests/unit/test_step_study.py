@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,13 +25,14 @@ from step_records import (
 )
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
+from stepscope.measure.patience import TookTooLong, at_most
 from stepscope.records.schema import Quantity
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import PARTS, StepFlags
-from stepscope.studies.step.goals import GOALS, racers
+from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
-from stepscope.studies.step.race import measure_race
+from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.rows import curves, ladders, races
 from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
 from stepscope.studies.training_step import TrainingStep
@@ -81,6 +86,7 @@ class TestLadder:
             ({"size": ("smal",)}, "perhaps you meant small"),
             ({"steps": 0}, "steps is 0"),
             ({"heat_seconds": 0.0}, "heat-seconds is 0"),
+            ({"form_seconds": -1.0}, "form-seconds is -1"),
             ({"warmup": -1}, "it cannot be negative"),
         ],
     )
@@ -354,6 +360,46 @@ def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     late = [key for key, note in made.notes.items() if note.startswith("not tried")]
     assert late == ["out.peer: eager reference"]
     assert {"best.peer", "best.ours"} <= made.notes.keys()
+
+
+def test_a_form_that_takes_too_long_is_out_and_the_others_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Field._try
+
+    def slow(field: Field, racer: Racer, *how: Any) -> Heat:
+        if racer.workload.attention == "reference":
+            time.sleep(60)
+        return plain(field, racer, *how)
+
+    monkeypatch.setattr(Field, "_try", slow)
+    bench = Silent()
+    made = measure_race(tiny_race_config(form_seconds=3.0), bench)  # type: ignore[arg-type]
+    assert made.notes["out.peer: eager reference"] == "given up: not done after 3 s"
+    assert "reference" not in made.notes["best.peer"]
+    assert bench.device.released == 3, "what it left is given back too"
+
+
+def test_only_the_main_thread_is_told_that_it_took_too_long() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TookTooLong, match=r"not done after 0\.05 s"), at_most(0.05):
+        time.sleep(30)
+    assert signal.getsignal(signal.SIGALRM) == before
+    others, _ = signal.setitimer(signal.ITIMER_REAL, 60.0)
+    with at_most(5.0):
+        pass
+    assert 50.0 < signal.setitimer(signal.ITIMER_REAL, others)[0] <= 60.0
+    ended = []
+
+    def patient() -> None:
+        with at_most(0.01):
+            time.sleep(0.1)
+        ended.append(True)
+
+    other = threading.Thread(target=patient)
+    other.start()
+    other.join()
+    assert ended
 
 
 def test_ladders_of_several_sizes_stay_apart() -> None:

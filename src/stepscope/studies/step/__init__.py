@@ -69,6 +69,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     backward'."""
     heat_seconds: float = 300.0
     """No further form of a race is tried after this time; those that were tried race."""
+    form_seconds: float = 400.0
+    """A form that takes longer than this to be compiled and tried is out; the others race."""
     loss_size: str = "small"
     """Size of the model that is trained."""
     loss_context: int = 512
@@ -95,8 +97,10 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds of a race at least."""
 
     def __post_init__(self) -> None:
-        if self.heat_seconds <= 0:
-            raise UsageError(f"heat-seconds is {self.heat_seconds:g}", "it must be above 0")
+        for name in ("heat_seconds", "form_seconds"):
+            if getattr(self, name) <= 0:
+                said = f"{name.replace('_', '-')} is {getattr(self, name):g}"
+                raise UsageError(said, "it must be above 0")
         for name in ("steps", "rounds", "loss_steps", "words"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
@@ -169,7 +173,7 @@ class Step(Study[StepFlags]):
                 config={"kind": "race", "race": name, "dtype": goal(name).dtype}
                 | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
                 | {"heat_steps": 3, "heat_seconds": flags.heat_seconds}
-                | {"min_seconds": flags.min_seconds},
+                | {"form_seconds": flags.form_seconds, "min_seconds": flags.min_seconds},
                 needs=(
                     workload.needs()[:1]
                     if goal(name).size == "tiny"

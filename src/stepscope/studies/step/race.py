@@ -64,7 +64,7 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
             field.notes[f"out.{racer.name}"] = "not tried: the time for heats was over"
             continue
         bench.progress(place, len(racers), f"heat of {racer.name}")
-        field.heat(racer, config["heat_steps"])
+        field.heat(racer, config["heat_steps"], config["form_seconds"])
     if {"peer", "ours"} - field.fastest.keys():
         said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
         raise CaseSkipped(f"no race: {said}")
@@ -133,11 +133,16 @@ class Field:
         forget_steps(entry.step)
         return entry
 
-    def heat(self, racer: Racer, steps: int) -> None:
+    def heat(self, racer: Racer, steps: int, seconds: float) -> None:
+        from stepscope.measure.patience import TookTooLong, at_most
+
         try:
-            heat = self._try(racer, steps, self._bench.device)
+            with at_most(seconds):
+                heat = self._try(racer, steps, self._bench.device)
         except CaseSkipped as skipped:
             self.notes[f"out.{racer.name}"] = f"refused: {skipped}"
+        except TookTooLong as late:
+            self.notes[f"out.{racer.name}"] = f"given up: {late}"
         except Exception as error:
             said = (str(error).strip().splitlines() or [""])[0]
             self.notes[f"out.{racer.name}"] = f"failed: {type(error).__name__}: {said}"
