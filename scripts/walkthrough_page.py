@@ -22,7 +22,14 @@ from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
 from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import Tried, advice_table, first_right, not_tried, trial_blocks
+from stepscope.studies.advice.view import (
+    Tried,
+    advice_table,
+    best_of,
+    first_right,
+    not_tried,
+    trial_blocks,
+)
 from stepscope.studies.inspected import STUDY as INSPECTED
 
 EXAMPLES = {
@@ -142,12 +149,9 @@ def _named(blocks: Sequence[Block], names: tuple[str, ...]) -> list[Block]:
 
 
 def _end(tried: Sequence[Tried]) -> Iterator[str]:
-    kept = [one for one in tried if one.kept and one.ratio is not None]
-    if not kept:
+    last = best_of(tried)
+    if last is None or last.ratio is None:
         return
-    together = [one for one in kept if len(one.trial.advice) > 1]
-    last = max(together or kept, key=lambda one: 1 / one.ratio.value if one.ratio else 0)
-    assert last.ratio is not None
     titles = " and ".join(one.title for one in last.trial.advice)
     yield (
         f"With {titles} a step takes {percent(last.ratio.value)} of the time it took:"

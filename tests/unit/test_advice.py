@@ -154,6 +154,15 @@ def test_the_page_says_what_is_proven_and_what_to_write() -> None:
     trials, lines = (b for b in blocks if isinstance(b, Table))
     assert [row[-1] for row in trials.rows] == ["kept", "dropped: slower", "kept"]
     assert [row[0] for row in lines.rows] == ["the change bfloat16", "the change fused-optimizer"]
+    # What was kept together by a hair only is not proven: fewer changes do the same.
+    together = tried(29.95, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused"))
+    said, *_ = trial_blocks([tried(30.0), together])
+    assert isinstance(said, Finding)
+    assert said.text.startswith("1.67× as fast with the change bfloat16: proven here")
+    bare = tuple(one for one in tried(30.0).series if not one.name.startswith("loss"))
+    said, *_ = trial_blocks([tried(30.0, series=bare)])
+    assert isinstance(said, Finding)
+    assert said.text.endswith("as it was, its loss was not compared.")
     assert trial_blocks([tried(60.0)])[0] == Finding(
         text="No change that was tried is worth it here."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import count
 
 import pytest
@@ -64,6 +65,22 @@ def test_the_time_for_a_batch_is_told_apart() -> None:
     assert [step["outside"] for step in clock.steps] == [2e3, 2e3]
     assert [step["backward"] for step in clock.steps] == [2e3, 2e3]
     assert type(batches).__next__ is plain
+
+
+def test_a_thread_that_loads_ahead_is_not_the_loop() -> None:
+    clock = IssueClock(lambda: None)
+    model = torch.nn.Linear(2, 2)
+    batches = iter(DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1))
+    hooks = clock.hooked([model])
+    assert hooks is not None
+    with hooks:
+        clock.begin()
+        other = threading.Thread(target=next, args=(batches,))
+        other.start()
+        other.join()
+        assert clock._phase == OUTSIDE
+        clock.end()
+    assert clock.steps[0]["data"] == 0
 
 
 def test_a_model_that_is_compiled_in_place_has_no_hooks() -> None:

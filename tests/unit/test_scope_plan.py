@@ -109,6 +109,11 @@ def test_words_after_the_script_are_the_scripts(
         (Progress(torch=True), False, "without an optimizer step"),
         (Progress(torch=True), True, "in processes that it started itself"),
         (Progress(torch=True, optimizer_steps=3, needed=20), False, "after 3 optimizer steps"),
+        (
+            Progress(torch=True, failure="OSError: full"),
+            False,
+            "it was not recorded: OSError: full",
+        ),
     ],
 )
 def test_one_line_says_why_there_is_no_page(progress: Progress, child: bool, expected: str) -> None:

@@ -62,7 +62,8 @@ def torch_as_it_was() -> Iterator[None]:
         (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"),
         (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "zero_grad"),
         (torch.nn.Module, "zero_grad"), (DataLoader, "__init__"),
-        (torch.utils.checkpoint, "checkpoint"),
+        (torch.utils.checkpoint, "checkpoint"), (torch.Tensor, "item"),
+        (torch.Tensor, "__float__"),
     ]  # fmt: skip
     before = [(place, name, getattr(place, name)) for place, name in held]
     yield
@@ -230,6 +231,13 @@ def test_habits_of_a_loop_are_changed() -> None:
     assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2}
 
 
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_whole_number_that_is_read_back_is_a_float_where_one_is_asked_for() -> None:
+    habits.read_back_later(Counter())
+    right = (torch.arange(4) > 1).sum()
+    assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
+
+
 BRAIN, HALF, HERE = torch.bfloat16, torch.float16, torch.ones(2, dtype=torch.float64)
 
 
@@ -328,6 +336,17 @@ def test_a_model_is_changed_once_it_is_known() -> None:
     assert formats[-1] == torch.float32
     changes.end_step(COMPILED_AFTER)
     assert changes.without_effect() == ["optimizer", "attention"]
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_models_that_are_known_later_are_changed_too_and_the_others_not_again() -> None:
+    changes = Changes({"dtype": "bfloat16", "checkpoint": "blocks"}, Backwards())
+    first, second = Network(), Network()
+    changes.when_models_are_known([first])
+    once = changes._applied["checkpoint"]
+    assert once
+    changes.when_models_are_known([first, second])
+    assert changes._applied["checkpoint"] == 2 * once
 
 
 @pytest.mark.parametrize(

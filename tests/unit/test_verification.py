@@ -147,6 +147,10 @@ def test_time_is_left_for_the_changes_together(
 def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> None:
     other = advice("tf32", 35.0, dtype="tf32")
     assert verify(tmp_path, FORMAT, other, within_s=25.0) == ["bfloat16", "tf32"]
+    (tmp_path / "batch").mkdir()
+    batch = advice("larger-batch", 35.0, batch="16")
+    asked = verify(tmp_path / "batch", FORMAT, batch, within_s=25.0)
+    assert asked == ["bfloat16", "larger-batch"]
 
 
 def test_what_needs_no_compiler_is_tried_where_there_is_no_time_for_one(

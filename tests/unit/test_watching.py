@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.scope.stages import Effort
 from stepscope.scope.watching import Watcher
-from stepscope.studies.inspected.gather import gather
+from stepscope.studies.inspected.gather import gather, parts
 from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress
 from stepscope.studies.inspected.rows import Watched, lateness, programs, slowest
 from watched_models import Network, batch, network_flops, train
@@ -59,6 +61,71 @@ def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
     assert found.setting.models == ("Network",)
     assert found.account is not None
     assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["stepscope.measure.modules.trained_models", "stepscope.scope.result.make_record",
+     "stepscope.scope.recorder.Recorder.watch", "stepscope.records.jsonl.write_records"],
+)  # fmt: skip
+def test_what_goes_wrong_here_never_reaches_the_script(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no space left\non the device")
+
+    monkeypatch.setattr(broken, fails)
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    hooks = len(model._forward_hooks)
+    with watching(tmp_path):
+        for _ in range(16):
+            train(model, optimizer)
+    assert read_progress(tmp_path).failure == "OSError: no space left"
+    assert not parts(tmp_path)
+    assert len(model._forward_hooks) == hooks
+
+
+def test_odd_objects_of_the_program_are_passed_over(tmp_path: Path) -> None:
+    class Wrapping(DataLoader[int]):
+        def __init__(self) -> None:
+            self.inner = DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
+
+    class Unfinished(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:  # noqa: ARG002
+            raise RuntimeError("not built yet")
+
+    odd = Wrapping(), Unfinished()
+    model, lazy = Network(), torch.nn.LazyLinear(4)
+    optimizer = torch.optim.SGD([*model.parameters(), *lazy.parameters()], lr=0.1)
+    with watching(tmp_path):
+        for _ in range(16):
+            train(model, optimizer)
+    found = only(tmp_path)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert found.record.quantity("parameters") == numbers
+    assert found.setting is not None
+    assert "Network" in found.setting.models
+    assert len(odd) == 2
+
+
+def test_the_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+            time.sleep(0.01)
+            return super().__getitem__(place)
+
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch()
+    with watching(tmp_path):
+        for inputs, targets in DataLoader(Slow(x.repeat(20, *[1] * (x.dim() - 1)), y.repeat(20))):
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    series = only(tmp_path).record.find("loading")
+    assert series is not None
+    assert len(series.values) == 5
+    assert all(10 <= ms < 1000 for ms in series.values)
 
 
 def test_several_optimizers_make_one_step_of_a_turn(tmp_path: Path) -> None:

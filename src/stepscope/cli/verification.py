@@ -90,7 +90,8 @@ class Verification:
         for one in wanted:
             kept = [tried for tried in alone if tried.kept]
             # The changes together are what all this is for: their trial has its time set aside.
-            last = compatible((*_ranked(kept), one))
+            # Another batch goes with nothing.
+            last = compatible((*_ranked(kept), one)) if "batch" not in one.setting else ()
             then = self._trial(last) if len(last) > 1 else None
             if self._deadline.allows(self._trial((one,)), then=then):
                 alone.append(self._try((one,)))

@@ -20,9 +20,17 @@ def trained_models(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
     wanted = {id(parameter) for parameter in parameters}
     # `isinstance` would ask objects for their class, and lazy ones answer with a warning.
     alive = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
-    holding = [m for m in alive if any(id(p) in wanted for p in m.parameters())]
+    holding = [m for m in alive if _holds(m, wanted)]
     inside = {id(part) for module in holding for part in module.modules() if part is not module}
     return [module for module in holding if id(module) not in inside]
+
+
+def _holds(module: torch.nn.Module, wanted: set[int]) -> bool:
+    try:
+        return any(id(parameter) in wanted for parameter in module.parameters())
+    except Exception:
+        # Made halfway, or with `parameters` of its own: then it is not what is trained.
+        return False
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -8,14 +8,14 @@ nothing holds the host up but itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
 
 from stepscope.measure.modules import hooked_roots
+from stepscope.scope.loading import batches_taken
 
 OUTSIDE, DATA, FORWARD, BACKWARD = "outside", "data", "forward", "backward"
 OPTIMIZER = "optimizer"
@@ -47,23 +47,17 @@ class IssueClock:
 
         hooks = hooked_roots(models, enter, leave)
         if hooks is not None:
-            self._watch_loaders(hooks)
+            hooks.enter_context(batches_taken(self._loading))
         return hooks
 
-    def _watch_loaders(self, hooks: ExitStack) -> None:
-        made: Any = dataloader._BaseDataLoaderIter
-        plain = made.__next__
-
-        def timed(loader: Any) -> Any:
-            before = self._phase
-            self.turn(DATA)
-            try:
-                return plain(loader)
-            finally:
-                self.turn(before)
-
-        made.__next__ = timed
-        hooks.callback(setattr, made, "__next__", plain)
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        before = self._phase
+        self.turn(DATA)
+        try:
+            yield
+        finally:
+            self.turn(before)
 
     def begin(self) -> None:
         self._spent = dict.fromkeys(PHASES, 0.0)

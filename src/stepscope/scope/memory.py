@@ -65,12 +65,12 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:
-    """Tensors with a storage of their own that Python knows of; the compiler's stand-ins have
-    none."""
+    """Tensors with a storage of their own that Python knows of; the compiler's stand-ins have none,
+    and parameters that wait for their first forward."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and not issubclass(type(found), FakeTensor):
             try:
                 found.untyped_storage()
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, NotImplementedError, ValueError):
                 continue
             yield found

@@ -5,8 +5,9 @@ Whatever goes wrong in here is written down and never reaches the program that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
 from stepscope.measure.modules import ModuleRanges, any_compiled
 from stepscope.records.schema import Reading
 from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
+from stepscope.scope.loading import batches_taken
 from stepscope.scope.memory import WatchedLedger
 from stepscope.scope.own_profiler import OtherProfilers
 from stepscope.scope.stages import Effort, Stage
@@ -44,6 +46,10 @@ class Recorder:
         self.times: list[tuple[Mark, Mark]] = []
         self.warmup_s: list[float] = []
         self.readings: list[Reading] = []
+        self.loading_ms: list[float] = []
+        """How long each timed step was in a DataLoader. Where the device is made idle, workers
+        catch up meanwhile: those steps do not say it."""
+        self._loaded_ms = 0.0
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.ledger: WatchedLedger | None = None
         self.traced = 0
@@ -94,8 +100,9 @@ class Recorder:
         if self.done:
             return
         self._guarded(lambda: self.issue.turn(OPTIMIZER if on else OUTSIDE))
-        if self.ledger is not None:
-            self.ledger.optimizing(on)
+        ledger = self.ledger
+        if ledger is not None:
+            self._guarded(lambda: ledger.optimizing(on))
 
     def watch(self) -> None:
         """From here on it is seen whether the program uses a profiler of its own."""
@@ -124,6 +131,8 @@ class Recorder:
         if stage is Stage.TIMED and not self.times:
             self.readings.append(self.device.read())
             self._energy_begun = self.device.energy_j()
+            self._open.enter_context(batches_taken(self._loading))
+        self._loaded_ms = 0.0
         if stage is Stage.TRACED and self._tracer is not None:
             self._mark_trace()
         self._begun = self.device.mark()
@@ -136,7 +145,9 @@ class Recorder:
             self.warmup_s.append(end.host_s - self._begun.host_s)
         elif stage is Stage.TIMED:
             self.times.append((self._begun, end))
+            self.loading_ms.append(self._loaded_ms)
             if len(self.times) == self.effort.timed:
+                self._open.close()
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
                 self._note_energy()
@@ -154,6 +165,14 @@ class Recorder:
             if self._by_edges and self._tracer is not None:
                 self._mark_trace()
             self.finish()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._loaded_ms += 1e3 * (time.perf_counter() - begun)
 
     def _start_issuing(self) -> None:
         hooks = self.issue.hooked(self.models)

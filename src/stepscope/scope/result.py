@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from stepscope.measure.ceilings import known_ceilings
@@ -41,7 +42,7 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         _put(quantities, "J", joules=recorder.joules)
         _put(quantities, "J", joules_resolution=recorder.joules * ENERGY_MOVES_S / took)
     parameters = {id(p): p for p in _parameters(recorder.optimizers)}.values()
-    _put(quantities, "parameters", parameters=sum(p.numel() for p in parameters))
+    _put(quantities, "parameters", parameters=sum(_numbers(p) for p in parameters))
     dtype = str(next((p.dtype for p in parameters), "")).removeprefix("torch.")
     ledger = recorder.ledger
     if ledger is not None:
@@ -93,6 +94,8 @@ def _series(recorder: Recorder) -> tuple[Series, ...]:
     if on_device and None not in on_device:
         values = tuple(ms for ms in on_device if ms is not None)
         found.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
+    if any(recorder.loading_ms):
+        found.append(Series(name="loading", unit="ms", values=tuple(recorder.loading_ms)))
     issued = recorder.issue.steps
     for phase in PHASES:
         values = tuple(step[phase] for step in issued)
@@ -106,7 +109,7 @@ def _setting(recorder: Recorder) -> Setting:
     for model in recorder.models:
         for parameter in model.parameters():
             name = str(parameter.dtype).removeprefix("torch.")
-            formats[name] = formats.get(name, 0) + parameter.numel()
+            formats[name] = formats.get(name, 0) + _numbers(parameter)
     return Setting(
         models=tuple(type(model).__name__ for model in recorder.models),
         optimizers=tuple(_optimizer(one) for one in recorder.optimizers),
@@ -119,10 +122,17 @@ def _setting(recorder: Recorder) -> Setting:
     )
 
 
+def _numbers(parameter: torch.Tensor) -> int:
+    """One that waits for its first forward has none yet."""
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
 def _batch() -> int | None:
     """Of the loaders that live now. Their class is asked, since an object may answer for another:
     a proxy that is looked at does whatever its author wrote."""
-    sizes = {one.batch_size for one in gc.get_objects() if issubclass(type(one), DataLoader)}
+    loaders = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
+    # One that wraps another may have none of its own.
+    sizes = {vars(one)["batch_size"] for one in loaders if "batch_size" in vars(one)}
     return sizes.pop() if len(sizes) == 1 else None
 
 

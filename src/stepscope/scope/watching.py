@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +38,30 @@ class Watcher:
         self._searched = False
         self._written = False
         self._torch = False
+        self._failure = ""
         self._started = time.monotonic()
 
     def start(self) -> None:
-        when_imported("torch", self._attach)
+        when_imported("torch", lambda: self._undisturbed(self._attach))
         os.register_at_fork(after_in_child=self._forget)
 
     def finish(self) -> None:
         """The script has ended, well or not."""
-        if self._in_child:
-            return
+        if not self._in_child:
+            self._undisturbed(self._finish)
+
+    def _undisturbed(self, action: Callable[[], None]) -> None:
+        """What goes wrong ends the recording, and never the script."""
+        try:
+            action()
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            if self._recorder is not None:
+                self._recorder.finish()
+            with suppress(Exception):
+                self._say()
+
+    def _finish(self) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._recorder is not None:
@@ -71,6 +87,10 @@ class Watcher:
             self._recorder.optimizing(True)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        if not self._failure:
+            self._undisturbed(lambda: self._see_step(optimizer))
+
+    def _see_step(self, optimizer: Any) -> None:
         if self._written or self._in_child:
             self._note_child()
             return
@@ -116,7 +136,7 @@ class Watcher:
 
     def _write(self) -> None:
         recorder = self._recorder
-        if recorder is None or self._written or not recorder.times:
+        if recorder is None or self._written or self._failure or not recorder.times:
             return
         from stepscope.records.jsonl import write_records
         from stepscope.scope.result import make_record
@@ -141,6 +161,7 @@ class Watcher:
                 steps=0 if recorder is None else recorder.steps,
                 needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,
+                failure=self._failure,
             ),
         )
 

@@ -62,8 +62,12 @@ class Changes:
             habits.run_nothing_again(self._applied)
 
     def when_models_are_known(self, models: Sequence[torch.nn.Module]) -> None:
+        """Again where there are more of them."""
+        known = {id(model) for model in self._models}
         self._models = models
         for model in models:
+            if id(model) in known:
+                continue
             if self._settings.get("checkpoint") == "blocks":
                 self._applied["checkpoint"] += checkpoint_blocks(model)
             if self._attention is not None or self._format() is not None:

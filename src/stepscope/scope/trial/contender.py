@@ -77,8 +77,12 @@ class Contender:
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         if os.getpid() != self._pid:
             return
+        new = id(optimizer) not in self._optimizers
         self._optimizers.setdefault(id(optimizer), optimizer)
         if not self._anchor.ends_step(id(optimizer)):
+            if new and self._steps:
+                # Of several, each may have a model of its own.
+                self._know_models()
             return
         self._steps += 1
         self._backwards.end_step()

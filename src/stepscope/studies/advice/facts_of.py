@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from stepscope.analysis.advice.facts import AT_COPIES, AT_END, QUEUE, Facts, Runs, Work
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernel_names import FILL
+from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED
@@ -80,19 +81,22 @@ def facts_of(
         lacks=tuple(lacks),
     )
     if found.on_gpu and watched.issue_ms:
-        return _with_issue_times(found, watched.issue_ms)
+        return _with_issue_times(found, watched.issue_ms, median_ms(record, "loading", "host"))
     issued = record.find("issue", "host")
     return with_launch_time(
         found, held.get("launch.rate"), summarize(issued.values).median if issued else None
     )
 
 
-def _with_issue_times(facts: Facts, took: Mapping[str, float]) -> Facts:
+def _with_issue_times(
+    facts: Facts, took: Mapping[str, float], loading_ms: float | None
+) -> Facts:  # fmt: skip
     """Each phase with the time that the host took to issue it; the loss is issued with the
-    backward. What it does outside is more than launches, or no launch at all."""
+    backward. What it does outside is more than launches, or no launch at all. A batch takes what it
+    took in steps that nobody held up, where workers could not catch up."""
     if all(work.name != _OUTSIDE for work in facts.phases):
         facts = replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
-    data = took.get(_DATA, 0.0)
+    data = took.get(_DATA, 0.0) if loading_ms is None else loading_ms
     outside = took.get(_OUTSIDE, 0.0) + data
     launches = {work.name: work.launches for work in facts.phases}
     launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)

@@ -143,20 +143,30 @@ def first_right(
     return len(right), len(counted)
 
 
+def best_of(tried: Sequence[Tried]) -> Tried | None:
+    """Of those that are kept, the one with the fewest changes that none is proven faster than."""
+    kept = {one: one.ratio for one in tried if one.kept and one.ratio is not None}
+    if not kept:
+        return None
+    fastest = min(kept.values(), key=lambda ratio: ratio.value)
+    as_fast = [one for one, ratio in kept.items() if ratio.value <= fastest.high]
+    return min(as_fast, key=lambda one: (len(one.trial.advice), kept[one].value))
+
+
 def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     tried = [Tried(record) for record in records]
     kept = [one for one in tried if one.kept]
-    together = [one for one in kept if len(one.trial.advice) > 1]
+    best = best_of(tried)
     blocks: list[Block] = []
-    if together or kept:
-        best = min(together or kept, key=lambda one: one.ratio.value if one.ratio else 1.0)
-        assert best.ratio is not None
+    if best is not None and best.ratio is not None:
         names = ", ".join(a.title for a in best.trial.advice)
+        loss = "its loss was not compared"
+        if best.loss_off is not None:
+            loss = f"with a loss that differs by {percent(best.loss_off)}"
         blocks.append(
             Finding(
                 text=f"{number(1 / best.ratio.value, 3)}× as fast with {names}: proven here, in"
-                f" turns with the step as it was, with a loss that differs by"
-                f" {percent(best.loss_off or 0)}.",
+                f" turns with the step as it was, {loss}.",
                 tone="good",
             )
         )
@@ -184,7 +194,9 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             )
         )
     if tried:
-        blocks += [_trial_table(tried), _lines_table([a for one in kept for a in one.trial.advice])]
+        proven = [one for one in kept if one is best or len(one.trial.advice) == 1]
+        lines = [advice for one in proven for advice in one.trial.advice]
+        blocks += [_trial_table(tried), _lines_table(lines)]
     return tuple(block for block in blocks if not isinstance(block, Table) or block.rows)
 
 

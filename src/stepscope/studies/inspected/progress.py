@@ -21,6 +21,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     needed: int = 0
     """Steps that a whole recording takes, the warm-up included."""
     recorded: bool = False
+    failure: str = ""
+    """What ended the recording, and not the script."""
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -40,6 +42,8 @@ def read_progress(folder: Path) -> Progress:
 
 def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool) -> str:
     """One line for a script that left no recording; `ending` says how it ended."""
+    if progress.failure:
+        return f"{name} {ending}; it was not recorded: {progress.failure}"
     if not progress.torch:
         return f"{name} {ending} without importing torch: there is no step to record"
     if child_stepped and not progress.optimizer_steps:
