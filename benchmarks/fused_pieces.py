@@ -5,16 +5,17 @@
 
 Forward and backward together (an optimizer: one step), in bfloat16 as under autocast: the stream
 and all weights in float32, gradients of weights too. The ways take turns, since a GPU at work
-lowers its clock, and each starts behind work that lasts until the host has issued it: times are the
-device's alone. `cublasLt` has torch ask that library first. Memory is the peak above what was held
-before. Needs a GPU: about four minutes on an H200, half of it the compiler's.
+lowers its clock, and each starts behind work that lasts until the host has issued it, for 20 ms at
+most: until then times are the device's alone. `cublasLt` has torch ask that library first. Memory
+is the peak above the inputs; copies of weights that ours keeps are in it. With --out, pieces that
+are measured take the place of those in the file. Needs a GPU: about four minutes on an H200, half
+of it the compiler's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,14 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.measure.device import Device, pick_device
+from stepscope.measure.environment import describe
 from stepscope.measure.turns import time_in_turns
 from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.embedding import MOST_TOKENS, embedded
+from stepscope.model.kernels.embedding import MOST_COMPARED, MOST_TOKENS, embedded
 from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.norm import plain_rms_norm
 from stepscope.model.kernels.products import joined_product
-from stepscope.model.kernels.rotary import plain_rotate
+from stepscope.model.kernels.rotary import plain_rotate, rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
 from stepscope.records.stats import paired_ratio, summarize
@@ -92,26 +94,30 @@ def ways(
 
 def head_and_loss(shape: Shape, device: torch.device) -> Race:
     x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(shape.vocab, shape.d_model, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.vocab, shape.d_model, device=device) * shape.d_model**-0.5
     targets = torch.randint(shape.vocab, (shape.tokens,), device=device)
 
     def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy((x @ weight.T).float(), targets)
+        return functional.cross_entropy(functional.linear(x, weight), targets)
 
-    made = ways(plain, linear_cross_entropy, [x, weight * shape.d_model**-0.5, targets], None)
+    made = ways(autocast(plain), autocast(linear_cross_entropy), [x, weight, targets], None)
     return Race("linear-cross-entropy", shape.name, made)
 
 
-def embedding(shape: Shape, device: torch.device) -> Race:
-    """With as many tokens as the kernel is for, at most."""
+def embedding(shape: Shape, device: torch.device) -> Race | None:
+    """With as many tokens as the kernel is for, where it is for any."""
+    tokens = min(shape.tokens, MOST_TOKENS)
+    if tokens * shape.vocab > MOST_COMPARED:
+        return None
     weight = torch.randn(shape.vocab, shape.d_model, device=device)
-    tokens = torch.randint(shape.vocab, (min(shape.tokens, MOST_TOKENS),), device=device)
+    held = torch.randint(shape.vocab, (tokens,), device=device)
 
     def plain(tokens: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(tokens, weight)
 
-    grads = [torch.randn(len(tokens), shape.d_model, device=device)]
-    return Race("embedding", shape.name, ways(plain, embedded, [tokens, weight], grads))
+    grads = [torch.randn(tokens, shape.d_model, device=device)]
+    made = ways(plain, embedded, [held, weight], grads)
+    return Race("embedding", f"{shape.name.partition(',')[0]}, {tokens} tokens", made)
 
 
 def sum_and_norm(shape: Shape, device: torch.device) -> Race:
@@ -161,7 +167,7 @@ def rotated(shape: Shape, device: torch.device) -> Race:
 
 def autocast(function: Function) -> Function:
     def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
             return function(*inputs)
 
     return run
@@ -182,21 +188,29 @@ def by_cublaslt(run: Call) -> Call:
 
 
 def projections(shape: Shape, device: torch.device) -> Race:
-    """Queries, keys and values of one input; the casts of the weights are part of it where they are
-    not kept."""
-    x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
+    """Queries, keys and values of one input as attention wants them; the casts of the weights are
+    part of it where they are not kept."""
+    x = torch.randn(1, shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(shape.d_model, shape.d_model, device=device) * 0.02 for _ in range(3)]
-    grad = torch.randn(shape.tokens, 3 * shape.d_model, device=device, dtype=torch.bfloat16)
+    d_head = shape.d_model // shape.heads
+    table = RotaryEmbedding(d_head, shape.tokens, device=device)
+    like = (1, shape.heads, shape.tokens, d_head)
+    grads = [torch.randn(like, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
-    def plain(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([functional.linear(x, weight) for weight in (q, k, v)], dim=-1)
+    def plain(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (
+            functional.linear(x, weight).view(*x.shape[:-1], shape.heads, d_head).transpose(1, 2)
+            for weight in weights
+        )
+        return plain_rotate(q, table.cos, table.sin), plain_rotate(k, table.cos, table.sin), v
 
     copies = WeightCopies()
 
-    def joined(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return joined_product(x, (q, k, v), copies)
+    def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        parts = joined_product(x, weights, copies)
+        return rotated_parts_(parts, table.cos, table.sin, shape.heads)
 
-    made = ways(autocast(plain), autocast(joined), [x, *weights], [grad])
+    made = ways(autocast(plain), autocast(joined), [x, *weights], grads)
     made["ours, cublasLt"] = by_cublaslt(made["ours"])
     return Race("projections", shape.name, made)
 
@@ -248,7 +262,8 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
         "adamw",
         shape.name,
         {
-            "eager": step(AdamW),
+            "written out": step(AdamW),
+            "eager": step(torch.optim.AdamW),
             "torch's fused": step(lambda held: torch.optim.AdamW(held, fused=True)),
             "compiled": step(compiled),
             "ours": step(FusedAdamW),
@@ -258,7 +273,7 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
     )
 
 
-PIECES = {
+PIECES: dict[str, Callable[[Shape, torch.device], Race | None]] = {
     "linear-cross-entropy": head_and_loss,
     "adamw": optimizers,
     "embedding": embedding,
@@ -271,10 +286,11 @@ PIECES = {
 
 
 def peak_bytes(run: Call, device: Device) -> int:
+    """Beyond the inputs, in a second call: what the first one keeps is in it."""
+    before = torch.cuda.memory_allocated()
     run()
     device.synchronize()
     device.reset_peak()
-    before = torch.cuda.memory_allocated()
     made = run()
     device.synchronize()
     del made
@@ -287,28 +303,43 @@ def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
     for name, run in list(race.ways.items()):
         try:
             peaks[name] = peak_bytes(run, device)
-        except torch.cuda.OutOfMemoryError:
-            del race.ways[name]
+        except Exception as error:
+            full = isinstance(error, torch.cuda.OutOfMemoryError)
+            said = "out of memory" if full else f"{type(error).__name__}: {error}".splitlines()[0]
+            del race.ways[name], error
             device.release()
-            yield {"way": name, "lost": "out of memory"}
+            yield {"way": name, "lost": said}
     timing = time_in_turns(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
-    for held in timing.series:
-        if held.clock == "device":
-            yield {"way": held.name, "ms": held.values, "peak_bytes": peaks[held.name]}
+    held = {(one.name, one.clock): one.values for one in timing.series}
+    for name in race.ways:
+        host_ms = summarize(held[name, "host"]).median
+        yield {"way": name, "ms": held[name, "device"], "host_ms": host_ms,
+               "peak_bytes": peaks[name]}  # fmt: skip
 
 
 def told(lines: list[dict[str, Any]]) -> Iterator[str]:
-    ours = next(line["ms"] for line in lines if line["way"] == "ours")
+    ours = next((line["ms"] for line in lines if line["way"] == "ours" and "ms" in line), None)
     for line in lines:
-        named = f"{line['piece']:<21} {line['shape']:<16} {line['way']:<17}"
+        named = f"{line['piece']:<21} {line['shape']:<18} {line['way']:<17}"
         if "lost" in line:
             yield f"{named} {line['lost']}"
             continue
-        ratio = paired_ratio(ours, line["ms"])
+        over = ""
+        if ours is not None:
+            ratio = paired_ratio(ours, line["ms"])
+            over = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         yield (
-            f"{named} {summarize(line['ms']).median:>9.3f} {ratio.value:>7.2f}"
-            f" [{ratio.low:.2f}, {ratio.high:.2f}] {line['peak_bytes'] / 2**20:>10.1f}"
+            f"{named} {summarize(line['ms']).median:>9.3f} {line['host_ms']:>8.3f} {over:>20}"
+            f" {line['peak_bytes'] / 2**20:>10.1f}"
         )
+
+
+def lines_of(piece: str, shape: Shape, device: Device) -> list[dict[str, Any]]:
+    race = PIECES[piece](shape, device.torch_device)
+    if race is None:
+        return []
+    named = {"piece": piece, "shape": race.shape}
+    return [named | line for line in measured(race, device)]
 
 
 def main() -> int:
@@ -324,31 +355,38 @@ def main() -> int:
         print("needs a GPU: the kernels are timed, and here they would be interpreted")
         return 1
     device = pick_device("cuda")
-    here = {
-        "device": device.name, "torch": torch.__version__,
-        "commit": os.environ.get("STEPSCOPE_COMMIT", ""),
-    }  # fmt: skip
+    about = describe(device)
+    here = {"device": device.name, "torch": torch.__version__, "commit": about.commit or "unknown"}
     print(f"{device.name}, torch {torch.__version__}")
     print(
-        f"{'piece':<21} {'shape':<16} {'way':<17} {'median ms':>9} {'over ours':>20}"
-        f" {'peak MiB':>10}"
+        f"{'piece':<21} {'shape':<18} {'way':<17} {'median ms':>9} {'host ms':>8}"
+        f" {'over ours':>20} {'peak MiB':>10}"
     )
-    kept: list[dict[str, Any]] = []
-    for piece in options.pieces or PIECES:
+    wanted = options.pieces or list(PIECES)
+    kept = others(options.out, wanted)
+    # The work space of products is nobody's.
+    some = torch.ones(16, 16, device=device.torch_device)
+    some.mm(some)
+    for piece in wanted:
         for shape in SHAPES:
-            race = PIECES[piece](shape, device.torch_device)
-            named = {"piece": piece, "shape": shape.name}
-            lines = [named | line | here for line in measured(race, device)]
+            lines = lines_of(piece, shape, device)
             for row in told(lines):
                 print(row, flush=True)
-            del race
             device.release()
             torch.compiler.reset()
-            kept += lines
+            kept += [line | here for line in lines]
             if options.out is not None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return 0
+
+
+def others(out: Path | None, wanted: list[str]) -> list[dict[str, Any]]:
+    """What the file has of pieces that are not measured now."""
+    if out is None or not out.exists():
+        return []
+    held = [json.loads(line) for line in out.read_text().splitlines()]
+    return [line for line in held if line["piece"] not in wanted]
 
 
 if __name__ == "__main__":

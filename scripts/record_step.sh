@@ -30,6 +30,7 @@ mkdir -p "$results" "$work"
 forms=('peer: block' 'backward graph' 'spare')
 
 run() { # FOLDER SECONDS WORDS...
+    rm -rf "${work:?}/$1"
     timeout --signal=INT --kill-after=20 "$2" \
         "$python" -m stepscope run "${@:3}" --no-report --out "$work/$1"
 }
@@ -40,7 +41,12 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
         "$python" -m stepscope export latest --out "$work/$folder" --digits 6 --to "$work/part.jsonl" \
             && cat "$work/part.jsonl" >> "$work/$1.part"
     done
-    mv "$work/$1.part" "$results/$1.jsonl"
+    if [ -s "$work/$1.part" ]; then
+        mv "$work/$1.part" "$results/$1.jsonl"
+    else
+        echo "== $1: nothing was recorded" >&2
+        missing=yes
+    fi
 }
 
 race() { # RACE MODE: of the model that is compiled whole, which is tried last
@@ -110,13 +116,17 @@ part() { # NAME, or NAME:SOME,OF,IT
     esac
 }
 
+missing=""
 parts=("$@")
 [ $# -gt 0 ] || parts=(race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces tuned)
 for one in "${parts[@]}"; do
     echo "== $one"
     part "$one"
 done
-if [ $# -eq 0 ]; then
+if [ $# -eq 0 ] && [ -n "$missing" ]; then
+    echo "== not joined: a part is missing; record it, then join the files of $results" >&2
+    exit 1
+elif [ $# -eq 0 ]; then
     for study in step compile; do
         cat "$results/$study"-*.jsonl > "$results/${study}_h200.jsonl" && rm "$results/$study"-*.jsonl
     done

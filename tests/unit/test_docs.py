@@ -142,8 +142,8 @@ def test_pieces_stand_below_the_step_they_are_of(
     here = {"piece": "swiglu", "shape": "small", "device": "H200", "torch": "2.11", "commit": "ab"}
     ways: dict[str, dict[str, object]] = {
         "eager": {"lost": "out of memory"},
-        "compiled": {"ms": [3.0, 3.3, 2.7], "peak_bytes": 2048},
-        "ours": {"ms": [2.0, 2.2, 1.8], "peak_bytes": 1024},
+        "compiled": {"ms": [3.0, 3.3, 2.7], "host_ms": 0.5, "peak_bytes": 2048},
+        "ours": {"ms": [2.0, 2.2, 1.8], "host_ms": 0.25, "peak_bytes": 1024},
     }
     lines = [json.dumps(here | {"way": way} | held) for way, held in ways.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
@@ -151,7 +151,7 @@ def test_pieces_stand_below_the_step_they_are_of(
     assert "- swiglu: compiled, it takes 1.5 (small) times as long as ours." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
-    assert row.startswith("| swiglu | small | compiled | 3.000 | 1.5")
+    assert row.startswith("| swiglu | small | compiled | 3.000 | 0.5000 | 1.5")
     assert row.endswith("| 2.00 KiB |")
 
 

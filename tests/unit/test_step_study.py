@@ -219,6 +219,17 @@ class TestPage:
         assert "from 100 ms to 25.0 ms, 4.00 times as fast" in first.text
         assert "Alone, bfloat16 autocast brings most: 2.00 times" in first.text
 
+    def test_a_rung_that_goes_without_the_graph_is_not_held_against_it(self) -> None:
+        held = self.blocks(
+            rung_record("start", "start", step=100.0),
+            rung_record("graph", "so far", step=5.0),
+            rung_record("master", "so far", step=40.0),
+            rung_record("checkpoint", "so far", step=6.0),
+        )
+        table = held["step-ladder"]
+        assert isinstance(table, Table)
+        assert [row[4] for row in table.rows] == [None, 20.0, None, pytest.approx(5 / 6)]
+
     def test_rows_that_wait_for_the_host_are_marked(self) -> None:
         issue = times("issue", 49.9, "host")
         held = self.blocks(
@@ -400,6 +411,17 @@ def test_only_the_main_thread_is_told_that_it_took_too_long() -> None:
     other.start()
     other.join()
     assert ended
+
+
+def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> None:
+    records = [
+        step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
+        for peer in (4.0, 3.0, 5.0)
+    ]
+    (race,) = races(records)
+    ratio = race.ratio()
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1.5, rel=0.05)
 
 
 def test_ladders_of_several_sizes_stay_apart() -> None:

@@ -214,10 +214,15 @@ class Race(NamedTuple):
 
 
 def races(records: Sequence[Record]) -> list[Race]:
-    order = list(GOALS)
-    found = [
-        Race(record, record.config["race"], GOALS[record.config["race"]])
-        for record in records
-        if record.config["kind"] == "race" and record.config["race"] in GOALS
-    ]
-    return sorted(found, key=lambda race: order.index(race.name))
+    """Of several with other forms of the peer, that in which it comes nearest to ours."""
+    held: dict[str, list[Race]] = {}
+    for record in records:
+        if record.config["kind"] == "race" and record.config["race"] in GOALS:
+            name = record.config["race"]
+            held.setdefault(name, []).append(Race(record, name, GOALS[name]))
+    return [min(held[name], key=_lead) for name in GOALS if name in held]
+
+
+def _lead(race: Race) -> float:
+    ratio = race.ratio()
+    return float("inf") if ratio is None else ratio.value

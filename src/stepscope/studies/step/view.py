@@ -81,7 +81,7 @@ def _short(stand: Stand) -> str:
 
 def _ladder_table(ladder: Ladder, suffix: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    first, before = ladder.first, None
+    first, below = ladder.first, None
     for stand in ladder.stands:
         how = {"start": "", "first": "both", "alone": "alone", "so far": "on those before"}[
             stand.how
@@ -98,7 +98,7 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
                 *named,
                 Interval(value=ms, low=stand.step.low, high=stand.step.high),
                 first.step.median / ms if first and first.step else None,
-                before / ms if before and climbs else None,
+                _gain(below, stand) if below and climbs else None,
                 _whole(tokens_per_second(stand.record)),
                 mfu(stand.record),
                 mfu(stand.record, measured=False),
@@ -108,7 +108,7 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
             )
         )
         if climbs and (stand.rung == START or RUNGS[stand.rung].stays):
-            before = ms
+            below = stand
     return Table(
         name=f"step-ladder{suffix}",
         title=f"Each change alone and on top of those before it: {ladder.name}",
@@ -131,10 +131,20 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
         ),
         rows=tuple(rows),
         caption="Alone: the start with this one change. On those before: on top of every change"
-        " above it that stays; torch.compile, master weights and checkpointing do not. Both: the"
-        " two are the same. MFU is of the rate of each step's own format, so a faster format can"
+        " above it that stays; torch.compile, master weights and checkpointing do not, and master"
+        " weights run without a graph and with the update after the backward. Both: the two are"
+        " the same. MFU is of the rate of each step's own format, so a faster format can"
         " lower it.",
     )
+
+
+def _gain(below: Stand, stand: Stand) -> float | None:
+    """None where one is a graph and the other is not by the change's own doing: that would be the
+    graph's."""
+    loses_graph = below.workload.graph and not stand.workload.graph
+    if below.step is None or stand.step is None or loses_graph:
+        return None
+    return below.step.median / stand.step.median
 
 
 def _whole(value: float | None) -> int | None:
