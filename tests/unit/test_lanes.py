@@ -11,6 +11,7 @@ from sample_page import HOSTILE
 from stepscope.report.blocks import Lane, Page, Section, Stretch, Table, Timeline
 from stepscope.report.html import html_page
 from stepscope.report.lanes import WIDTH, lanes_svg
+from stepscope.report.svg import CURVES
 from stepscope.report.text import markdown_page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -41,6 +42,13 @@ def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
         found.append((tip.text or "", float(box.get("x", "")), float(box.get("width", "")),
                       box.get("fill", "")))  # fmt: skip
     return found
+
+
+def test_a_group_with_a_style_has_that_colour() -> None:
+    late = Stretch(start=1, end=2, label="s", group="softmax", style=2)
+    other = Stretch(start=2, end=3, label="o", group="other", style=8)
+    fills = [box[3] for box in boxes(lanes_svg(timeline(Lane(label="d", stretches=(late, other)))))]
+    assert fills == [f"var(--curve-{n}, {CURVES[n - 1]})" for n in (3, 9)]
 
 
 def texts(drawing: str) -> list[str]:

@@ -41,8 +41,17 @@ def figure(*curves: Curve, kind: str = "lines", **more: object) -> Figure:
 def test_log_axes_have_plain_numbers() -> None:
     shown = texts(svg(step_figure()))
     assert {"128", "256", "512", "1,024", "2,048", "10", "20", "50", "100"} <= set(shown)
-    assert "context (tokens)" in shown
-    assert "step (ms)" in shown
+    assert "context (tokens), log scale" in shown
+    assert "step (ms), log scale" in shown
+
+
+def test_bars_stand_on_a_linear_axis_from_zero() -> None:
+    bars = figure(Curve(label="a", x=("one", "four"), y=(1.0, 4.0)), kind="bars", y_log=True)
+    one, four = heights(svg(bars))["--curve-1"]
+    assert four == pytest.approx(4 * one, rel=1e-3)
+    assert not any("log scale" in text for text in texts(svg(bars)))
+    named = figure(Curve(label="a", x=("p", "q"), y=(1.0, 9.0)), x_log=True, y_log=True)
+    assert [text for text in texts(svg(named)) if "log scale" in text] == ["y, log scale · a"]
 
 
 def test_sizes_are_in_units_of_bytes() -> None:
@@ -165,7 +174,8 @@ def test_odd_figures_are_drawn(kind: str, log: bool, curves: tuple[Curve, ...]) 
         marks=(Mark(label="m", value=NAN), Mark(label="n", value=2.0)),
     )
     root = ElementTree.fromstring(svg(shown))
-    drawable = any(math.isfinite(y) and (y > 0 or not log) for c in curves for y in c.y)
+    only_positive = log and kind == "lines"
+    drawable = any(math.isfinite(y) and (y > 0 or not only_positive) for c in curves for y in c.y)
     assert ("no data" in texts(ElementTree.tostring(root, encoding="unicode"))) == (not drawable)
 
 
@@ -278,4 +288,7 @@ def test_a_style_makes_a_curve_look_alike_in_every_figure() -> None:
     ours = Curve(label="ours", x=(1.0, 2.0), y=(1.0, 1.0), style=4)
     for drawing in (svg(figure(first, ours)), svg(figure(ours, first))):
         assert colour_of("ours", drawing) == f"var(--curve-5, {CURVES[4]})"
-    assert styles(figure(first, ours, kind="bars")) == [0, 1]
+    for kind in ("bars", "stacks", "areas"):
+        drawn = figure(first, ours, kind=kind)
+        assert styles(drawn) == [0, 4]
+        assert f"var(--curve-5, {CURVES[4]})" in svg(drawn)

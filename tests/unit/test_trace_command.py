@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.report.svg import CURVES
 from stepscope.studies.trace_view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
 
@@ -169,6 +171,20 @@ def test_blocks_are_whole() -> None:
             assert block.kind == "stacks"
             shown = sum(sum(curve.y) for curve in block.curves)
             assert shown == pytest.approx(1.0)
+
+
+def test_a_class_of_work_has_one_colour_in_every_picture() -> None:
+    summary = summarize(training_step(blocks=3, steps=2).read())
+    blocks = trace_blocks(summary, "x")
+    (stack,) = (block for block in blocks if isinstance(block, Figure))
+    (lanes,) = (block for block in blocks if isinstance(block, Timeline))
+    stacked = {curve.label: curve.style for curve in stack.curves}
+    drawn = {s.group: s.style for lane in lanes.lanes for s in lane.stretches}
+    shared = set(drawn) & set(CLASSES)
+    assert len(shared) > 1
+    assert {name: stacked[name] for name in shared} == {name: drawn[name] for name in shared}
+    assert {name: CLASSES.index(name) for name in shared} == {n: drawn[n] for n in shared}
+    assert len(CURVES) >= len(CLASSES)
 
 
 def test_products_of_linear_layers_are_told_apart() -> None:

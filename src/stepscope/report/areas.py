@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.report.blocks import Span
-from stepscope.report.names import FONT_SIZE, LETTER, PLAIN, short
+from stepscope.report.names import FONT_SIZE, LETTER, PLAIN, hatch, short
 from stepscope.report.svg import CURVES, PAPER, SOFT
 
 if TYPE_CHECKING:
@@ -25,17 +25,19 @@ Floors = dict[tuple[int, float], float]
 """Where the part of a curve begins in the stack at a place."""
 
 
-def draw_areas(axes: Axes, held: list[list[Point]], floors: Floors) -> None:
-    for index, points in enumerate(held):
+def draw_areas(
+    axes: Axes, held: list[list[Point]], floors: Floors, styles: Sequence[int]
+) -> None:  # fmt: skip
+    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
         bottoms = [floors[index, p.x] for p in points]
         axes.fill_between(
             [p.x for p in points],
             bottoms,
             [bottom + max(0.0, p.y) for bottom, p in zip(bottoms, points, strict=True)],
-            facecolor=CURVES[index % len(CURVES)],
+            facecolor=CURVES[style % len(CURVES)],
             edgecolor=PAPER,
             linewidth=0.2,
-            hatch="" if index < len(CURVES) else "///",
+            hatch=hatch(style),
             zorder=2,
         )
 

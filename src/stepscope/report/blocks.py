@@ -63,8 +63,8 @@ class Curve(Data, frozen=True):
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     style: int | None = None
-    """Which colour and marker a line has, so that a name looks alike in several figures; by its
-    place in the figure where it is not said."""
+    """Which colour and marker it has, so that a name looks alike in several figures; by its place
+    in the figure where it is not said."""
 
 
 class Mark(Data, frozen=True):
@@ -92,6 +92,7 @@ class Figure(Data, tag="figure", frozen=True):
     y_label: str
     x_log: bool = False
     y_log: bool = False
+    """Of lines alone: the length of a bar means nothing where the axis has no zero."""
     x_bytes: bool = False
     """Along x are sizes: 4 MiB, and not 4.194 M."""
     marks: tuple[Mark, ...] = ()
@@ -106,6 +107,8 @@ class Stretch(Data, frozen=True):
     end: float
     label: str
     group: str = ""
+    style: int | None = None
+    """As of a curve: the colour of the group, by its place where it is not said."""
 
 
 class Lane(Data, frozen=True):

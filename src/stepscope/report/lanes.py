@@ -67,14 +67,15 @@ def _drawable(lane: Lane) -> Lane:
 
 
 def _colours(lanes: list[Lane]) -> dict[tuple[str, str], str]:
-    """A colour for every group, in the order in which they appear."""
+    """A colour for every group: its own, or by its place among those that appear."""
     colours: dict[tuple[str, str], str] = {}
     for look, palette in (("grouped", CURVES), ("gaps", _GAP_COLOURS)):
-        groups = dict.fromkeys(
-            stretch.group for lane in lanes if lane.look == look for stretch in lane.stretches
-        )
-        for place, group in enumerate(groups):
-            colours[look, group] = palette[place % len(palette)]
+        groups = {
+            stretch.group: stretch.style
+            for lane in lanes if lane.look == look for stretch in lane.stretches
+        }  # fmt: skip
+        for place, (group, style) in enumerate(groups.items()):
+            colours[look, group] = palette[(place if style is None else style) % len(palette)]
     return colours
 
 

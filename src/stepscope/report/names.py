@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.report.axes import spread_apart
 from stepscope.report.blocks import Figure
 from stepscope.report.format import tick
-from stepscope.report.svg import CURVES, INK
+from stepscope.report.svg import CURVES, INK, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,11 +48,14 @@ def width_of(texts: Sequence[str]) -> float:
 
 def styles(figure: Figure) -> list[int]:
     """The colour and marker of each curve, by number."""
-    if figure.kind != "lines":
-        return list(range(len(figure.curves)))
     return [
         place if curve.style is None else curve.style for place, curve in enumerate(figure.curves)
     ]
+
+
+def hatch(style: int) -> str:
+    """What tells an area from the one that has its colour already."""
+    return "" if style < len(CURVES) else "///"
 
 
 def end_names(labels: Sequence[str], paths: list[Path]) -> list[tuple[float, float]] | None:
@@ -124,7 +127,7 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
     for style in styles(figure):
         colour = CURVES[style % len(CURVES)]
         if figure.kind != "lines":
-            keys.append(Patch(color=colour))
+            keys.append(Patch(facecolor=colour, edgecolor=PAPER, linewidth=0.3, hatch=hatch(style)))
         else:
             marker = MARKERS[style % len(MARKERS)]
             keys.append(Line2D([], [], color=colour, marker=marker, markersize=4.6))

@@ -61,7 +61,8 @@ def _draw(axes: Axes, figure: Figure) -> None:
     named = figure.kind in ("bars", "stacks") or any(isinstance(key, str) for key in keys)
     places = {key: float(index if named else key) for index, key in enumerate(keys)}
     log_x = figure.x_log and not named
-    held = [_points(curve, places, log_x=log_x, log_y=figure.y_log) for curve in figure.curves]
+    log_y = _log_y(figure)
+    held = [_points(curve, places, log_x=log_x, log_y=log_y) for curve in figure.curves]
     floors = _floors(held) if figure.kind in ("stacks", "areas") else {}
     if not any(held):
         axes.set_axis_off()
@@ -76,18 +77,19 @@ def _draw(axes: Axes, figure: Figure) -> None:
         _scale_x(axes, figure, held)
     alone = len(labels) == 1
     ends = None
+    styles = names.styles(figure)
     if figure.kind == "lines":
-        _lines(axes, held, names.styles(figure))
+        _lines(axes, held, styles)
         ends = None if alone else names.end_names(labels, _paths(axes, held))
     elif figure.kind == "bars":
-        _bars(axes, held)
+        _bars(axes, held, styles)
     elif figure.kind == "stacks":
-        _stacks(axes, held, floors)
+        _stacks(axes, held, floors, styles)
     else:
-        draw_areas(axes, held, floors)
-    title = (
-        f"{clean(figure.y_label)} · {labels[0]}" if alone and labels[0] else clean(figure.y_label)
-    )
+        draw_areas(axes, held, floors, styles)
+    title = _axis_name(figure.y_label, log=log_y)
+    if alone and labels[0]:
+        title += f" · {labels[0]}"
     if ends:
         names.draw_end_names(axes, figure, ends)
         right = names.room_right(labels, ends, WIDTH - left)
@@ -100,10 +102,18 @@ def _draw(axes: Axes, figure: Figure) -> None:
         names.draw_legend(axes, figure, columns, top - 6)
     draw_spans(axes, figure.spans)
     _marks(axes, figure)
-    _dress(axes, figure, title, left)
+    _dress(axes, _axis_name(figure.x_label, log=log_x), title, left)
     axes.set_position(
         (left / WIDTH, bottom / HEIGHT, 1 - (left + right) / WIDTH, 1 - (top + bottom) / HEIGHT)
     )
+
+
+def _log_y(figure: Figure) -> bool:
+    return figure.y_log and figure.kind == "lines"
+
+
+def _axis_name(label: str, *, log: bool) -> str:
+    return f"{clean(label)}, log scale" if log else clean(label)
 
 
 def _points(
@@ -127,7 +137,7 @@ def _points(
 def _scale_y(axes: Axes, figure: Figure, held: list[list[Point]]) -> list[str]:
     extremes = [y for points in held for p in points for y in (p.y - p.below, p.y + p.above)]
     extremes += [mark.value for mark in figure.marks if math.isfinite(mark.value)]
-    if figure.y_log:
+    if _log_y(figure):
         extremes = [value for value in extremes if value > 0]
         limits = log_limits(extremes)
         ticks = log_ticks(extremes, limits, own=False)
@@ -189,19 +199,19 @@ def _lines(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
         )
 
 
-def _bars(axes: Axes, held: list[list[Point]]) -> None:
+def _bars(axes: Axes, held: list[list[Point]], styles: list[int]) -> None:
     width = 0.76 / len(held)
     if any(p.y < 0 for points in held for p in points):
         axes.axhline(0, color=SOFT, linewidth=0.6)
     with_numbers = sum(len(points) for points in held) <= _MOST_BAR_NUMBERS
-    for index, points in enumerate(held):
+    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
         shift = (index - (len(held) - 1) / 2) * width
         axes.bar(
             [p.x + shift for p in points],
             [p.y for p in points],
             width=min(width, 0.5) * 0.92,
             yerr=_error_bars(points),
-            color=CURVES[index % len(CURVES)],
+            color=CURVES[style % len(CURVES)],
             error_kw={"ecolor": INK, "elinewidth": 0.9},
             zorder=2,
         )
@@ -237,17 +247,19 @@ def _tops(held: list[list[Point]], floors: Floors) -> list[Point]:
     ]
 
 
-def _stacks(axes: Axes, held: list[list[Point]], floors: Floors) -> None:
-    for index, points in enumerate(held):
+def _stacks(
+    axes: Axes, held: list[list[Point]], floors: Floors, styles: list[int]
+) -> None:  # fmt: skip
+    for index, (style, points) in enumerate(zip(styles, held, strict=True)):
         axes.bar(
             [p.x for p in points],
             [max(0.0, p.y) for p in points],
             width=0.5,
             bottom=[floors[index, p.x] for p in points],
-            color=CURVES[index % len(CURVES)],
+            color=CURVES[style % len(CURVES)],
             edgecolor=PAPER,
             linewidth=0.3,
-            hatch="" if index < len(CURVES) else "///",
+            hatch=names.hatch(style),
             zorder=2,
         )
     tops: dict[float, float] = {}
@@ -269,7 +281,7 @@ def _error_bars(points: list[Point]) -> list[list[float]] | None:
 def _marks(axes: Axes, figure: Figure) -> None:
     marks = [mark for mark in figure.marks if math.isfinite(mark.value)]
     for index, mark in enumerate(marks):
-        if figure.y_log and mark.value <= 0:
+        if _log_y(figure) and mark.value <= 0:
             continue
         axes.axhline(mark.value, color=MARK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
         # Neighbouring limits are named at opposite ends so that their names cannot collide.
@@ -289,7 +301,7 @@ def _marks(axes: Axes, figure: Figure) -> None:
         )
 
 
-def _dress(axes: Axes, figure: Figure, title: str, left: float) -> None:
+def _dress(axes: Axes, x_title: str, title: str, left: float) -> None:
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(SOFT)
@@ -297,7 +309,7 @@ def _dress(axes: Axes, figure: Figure, title: str, left: float) -> None:
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, pad=5, labelcolor=SOFT)
-    axes.set_xlabel(clean(figure.x_label), color=SOFT, labelpad=5, **PLAIN)
+    axes.set_xlabel(x_title, color=SOFT, labelpad=5, **PLAIN)
     axes.annotate(
         title,
         (0, 1),

@@ -19,6 +19,7 @@ CURVES = (
     "#1d7796",
     "#5d5f6b",
     "#8a3c2b",
+    "#5a7414",
 )
 INK, SOFT, GRID, PAPER, MARK = "#1d1f24", "#5c6069", "#e3e3df", "#fdfdfb", "#a8272f"
 

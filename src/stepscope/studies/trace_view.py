@@ -23,6 +23,10 @@ from stepscope.studies.trace_findings import trace_findings
 MOST_KERNELS = 40
 MOST_MODULES = 40
 _IDLE = "device idle"
+CLASS_STYLES: dict[str, int] = {kind: place for place, kind in enumerate(CLASSES)}
+"""A class of work has one colour in every picture: that of its place among all classes."""
+IDLE_STYLE = 16
+"""A hatched one, of a colour that few steps have."""
 _LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
 
 
@@ -110,7 +114,8 @@ def class_figure(summary: Summary, name: str) -> Figure:
         if of_kind:
             label = kind.partition(":")[0] if kind in causes else kind
             heights = tuple(of_kind.get(place, 0.0) for place in places)
-            curves.append(Curve(label=label, x=tuple(places), y=heights))
+            style = IDLE_STYLE - causes.index(kind) if kind in causes else CLASS_STYLES[kind]
+            curves.append(Curve(label=label, x=tuple(places), y=heights, style=style))
     return Figure(
         name=f"{name}-classes",
         title="Classes of work in each phase",
@@ -147,8 +152,12 @@ def _overstated(row: Row, summary: Summary) -> bool:
 
 def _lane(row: Row) -> Lane:
     stretches = tuple(
-        Stretch(start=bar.start, end=bar.end, label=bar.label, group=bar.group) for bar in row.bars
-    )
+        Stretch(
+            start=bar.start, end=bar.end, label=bar.label, group=bar.group,
+            style=CLASS_STYLES.get(bar.group),
+        )
+        for bar in row.bars
+    )  # fmt: skip
     look = _LOOKS.get(row.label, "grouped")
     return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
 

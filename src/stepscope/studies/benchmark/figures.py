@@ -83,7 +83,6 @@ def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
         ),
         x_label=f"size, at context {context}",
         y_label="step, ms",
-        y_log=True,
         caption="Median of the samples; thin bars span the middle half of them.",
     )
 

@@ -141,7 +141,6 @@ def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
         curves=tuple(curves),
         x_label="lever",
         y_label="times as fast",
-        y_log=True,
     )
 
 

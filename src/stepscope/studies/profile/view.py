@@ -25,6 +25,8 @@ from stepscope.studies.profile.tables import (
     top_table,
 )
 from stepscope.studies.trace_view import (
+    CLASS_STYLES,
+    IDLE_STYLE,
     kernel_table,
     module_table,
     outlier_table,
@@ -161,7 +163,12 @@ def _class_figure(found: Sequence[Group]) -> Figure:
         )
         if any(shares):
             curves.append(
-                Curve(label=kind, x=tuple(names), y=tuple(100 * share for share in shares))
+                Curve(
+                    label=kind,
+                    x=tuple(names),
+                    y=tuple(100 * share for share in shares),
+                    style=CLASS_STYLES.get(kind, IDLE_STYLE),
+                )
             )
     return Figure(
         name="profile-classes",
