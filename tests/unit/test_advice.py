@@ -255,6 +255,23 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     assert facts_of(old).phases[0].launch_ms is None
 
 
+def test_the_lines_name_the_optimizer_that_there_is() -> None:
+    plain = facts(optimizer_ms=20.0, bandwidth=1e12, parameters=1_000_000, fused_optimizer=False)
+    for name, line in (("", "torch.optim.AdamW("), ("Adam", "torch.optim.Adam(")):
+        named = msgspec.structs.replace(plain, optimizer_name=name)
+        (update,) = [one for one in advise(named) if one.code == "fused-optimizer"]
+        assert line in update.lines[0]
+
+
+def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:
+    watched, _ = read_records(RESULTS / "advise-slow_cpu.jsonl")[:2]
+    alone = facts_of(watched)
+    among = facts_of(msgspec.structs.replace(watched, config=watched.config | {"ranks": 2}))
+    (waited,) = (w.classes["between"] for w in alone.phases if w.name == "optimizer")
+    assert waited > 1
+    assert among.phase_ms("optimizer") == pytest.approx(alone.phase_ms("optimizer") - waited)
+
+
 def test_records_without_a_trace_give_no_advice(measured: Record) -> None:
     notes = {"trace_missing": "the program runs a profiler of its own"}
     with pytest.raises(StepscopeError, match="a profiler of its own"):

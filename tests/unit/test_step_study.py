@@ -424,6 +424,16 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
     assert ratio.value == pytest.approx(1.5, rel=0.05)
 
 
+def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    from stepscope.cli.report_command import print_results
+
+    print_results([rung_record(), rung_record("bf16", "first", step=50.0), waterfall_record()])
+    told = capsys.readouterr().out
+    assert "from 100 ms to 50.0 ms" in told
+    assert "Each change alone and on top of those before it" in told
+    assert "Where the time beyond the ideal goes" in told
+
+
 def test_ladders_of_several_sizes_stay_apart() -> None:
     records = [rung_record("start", "start", size=size) for size in ("small", "xl")]
     assert [ladder.name for ladder in ladders(records)] == [

@@ -153,19 +153,18 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
     return conclude(options.out, options.json, meant[0], _advice(meant[0]), records)
 
 
-def _open_run(
+def _find_run(
     options: AdviseOptions, store: Store, cases: Sequence[Case], words: Sequence[str]
-) -> Run:
-    """`cases` are the request. The latest run of the same is gone on with, where asked for."""
+) -> tuple[Run, bool]:
+    """`cases` are the request. The latest run of the same is gone on with, where asked for; a new
+    one is not in the store yet."""
     held = store.latest_with_plan(plan_digest(cases)) if options.resume else None
     if held is not None:
-        return held
+        return held, False
     if options.resume:
         say("no earlier run of this request; starting one")
     plain = [word for word in words if word != "--resume"]
-    run = new_run(cases, shlex.join(["stepscope", "advise", "--resume", *plain]))
-    store.add_run(run)
-    return run
+    return new_run(cases, shlex.join(["stepscope", "advise", "--resume", *plain])), True
 
 
 def _advise_script(
@@ -187,8 +186,8 @@ def _advise_script(
     script = Script(target=target, module=options.module, words=tuple(rest), warmup=options.warmup)
     request = Case(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
     with Store(options.store) as store:
-        run = _open_run(options, store, [request], words)
-        held = [one for one in store.records(run.id) if one.study == STUDY_NAME]
+        run, new = _find_run(options, store, [request], words)
+        held = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         if held:
             base = held[0]
         else:
@@ -199,6 +198,8 @@ def _advise_script(
                     timed=10, traced=3, memory=True, stop=True,
                 )
             )  # fmt: skip
+            if new:
+                store.add_run(run)
         with Runner(base.environment.device_kind, options.timeout) as runner, _kept(store, run):
             if not held:
                 with make_observer(run, 0, 0) as observer:
@@ -226,7 +227,9 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
         runner.refuse_impossible(cases)
         # Not the same request as that of the study, which is the first part of it.
         request = (*cases, Case(study=TRIALS, key="trials", config={}))
-        run = _open_run(options, store, request, words)
+        run, new = _find_run(options, store, request, words)
+        if new:
+            store.add_run(run)
         with _kept(store, run):
             with make_observer(run, len(cases), 0) as observer:
                 runner.run(cases, run, store, observer)

@@ -41,7 +41,6 @@ def main(words: list[str]) -> int:
 def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[str, Any]:
     """Write both pages; say the headline and where they are."""
     from stepscope.report.html import html_page
-    from stepscope.report.terminal import print_table
     from stepscope.report.text import markdown_page
     from stepscope.studies.page import make_page
 
@@ -55,9 +54,27 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     finally:
         gc.enable()
     if not quiet:
-        print_table(_beginning(page.headline))
+        print_results(records)
         print(f"\nreport: {html.resolve()}\n        {text.resolve()}")
     return {"report": html, "markdown": text}
+
+
+def print_results(records: Sequence[Record]) -> None:
+    """The headline; of studies that have none, their sentences and tables."""
+    from stepscope.report.terminal import print_sections, print_table
+    from stepscope.studies.page import headline, study_sections
+
+    table = headline(records)
+    if table is not None:
+        print_table(_beginning(table))
+        return
+    print_sections(
+        msgspec.structs.replace(
+            section,
+            blocks=tuple(_beginning(b) if isinstance(b, Table) else b for b in section.blocks),
+        )
+        for section in study_sections(records)
+    )
 
 
 def _beginning(table: Table) -> Table:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.common import Place, json_line, parse
 from stepscope.cli.progress import make_observer
-from stepscope.cli.report_command import write_report
+from stepscope.cli.report_command import print_results, write_report
 from stepscope.errors import UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
@@ -179,6 +179,8 @@ def _conclude(options: RunOptions, run: Run) -> int:
     }  # fmt: skip
     if options.report:
         facts |= write_report(records, options.out, quiet=options.json)
+    elif not options.json:
+        print_results(records)
     if options.json:
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

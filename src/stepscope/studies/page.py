@@ -48,7 +48,7 @@ def make_page(records: Sequence[Record]) -> Page:
     return Page(
         title=f"{_what(records)} on {', '.join(devices)}",
         subtitle=_subtitle(records),
-        headline=_headline(records),
+        headline=headline(records) or _status_table(records),
         sections=(*sections, _machine_section(records), _records_section(records)),
     )
 
@@ -88,12 +88,13 @@ def _subtitle(records: Sequence[Record]) -> str:
     )
 
 
-def _headline(records: Sequence[Record]) -> Table:
+def headline(records: Sequence[Record]) -> Table | None:
+    """The one table that a person wants first, where a study has it."""
     for study in all_studies().values():
         table = study.headline([record for record in records if record.study == study.name])
         if table is not None:
             return table
-    return _status_table(records)
+    return None
 
 
 def _status_table(records: Sequence[Record]) -> Table:

@@ -11,14 +11,17 @@ from stepscope.model.checkpointing import NONE
 from stepscope.model.memory import ALL
 from stepscope.records.memory import SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
-from stepscope.report.format import bytes_
+from stepscope.report.format import bytes_, percent
 
 _BYTES: Kind = "bytes"
+_CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
+_BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than what was asked for."
 
 
 def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
     """One row for each step: the peak of each of its phases."""
     names = list(dict.fromkeys(moment.phase for _, told in predictions for moment in told.phases))
+    on_gpu = any(told.plan.device == "cuda" for _, told in predictions)
     rows: list[tuple[Cell, ...]] = []
     for name, told in predictions:
         plan, peaks = told.plan, {moment.phase: moment.allocated for moment in told.phases}
@@ -50,8 +53,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
             Column(title="reserved", kind=_BYTES, hint="what the allocator has taken by then"),
         ),
         rows=tuple(rows),
-        caption="Of the second step, which has optimizer state; CUDA's context and libraries,"
-        " 0.5 to 1.5 GiB, come on top in `nvidia-smi`.",
+        caption=f"Of the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
     )
 
 
@@ -73,7 +75,7 @@ def ledger_table(told: Prediction) -> Table:
             *(Column(title=moment.phase, kind=_BYTES) for moment in told.phases),
         ),
         rows=tuple(rows),
-        caption="Blocks of the allocator, which are up to 1 MiB larger than what was asked for."
+        caption=f"{_BLOCKS if told.plan.device == 'cuda' else 'Tensors.'}"
         f" Lines that begin with “{SAVED.strip()}” are activations kept for backward, by the part"
         " of the model and the operator that keeps them.",
     )
@@ -100,7 +102,8 @@ def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, 
             ),
         )
     missing = (
-        f"{name} does not fit into {bytes_(budget)}: {bytes_(peak * MARGIN - budget)} too much."
+        f"{name} does not fit into {bytes_(budget)}: {bytes_(peak * MARGIN - budget)} too much,"
+        f" with a margin of {percent(MARGIN - 1)}."
     )
     changes = changes_that_fit(told.plan, budget)
     if not changes:

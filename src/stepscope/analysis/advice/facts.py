@@ -111,6 +111,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Replayed as a CUDA graph."""
     optimizer: str = "adam"
     """Its family: `adam`, `sgd`, or empty where that is not known."""
+    optimizer_name: str = ""
+    """Of its class in torch.optim, where all have the same."""
     optimizer_of_torch: bool = True
     fused_optimizer: bool = False
     loops_over_tensors: bool = False

@@ -171,7 +171,7 @@ def _optimizer(facts: Facts) -> Judged | None:
         ),
         ("optimizer",),
     )
-    name = {"adam": "AdamW", "sgd": "SGD"}[facts.optimizer]
+    name = facts.optimizer_name or {"adam": "AdamW", "sgd": "SGD"}[facts.optimizer]
     advice = Advice(
         code="fused-optimizer",
         title="the optimizer in one kernel",
@@ -205,13 +205,14 @@ def _compile(facts: Facts) -> Judged | None:
     if facts.compiled or "compiler" in facts.lacks:
         return None
     after = _as_compiled(facts)
+    late = host_limits_ms(facts)
+    waits = f", and the device waits {late:.3g} ms for launches" if late else ""
     advice = Advice(
         code="compile",
         title="torch.compile",
         gain_ms=gain_ms(facts, after),
-        why=f"kernels that only move memory take {facts.class_ms(*MEMORY_BOUND):.3g} ms, and the"
-        f" device waits {host_limits_ms(facts):.3g} ms for launches: fused kernels are fewer and"
-        " move less",
+        why=f"kernels that only move memory take {facts.class_ms(*MEMORY_BOUND):.3g} ms{waits}:"
+        " fused kernels are fewer and move less",
         risk="compile time at the start and for every new shape; numerics: sums in another order",
         lines=("model = torch.compile(model)",),
         setting={"compile": "model"},

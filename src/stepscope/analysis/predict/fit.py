@@ -85,7 +85,11 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"flash attention and batch {batch}", flash | {"batch": batch}
         batch //= 2
     if plan.mode == "train-step":
-        yield (
-            "weights and optimizer state in bfloat16, flash attention, checkpointing, batch 1",
-            flash | smallest | fused | {"dtype": "bfloat16-pure", "batch": 1},
-        )
+        narrow = flash | fused | {"dtype": "bfloat16-pure"}
+        words = "weights and optimizer state in bfloat16"
+        words += ", flash attention" if flash else ""
+        yield words, narrow
+        if smallest:
+            yield f"{words}, checkpointing", narrow | smallest
+        yield f"{words}, batch 1", narrow | {"batch": 1}
+        yield f"{words}, checkpointing, batch 1", narrow | smallest | {"batch": 1}

@@ -49,7 +49,8 @@ def facts_of(
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    copied, phases = _pageable(summary), _phases(summary)
+    ranks = int(record.config.get("ranks", 1))
+    copied, phases = _pageable(summary), _phases(summary, ranks)
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
@@ -71,7 +72,7 @@ def facts_of(
         **_optimizer(record, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         loss_ms=_loss_ms(summary),
-        ranks=int(record.config.get("ranks", 1)),
+        ranks=ranks,
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         micro_batches=max(1, watched.micro_batches),
@@ -129,8 +130,9 @@ def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
     return "tf32" if told == "float32" and short else told
 
 
-def _phases(summary: Summary) -> tuple[Work, ...]:
-    """What the device does in each phase. On a CPU the time between operators is work too."""
+def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
+    """What the device does in each phase. On a CPU the time between operators is work too, unless
+    it may be a wait for other ranks."""
     classes: dict[str, dict[str, float]] = {}
     for line in summary.lines:
         if line.phase not in ("idle", ""):
@@ -146,7 +148,7 @@ def _phases(summary: Summary) -> tuple[Work, ...]:
         if summary.on_device:
             share = launches.get(phase, 0.0) / total if total else 0.0
             held[QUEUE] = share * summary.idle_of("queue")
-        else:
+        elif ranks == 1:
             held["between"] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
     if summary.data_ms:
         classes.setdefault(_OUTSIDE, {})
@@ -200,11 +202,14 @@ def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
         name = str(record.config.get("optimizer", ""))
         return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
                 "fused_optimizer": name.endswith("-fused")}  # fmt: skip
-    names = {one.name.lower() for one in setting.optimizers}
+    classes = {one.name for one in setting.optimizers}
+    names = {name.lower() for name in classes}
+    of_torch = all(one.of_torch for one in setting.optimizers)
     family = "adam" if any("adam" in name for name in names) else ""
     return {
         "optimizer": family or ("sgd" if names == {"sgd"} else ""),
-        "optimizer_of_torch": all(one.of_torch for one in setting.optimizers),
+        "optimizer_name": classes.pop() if of_torch and len(classes) == 1 else "",
+        "optimizer_of_torch": of_torch,
         "fused_optimizer": any(one.fused for one in setting.optimizers),
         "loops_over_tensors": any(
             one.of_torch and one.foreach is False and not one.fused for one in setting.optimizers

@@ -34,9 +34,11 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Your model and its settings: every combination of the values is a case."""
 
     model: str = ""
-    """package.module:function, importable from here (see PYTHONPATH)."""
+    """package.module:function, importable from here (see PYTHONPATH). It is called without
+    arguments and returns an nn.Module, a function make_batch(size, device), and, where the model
+    does not give the loss itself, a function loss(outputs, batch)."""
     batch: tuple[int, ...] = (8,)
-    """What make_batch is asked for."""
+    """The size that make_batch is asked for."""
     dtype: tuple[str, ...] = ("float32",)
     """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure."""
     compile: tuple[str, ...] = ("no",)

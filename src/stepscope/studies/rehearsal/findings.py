@@ -48,12 +48,12 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
             if name in told.steps
         ]
         if others:
-            text += f" The others: {', '.join(others)}."
+            text += f" Other ways: {', '.join(others)}."
         yield Finding(text=text)
         if told.network.name == "nvlink" and told.ranks > LARGEST_NVLINK:
             yield Finding(
                 text=f"No NVLink domain has {told.ranks:,} GPUs ({LARGEST_NVLINK} is the most):"
-                " that row is a bound for what faster links could give.",
+                " that row is one ring of such links, which nobody builds.",
                 tone="warn",
             )
 
