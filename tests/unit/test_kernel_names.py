@@ -238,6 +238,24 @@ def test_every_other_kernel_has_a_library_and_a_class(name: str) -> None:
         ("aten::copy_", "copy/cast"),
         ("aten::cat", "copy/cast"),
         ("aten::mul", "elementwise"),
+        ("aten::mul_", "elementwise"),
+        ("aten::gelu_backward", "elementwise"),
+        ("aten::special_erfcx", "elementwise"),
+        ("aten::mkldnn_rnn_layer", "matmul"),
+        ("aten::mkldnn_rnn_layer_backward", "matmul"),
+        ("aten::_cudnn_rnn", "matmul"),
+        ("aten::_cudnn_rnn_backward", "matmul"),
+        ("aten::lstm", "matmul"),
+        ("aten::gru_cell", "matmul"),
+        ("aten::quantized_lstm", "matmul"),
+        ("aten::_cudnn_rnn_flatten_weight", "copy/cast"),
+        ("aten::_thnn_fused_lstm_cell", "elementwise"),
+        ("aten::native_batch_norm", "reduction"),
+        ("aten::native_batch_norm_backward", "reduction"),
+        ("aten::cudnn_batch_norm_backward", "reduction"),
+        ("aten::max_pool2d_with_indices", "reduction"),
+        ("aten::_fft_r2c", "other"),
+        ("aten::linalg_eigh", "other"),
         ("aten::_foreach_addcmul_", "optimizer"),
         ("aten::_fused_adamw_", "optimizer"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
@@ -248,6 +266,19 @@ def test_every_other_kernel_has_a_library_and_a_class(name: str) -> None:
 )
 def test_an_operator_has_a_class(name: str, kind: str) -> None:
     assert describe_operator(name).kind == kind
+
+
+def test_every_operator_that_torch_calls_pointwise_has_a_class() -> None:
+    torch = pytest.importorskip("torch")
+    pointwise = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, bare = name.partition(".")[0].partition("::")
+        packet = getattr(torch.ops.aten, bare, None) if space == "aten" else None
+        forms = [] if packet is None else [getattr(packet, form) for form in packet.overloads()]
+        if any(torch.Tag.pointwise in form.tags for form in forms):
+            pointwise.append(f"aten::{bare}")
+    assert len(pointwise) > 200
+    assert [name for name in pointwise if describe_operator(name).kind == "other"] == []
 
 
 def test_a_fused_name_lists_its_operators() -> None:

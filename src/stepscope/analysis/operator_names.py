@@ -32,7 +32,47 @@ VIEWS = {"view", "t", "transpose", "permute", "expand", "reshape", "unsqueeze", 
          "flatten", "unflatten", "empty", "empty_like", "empty_strided", "_reshape_alias",
          "lift_fresh", "detach_", "new_empty", "result_type", "numpy_T", "mT", "adjoint",
          "requires_grad_", "set_", "split_with_sizes", "resolve_conj", "resolve_neg", "expand_as",
-         "view_as", "is_nonzero", "new_empty_strided"}  # fmt: skip
+         "view_as", "is_nonzero", "new_empty_strided", "promote_types"}  # fmt: skip
+ELEMENTWISE = {"__and__", "__ilshift__", "__ixor__", "__lshift__", "__or__", "__rshift__",
+               "__xor__", "_conj_physical", "abs", "acos", "acosh",
+               "add", "addcdiv", "addcmul", "angle", "arange", "asin", "asinh", "atan", "atan2",
+               "atanh", "bernoulli", "binary_cross_entropy", "binary_cross_entropy_backward",
+               "binary_cross_entropy_with_logits", "bitwise_and", "bitwise_left_shift",
+               "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "celu",
+               "clamp", "clamp_max", "clamp_min", "clip", "complex", "conj_physical", "copysign",
+               "cos", "cosh", "deg2rad", "digamma", "div", "dropout", "elu", "elu_backward", "eq",
+               "equal", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "exponential", "eye",
+               "feature_dropout", "fill", "float_power", "floor", "floor_divide", "fmax", "fmin",
+               "fmod", "frac", "frexp", "full", "full_like", "gcd", "ge", "gelu", "gelu_backward",
+               "glu", "glu_backward", "gt", "hardshrink", "hardshrink_backward", "hardsigmoid",
+               "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh",
+               "hardtanh_backward", "heaviside", "huber_loss", "huber_loss_backward", "hypot",
+               "i0", "igamma", "igammac", "isclose", "isinf", "isnan", "isneginf", "isposinf",
+               "kl_div", "lcm", "ldexp", "le", "leaky_relu", "leaky_relu_backward", "lerp",
+               "lgamma", "linspace", "log", "log10", "log1p", "log2", "log_sigmoid",
+               "log_sigmoid_backward", "log_sigmoid_forward", "logaddexp", "logaddexp2",
+               "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
+               "logit_backward", "lt", "masked_fill", "masked_fill_backward", "maximum",
+               "minimum", "mish", "mish_backward", "mse_loss", "mse_loss_backward", "mul",
+               "mvlgamma", "nan_to_num", "native_dropout", "native_dropout_backward", "ne", "neg",
+               "new_full", "new_ones", "new_zeros", "nextafter", "normal", "one_hot", "ones",
+               "ones_like", "polar", "polygamma", "positive", "pow", "prelu", "rad2deg", "rand",
+               "rand_like", "randint", "randint_like", "randn", "randn_like", "random",
+               "reciprocal",
+               "relu", "relu6", "remainder", "round", "rrelu", "rsqrt", "rsub", "scalar_tensor",
+               "selu", "sgn", "sigmoid", "sigmoid_backward", "sign", "signbit", "silu",
+               "silu_backward", "sin", "sinc", "sinh", "smooth_l1_loss",
+               "smooth_l1_loss_backward", "softplus", "softplus_backward", "softshrink",
+               "softshrink_backward", "sqrt", "square", "sub", "tan", "tanh", "tanh_backward",
+               "threshold", "threshold_backward", "tril", "tril_indices", "triu", "triu_indices",
+               "true_divide", "trunc", "uniform", "where", "xlogy", "zero", "zeros",
+               "zeros_like"}  # fmt: skip
+"""Also what only writes numbers that it makes itself. Of an operator in place, without its
+underscore at the end."""
+_RECURRENT = re.compile(r"(?:^|_)(?:rnn|lstm|gru)(?:_|$)")
+_RECURRENT_GATES = re.compile(r"^_thnn_(?:fused|differentiable)_(?:lstm|gru)_cell")
+"""What is done with the products of a cell that were made before."""
+_REDUCTION = re.compile(r"(?:batch|layer|group|instance|rms)_norm|pool[123]d")
 _ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention")
 _OPTIMIZER = re.compile(r"^_foreach_|^_fused_(adam|adamw|sgd|adagrad)|^_amp_")
 _COMMUNICATION = re.compile(
@@ -43,13 +83,18 @@ _KNOWN = sorted(MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS, key=len, reverse=Tr
 
 
 def operator_class(name: str) -> Class | None:
-    """The class of `aten::mm` and its like; None for what only contains other operators."""
+    """The class of `aten::mm` and its like; None for what is not known by name."""
     named = named_class(name)
-    return "elementwise" if named is None and name.startswith("aten::") else named
+    if named is None and name.startswith("aten::"):
+        bare = name.removeprefix("aten::").partition(".")[0]
+        if bare.startswith("special_") or bare in ELEMENTWISE or bare.rstrip("_") in ELEMENTWISE:
+            return "elementwise"
+    return named
 
 
 def named_class(name: str) -> Class | None:
-    """The class of an operator that is known by name; None for all others."""
+    """The class of an operator whose name tells more than that it goes element by element; None
+    for all others."""
     space, _, bare = name.rpartition("::")
     bare = bare.partition(".")[0]
     if _COMMUNICATION.match(name) or _COMMUNICATION.match(bare):
@@ -70,7 +115,16 @@ def named_class(name: str) -> Class | None:
     ):
         if bare in names:
             return kind  # type: ignore[return-value]
-    return None
+    return _family(bare)
+
+
+def _family(bare: str) -> Class | None:
+    """Of operators that have one name for each library that does them."""
+    if _RECURRENT_GATES.match(bare):
+        return "elementwise"
+    if _RECURRENT.search(bare):
+        return "copy/cast" if bare.endswith("flatten_weight") else "matmul"
+    return "reduction" if _REDUCTION.search(bare) else None
 
 
 def inductor_parts(name: str) -> list[str]:

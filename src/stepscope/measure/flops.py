@@ -1,11 +1,13 @@
 """FLOPs of any program, counted operator by operator at the dispatcher.
 
 Counted as everywhere here: two for each multiply-add of the matrix products and convolutions,
-causal attention at half, nothing for anything else. A recomputation is counted, because it runs.
+those inside of recurrent layers too, causal attention at half, nothing for anything else. A
+recomputation is counted, because it runs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +19,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 Count = Callable[..., int]
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
+_RECURRENT_WEIGHT = re.compile(r"weight\d?")
 
 
 def operator_flops(
     function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
 ) -> int:
-    """Of one call of one operator, 0 for all that are no matrix product or convolution."""
+    """Of one call of one operator, 0 for all that have no matrix product or convolution in them."""
     packet = getattr(function, "_overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name == _CPU_ATTENTION:
@@ -31,21 +35,34 @@ def operator_flops(
     elif name == f"{_CPU_ATTENTION}_backward":
         shapes = [tensor.shape for tensor in arguments[:4]]
         counted = sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
+    elif name.removesuffix("_backward") in _RECURRENT:
+        counted = _recurrent_flops(_by_name(function, arguments, keywords))
+        counted *= 2 if name.endswith("_backward") else 1
     else:
         formula: Count | None = flop_registry.get(packet)
         if formula is None:
             return 0
         counted = formula(*arguments, **keywords, out_val=result)
-    return int(counted) // 2 if _is_causal(function, arguments, keywords) else int(counted)
+    causal = bool(_by_name(function, arguments, keywords).get("is_causal"))
+    return int(counted) // 2 if causal else int(counted)
 
 
-def _is_causal(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.name == "is_causal":
-            if place < len(arguments):
-                return bool(arguments[place])
-            return bool(keywords.get("is_causal", argument.default_value))
-    return False
+def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """What an operator was called with, its defaults included."""
+    declared = function._schema.arguments
+    named = {one.name: one.default_value for one in declared if one.has_default_value()}
+    names = (one.name for one in declared)
+    return named | dict(zip(names, arguments, strict=False)) | keywords
+
+
+def _recurrent_flops(given: dict[str, Any]) -> int:
+    """Of the forward of a recurrent layer, or of a stack of them: every weight matrix meets every
+    token once, whether it takes the input, the state or the projection of the state."""
+    tokens = given["input"].numel() // given["input"].shape[-1]
+    held = tree_leaves(
+        [value for name, value in given.items() if _RECURRENT_WEIGHT.fullmatch(name)]
+    )
+    return int(2 * tokens * sum(weight.numel() for weight in held if weight.dim() == 2))
 
 
 class FlopCount:

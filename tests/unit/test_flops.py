@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.measure.flops import CountingFlops, operator_flops
+
+TOKENS, INPUT, HIDDEN = 3 * 4, 5, 7
+
+
+def counted(model: nn.RNNBase, dtype: torch.dtype) -> tuple[int, int]:
+    """FLOPs of the forward and of the backward over 3 sequences of 4 tokens."""
+    model.to(dtype)
+    tokens = torch.randn(3, 4, INPUT, dtype=dtype, requires_grad=True)
+    # The first state takes part as every other one does.
+    runs = model.num_layers * (2 if model.bidirectional else 1)
+    state = torch.randn(runs, 3, HIDDEN, dtype=dtype, requires_grad=True)
+    with CountingFlops() as forward:
+        given = (state, state.clone()) if isinstance(model, nn.LSTM) else state
+        loss = model(tokens, given)[0].sum()
+    with CountingFlops() as backward:
+        loss.backward()
+    return forward.counted.total, backward.counted.total
+
+
+def weights(model: nn.Module) -> int:
+    return sum(one.numel() for one in model.parameters() if one.dim() == 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "both_ways"), [(1, False), (2, False), (1, True)], ids=["one", "two", "both ways"]
+)
+def test_a_recurrent_layer_multiplies_every_token_by_every_weight(
+    layers: int, both_ways: bool
+) -> None:
+    # float32 is one operator of oneDNN where the CPU has it, float64 is cut into products.
+    lstm = nn.LSTM(INPUT, HIDDEN, layers, batch_first=True, bidirectional=both_ways)
+    for dtype in (torch.float32, torch.float64):
+        forward, backward = counted(lstm, dtype)
+        assert forward == 2 * TOKENS * weights(lstm)
+        assert backward == 2 * forward
+
+
+def test_a_gated_layer_is_counted_alike() -> None:
+    gru = nn.GRU(INPUT, HIDDEN, batch_first=True)
+    forward, backward = counted(gru, torch.float32)
+    assert (forward, backward) == (2 * TOKENS * weights(gru), 4 * TOKENS * weights(gru))
+
+
+def test_the_recurrent_operators_of_cudnn_are_counted_from_their_arguments() -> None:
+    gates, projected = 4 * HIDDEN, 3
+    layer = [
+        torch.empty(gates, INPUT), torch.empty(gates, projected), torch.empty(gates),
+        torch.empty(gates), torch.empty(projected, HIDDEN),
+    ]  # fmt: skip
+    products = 2 * TOKENS * (gates * INPUT + gates * projected + projected * HIDDEN)
+    tokens, state = torch.empty(4, 3, INPUT), torch.empty(1, 3, projected)
+    shape = (2, HIDDEN, projected, 1, False, 0.0, True, False)
+    buffer = torch.empty(1000)
+
+    forward = (tokens, layer, 5, buffer, state, state, *shape, [], None)
+    ran = torch.ops.aten._cudnn_rnn.default
+    assert operator_flops(ran, forward, {}, None) == products
+
+    packed = (tokens.flatten(0, 1), *forward[1:])
+    assert operator_flops(ran, packed, {}, None) == products
+
+    output = torch.empty(4, 3, projected)
+    backward = (
+        tokens, layer, 5, buffer, state, state, output, output, None, None, *shape, [], None,
+        torch.empty(9), [True] * 4,
+    )  # fmt: skip
+    assert operator_flops(torch.ops.aten._cudnn_rnn_backward.default, backward, {}, None) == (
+        2 * products
+    )
+
+
+def test_causal_attention_counts_half_however_it_is_said() -> None:
+    heads = torch.zeros(1, 2, 8, 4)
+    for causal in (False, True):
+        with CountingFlops() as mode:
+            nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=causal)
+        assert mode.counted.total == 2 * 2 * 2 * 8 * 8 * 4 // (2 if causal else 1)
