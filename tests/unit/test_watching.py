@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
+from stepscope.scope.result import usual_steps
 from stepscope.scope.stages import Effort
 from stepscope.scope.watching import Watcher
+from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.gather import gather, parts
 from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress
 from stepscope.studies.inspected.rows import Watched, lateness, programs, slowest
@@ -107,6 +109,37 @@ def test_odd_objects_of_the_program_are_passed_over(tmp_path: Path) -> None:
     assert found.setting is not None
     assert "Network" in found.setting.models
     assert len(odd) == 2
+
+
+def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = batch()
+    with watching(tmp_path):
+        for step in range(16):
+            train(model, optimizer)
+            if step in (5, 9):
+                with torch.no_grad():
+                    time.sleep(0.2)
+                    model(x)
+    found = only(tmp_path)
+    series = found.record.find("step")
+    assert series is not None
+    assert len(series.values) == 4
+    assert max(series.values) < 200
+    assert found.record.notes["left_out"] == "1"
+    assert found.record.notes["traced_evaluations"] == "1"
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert "Of the timed steps 1 also ran the model without gradients" in said
+    assert "Of the traced steps 1 also ran" in said
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [((0, 0, 3, 0), [0, 1, 3]), ((1, 1, 1), [0, 1, 2]), ((2, 0, 2, 2), [0, 1, 2, 3]), ((), [])],
+)
+def test_steps_count_where_most_are_alike(counts: tuple[int, ...], expected: list[int]) -> None:
+    assert usual_steps(counts) == expected
 
 
 def test_the_time_in_a_loader_is_that_of_the_timed_steps(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class ModuleRanges:
         self._here = threading.local()
         self.forwards = 0
         """Calls of a whole model with gradients on."""
+        self.evaluations = 0
+        """And with gradients off."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -81,6 +83,8 @@ class ModuleRanges:
         def enter(*_: Any) -> None:
             if torch.is_grad_enabled():
                 self.forwards += 1
+            else:
+                self.evaluations += 1
             self._enter("forward")
             if name:
                 self._enter(name)

@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
-from stepscope.measure.modules import ModuleRanges, any_compiled
+from stepscope.measure.modules import ModuleRanges, any_compiled, hooked_roots
 from stepscope.records.schema import Reading
 from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.scope.loading import batches_taken
@@ -50,6 +50,10 @@ class Recorder:
         """How long each timed step was in a DataLoader. Where the device is made idle, workers
         catch up meanwhile: those steps do not say it."""
         self._loaded_ms = 0.0
+        self.evaluations: list[int] = []
+        """Calls of the model without gradients in each timed step."""
+        self.traced_evaluations: list[int] = []
+        self._evaluated = 0
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.ledger: WatchedLedger | None = None
         self.traced = 0
@@ -132,7 +136,8 @@ class Recorder:
             self.readings.append(self.device.read())
             self._energy_begun = self.device.energy_j()
             self._open.enter_context(batches_taken(self._loading))
-        self._loaded_ms = 0.0
+            self._watch_evaluations()
+        self._loaded_ms, self._evaluated = 0.0, 0
         if stage is Stage.TRACED and self._tracer is not None:
             self._mark_trace()
         self._begun = self.device.mark()
@@ -146,6 +151,7 @@ class Recorder:
         elif stage is Stage.TIMED:
             self.times.append((self._begun, end))
             self.loading_ms.append(self._loaded_ms)
+            self.evaluations.append(self._evaluated)
             if len(self.times) == self.effort.timed:
                 self._open.close()
                 self.readings.append(self.device.read())
@@ -158,6 +164,9 @@ class Recorder:
             self._open.close()
         elif stage is Stage.TRACED and self._tracer is not None:
             self.traced += 1
+            if self._ranges is not None:
+                self.traced_evaluations.append(self._ranges.evaluations)
+                self._ranges.evaluations = 0
             if not self._by_edges:
                 self._open_step.close()
         self.steps += 1
@@ -165,6 +174,14 @@ class Recorder:
             if self._by_edges and self._tracer is not None:
                 self._mark_trace()
             self.finish()
+
+    def _watch_evaluations(self) -> None:
+        def enter(*_: Any) -> None:
+            self._evaluated += not torch.is_grad_enabled()
+
+        hooks = hooked_roots(self.models, enter, lambda *_: None)
+        if hooks is not None:
+            self._open.enter_context(hooks)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

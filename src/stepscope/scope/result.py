@@ -33,7 +33,7 @@ _MOST_SAVED = 200
 def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: float) -> Record:
     """`name` and `words` are the script and its arguments, or whatever names the program."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    notes = dict(recorder.notes)
+    notes = recorder.notes | _evaluations(recorder)
     quantities: dict[str, Quantity] = {}
     _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(quantities, "B", peak_bytes=recorder.peak_bytes)
@@ -88,20 +88,40 @@ def _series(recorder: Recorder) -> tuple[Series, ...]:
     device = recorder.device
     device.synchronize()
     warmup = tuple(1e3 * seconds for seconds in recorder.warmup_s)
-    on_host = tuple((end.host_s - start.host_s) * 1e3 for start, end in recorder.times)
+    usual = usual_steps(recorder.evaluations)
+    times = [recorder.times[place] for place in usual]
+    on_host = tuple((end.host_s - start.host_s) * 1e3 for start, end in times)
     found = [Series(name="step", unit="ms", values=on_host, warmup=warmup)]
-    on_device = [device.device_ms(start, end) for start, end in recorder.times]
+    on_device = [device.device_ms(start, end) for start, end in times]
     if on_device and None not in on_device:
         values = tuple(ms for ms in on_device if ms is not None)
         found.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
     if any(recorder.loading_ms):
-        found.append(Series(name="loading", unit="ms", values=tuple(recorder.loading_ms)))
+        loading = tuple(recorder.loading_ms[place] for place in usual)
+        found.append(Series(name="loading", unit="ms", values=loading))
     issued = recorder.issue.steps
     for phase in PHASES:
         values = tuple(step[phase] for step in issued)
         if any(values):
             found.append(Series(name=f"issue.{phase}", unit="ms", values=values))
     return tuple(found)
+
+
+def usual_steps(evaluations: Sequence[int]) -> list[int]:
+    """Places of steps that ran the model without gradients no oftener than the others: a
+    validation every so many steps is not what a step takes. All of them, where few are alike."""
+    least = min(evaluations, default=0)
+    found = [place for place, count in enumerate(evaluations) if count == least]
+    return found if len(found) >= len(evaluations) / 2 else list(range(len(evaluations)))
+
+
+def _evaluations(recorder: Recorder) -> dict[str, str]:
+    """How many steps hold more of them than the others."""
+    odd = len(recorder.evaluations) - len(usual_steps(recorder.evaluations))
+    traced = sum(count > min(recorder.evaluations, default=0)
+                 for count in recorder.traced_evaluations[-recorder.traced :])  # fmt: skip
+    found = {"left_out": odd, "traced_evaluations": traced if recorder.traced else 0}
+    return {name: str(count) for name, count in found.items() if count}
 
 
 def _setting(recorder: Recorder) -> Setting:

@@ -34,6 +34,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *memory_finding(lead),
         *rate_finding(lead),
         *energy_finding(lead.record, lead.name),
+        *_evaluations(lead),
         *_loop(lead),
         *(finding for one in ranks for finding in _missing(one, len(ranks) > 1)),
         *_lints(lead),
@@ -66,6 +67,24 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
             text=f"This step is not launch-bound: its {count(lead.summary.launches)} kernels are"
             f" launched in time for {percent(1 - idle)} of it.",
             tone="good",
+        )
+
+
+def _evaluations(lead: Watched) -> Iterator[Finding]:
+    """The notes are how many steps also ran the model without gradients, and others did not."""
+    left_out, traced = (
+        int(lead.record.notes.get(name, 0)) for name in ("left_out", "traced_evaluations")
+    )
+    if left_out:
+        yield Finding(
+            text=f"Of the timed steps {left_out} also ran the model without gradients, as for a"
+            " validation: they are left out of the time of a step."
+        )
+    if traced:
+        yield Finding(
+            text=f"Of the traced steps {traced} also ran the model without gradients: that work is"
+            " in the account of the time.",
+            tone="warn",
         )
 
 
