@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
+
+_NEAR = 0.65
+"""How alike two words are, of 1, where one may be a slip for the other."""
 
 
 class StepscopeError(Exception):
@@ -24,6 +29,22 @@ class UsageError(StepscopeError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that is in no table, with the nearest known one."""
     choices = list(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=_NEAR)
     guess = f"perhaps you meant {near[0]}; " if near else ""
     return UsageError(f"{kind} {name!r} does not exist", f"{guess}one of: {', '.join(choices)}")
+
+
+def no_such_file(path: str | os.PathLike[str], kind: str = "file", mend: str = "") -> UsageError:
+    """The error for a file that is not there, with the nearest name in its folder."""
+    meant = Path(path)
+    if meant.is_dir():
+        return UsageError(f"{meant} is a folder", mend or "name a file in it")
+    try:
+        beside = [entry.name for entry in meant.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return UsageError(
+            f"there is no {kind} {meant}", f"there is no folder {meant.parent}; check its name"
+        )
+    near = difflib.get_close_matches(meant.name, beside, n=1, cutoff=_NEAR)
+    guess = f"perhaps you meant {meant.with_name(near[0])}" if near else "check its name"
+    return UsageError(f"there is no {kind} {meant}", "; ".join(filter(None, (guess, mend))))

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from prepared_store import Desk, Said, fill, one_line, run_of
-from stepscope.cli import COMMANDS, doctor_command, main
+from stepscope.analysis.compare import Comparison
+from stepscope.cli import COMMANDS, compare_command, doctor_command, main
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.store import Store
@@ -46,7 +48,12 @@ def test_every_command_has_help_with_examples(
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
-    assert f"stepscope {command}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"stepscope {command}" in told
+    assert "{None}" not in told
+    if command in ("inspect", "advise"):
+        usage = f"usage: stepscope {command} [-h] [OPTIONS] SCRIPT [ARGUMENTS …]"
+        assert told.splitlines()[0] == usage
 
 
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
@@ -179,8 +186,18 @@ def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int)
     assert desk("compare", "new", "base", "--fail-above", limit).code == 0
 
 
+def test_compared_times_have_their_unit(desk: Desk) -> None:
+    assert "(ms)" in desk("compare", "base", "new").out
+    times = Comparison(study="s", case="a", verdict="slower", unit="ms", base=1.0, new=2.0)
+    table = compare_command.comparison_table((times,))
+    assert [column.unit for column in table.columns[2:4]] == ["ms", "ms"]
+    mixed = compare_command.comparison_table((times, msgspec.structs.replace(times, unit="s")))
+    assert [row[4] for row in mixed.rows] == ["ms", "s"]
+    assert {len(row) for row in mixed.rows} == {len(mixed.columns)}
+
+
 def test_a_gate_that_is_not_a_share_is_refused(desk: Desk) -> None:
-    for text in ("three", "-3%", "3 %", "%"):
+    for text in ("three", "-3%", "3 %", "%", "3"):
         one_line(desk("compare", "base", "new", f"--fail-above={text}"), 2, "--fail-above", "3%")
 
 

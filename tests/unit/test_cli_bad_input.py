@@ -13,6 +13,7 @@ import pytest
 from command_line import CommandLine
 from media import MountTmpfs, make_read_only, unprivileged
 from prepared_store import Desk, Said, fill, one_line, run_of
+from stepscope.cli import main
 from stepscope.records.jsonl import write_records
 from stepscope.records.store import Store
 
@@ -108,6 +109,16 @@ def test_a_value_of_the_wrong_kind_names_its_field(desk: Desk) -> None:
     assert "long" in said.err
 
 
+def test_an_option_that_may_be_left_out_reads_as_its_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["predict", "--budget", "abc"])
+    told = capsys.readouterr().err
+    assert "'abc' is not a number" in told
+    assert "None" not in told
+
+
 def test_a_format_that_the_device_lacks(cli: CommandLine) -> None:
     said = ended(cli("run", "benchmark", "--dtype", "tf32", "--size", "tiny", "--device", "cpu"))
     one_line(said, 2, "TF32", "use float32")
@@ -133,7 +144,53 @@ def test_a_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
     for name, content in (("empty.jsonl", ""), ("text.jsonl", "not a record\n")):
         (tmp_path / name).write_text(content)
         one_line(desk("export", str(tmp_path / name)), 1, name)
-    one_line(desk("show", str(tmp_path / "absent.jsonl")), 1, "absent.jsonl")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["show", "report", "export", "advise", "import", "rehearse", "compare", "trace", "snapshot",
+     "inspect"],
+)  # fmt: skip
+def test_a_file_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    ending = {"trace": ".json", "snapshot": ".pickle", "inspect": ".py"}.get(command, ".jsonl")
+    there = tmp_path / f"trained{ending}"
+    there.touch()
+    meant = str(tmp_path / f"traned{ending}")
+    words = [command, meant, *([meant] if command == "compare" else [])]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    one_line(Said(2, *said), 2, meant, "there is no", f"perhaps you meant {there}")
+    assert main([command, str(tmp_path / f"x{ending}"), *words[2:]]) == 2
+    assert "check its name" in capsys.readouterr().err
+
+
+def test_a_folder_where_a_file_is_meant(desk: Desk, tmp_path: Path) -> None:
+    one_line(desk("import", str(tmp_path / "no" / "a.jsonl")), 2, "there is no folder")
+    one_line(desk("import", str(tmp_path)), 2, "is a folder", "name a file in it")
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["run", "step", "--rungs", "nope"], "compile"),
+        (["run", "benchmark", "--dtype", "int3"], "tf32"),
+    ],
+)
+def test_a_word_like_no_other_is_told_what_there_is(
+    desk: Desk, words: list[str], known: str
+) -> None:
+    said = desk(*words)
+    one_line(said, 2, "one of:", known)
+    assert "perhaps" not in said.err
+
+
+def test_run_offers_no_study_that_it_refuses(desk: Desk) -> None:
+    offered = desk("run", "nosuch").err.partition("one of: ")[2].rstrip(")\n").split(", ")
+    assert "benchmark" in offered
+    assert not {"inspect", "advise"} & set(offered)
+    one_line(desk("run", "inspect"), 2, "its records come from")
 
 
 def not_a_database(path: Path) -> None:

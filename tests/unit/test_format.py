@@ -190,3 +190,9 @@ def test_a_value_and_its_spread_have_the_same_decimals(
     left, right = text.split(" ± ")
     decimals = [len(part.split()[0].partition(".")[2]) for part in (left, right)]
     assert decimals[0] == decimals[1]
+
+
+def test_one_is_no_plural() -> None:
+    assert [fmt.counted(n, "case") for n in (0, 1, 2, 1200)] == [
+        "0 cases", "1 case", "2 cases", "1,200 cases",
+    ]  # fmt: skip

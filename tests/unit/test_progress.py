@@ -27,3 +27,13 @@ def test_cases_beyond_those_that_were_announced_are_counted(
     if kind is PlainLines:
         assert "[1/1]" in told
         assert "[2/2]" in told
+
+
+@pytest.mark.parametrize(
+    ("total", "told"), [(0, ""), (1, ": 1 case, 0 done before"), (2, ": 2 cases, 0 done before")]
+)
+def test_the_first_line_counts_cases(
+    total: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PlainLines(run(), total, 0)
+    assert capsys.readouterr().err == f"run {run().id}{told}\n"

@@ -160,5 +160,5 @@ def test_an_empty_snapshot_is_no_error() -> None:
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["snapshot", str(tmp_path / "none")]) == 1
+    assert main(["snapshot", str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

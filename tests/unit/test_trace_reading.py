@@ -130,7 +130,7 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(
 
 def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None:
     assert "there is no file" in refused(tmp_path / "nothing.json")
-    assert "there is no file" in refused(tmp_path)
+    assert "is a folder" in refused(tmp_path)
 
 
 def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

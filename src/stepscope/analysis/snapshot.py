@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, no_such_file
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
@@ -71,6 +71,8 @@ def read_snapshot(path: Path) -> Snapshot:
             raw = _PlainUnpickler(file).load()
     except StepscopeError:
         raise
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise no_such_file(path) from None
     except OSError as error:
         raise StepscopeError(f"cannot read {path}: {error.strerror}") from error
     # A damaged pickle can fail in any way that its opcodes allow.

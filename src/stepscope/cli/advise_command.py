@@ -21,9 +21,10 @@ from stepscope.cli.common import Place, load_records, parse
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.cli.verification import Verification, say
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
+from stepscope.report.format import counted
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Script, Trial
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given, with_advice
@@ -37,8 +38,9 @@ from stepscope.studies.runner import Runner, new_run, plan_digest
 
 
 class AdviseOptions(Place, frozen=True, kw_only=True):
-    source: Annotated[str, tyro.conf.Positional] = ""
-    """A training script; or records of `inspect` or of the study `own`: a file, or a run."""
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
+    """A training script and what it is given; or records of `inspect` or of the study `own`: a
+    file, or a run."""
     model: str = ""
     """package.module:function that builds a model (see `stepscope run own --help`)."""
     module: bool = False
@@ -177,7 +179,7 @@ def _advise_script(
     if options.model:
         raise UsageError("there are a script and a model", "name one of them")
     if not options.module and not Path(target).is_file():
-        raise UsageError(f"there is no script {target}", "name a Python file, or a module with -m")
+        raise no_such_file(target, "script", "a module is named after -m")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "several ranks cannot be tried in turns",
@@ -274,8 +276,8 @@ def _kept(store: Store, run: Run) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tried = sum(study == TRIALS for study, _ in store.finished(run.id))
-        say(f"interrupted: {tried} trials are kept in run {run.id}\ngo on with: {run.command}")
+        tried = counted(sum(study == TRIALS for study, _ in store.finished(run.id)), "trial")
+        say(f"interrupted: {tried} kept in run {run.id}\ngo on with: {run.command}")
         raise
 
 

@@ -41,16 +41,19 @@ def parse(
     """Read the words of a command into its options; a wrong word ends the program with 2."""
     import tyro
 
+    from stepscope.cli.optional_values import optional_values
+
     text = description
     if examples:
         text += "\n\nexamples:\n" + "\n".join(f"  {example}" for example in examples)
-    return tyro.cli(
-        kind,
-        args=list(words),
-        prog=f"stepscope {command}",
-        description=text,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    with optional_values():
+        return tyro.cli(
+            kind,
+            args=list(words),
+            prog=f"stepscope {command}",
+            description=text,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
 
 
 def load_records(source: str, place: Place) -> tuple[Record, ...]:

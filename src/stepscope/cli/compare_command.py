@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     else:
         from stepscope.report.terminal import print_table
 
-        print_table(_table(comparisons))
+        print_table(comparison_table(comparisons))
         verdicts = Counter(c.verdict for c in comparisons)
         print(", ".join(f"{times} {verdict}" for verdict, times in verdicts.items()))
         for c in beyond:
@@ -91,21 +91,31 @@ def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
 
 
 def _fraction(text: str) -> float:
-    """3% and 0.03 mean the same."""
+    """3% and 0.03 mean the same; a bare 3 would be 300 %, which nobody means."""
     if not re.fullmatch(r"\d+(\.\d+)?%?", text):
         raise UsageError(f"--fail-above {text!r} is not a share", "give one such as 3% or 0.03")
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    if float(text) > 1:
+        raise UsageError(
+            f"--fail-above {text} would be {float(text):.0%}",
+            f"give {text}% or {float(text) / 100:g}; or {float(text):.0%} where that is meant",
+        )
+    return float(text)
 
 
-def _table(comparisons: Sequence[Comparison]) -> Table:
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    units = sorted({c.unit for c in comparisons if c.base is not None})
+    unit = units[0] if len(units) == 1 else ""
     return Table(
         name="comparison",
         title="New against base",
         columns=(
             Column(title="study"),
             Column(title="case"),
-            Column(title="base", kind="number"),
-            Column(title="new", kind="number"),
+            Column(title="base", kind="number", unit=unit),
+            Column(title="new", kind="number", unit=unit),
+            *([Column(title="unit")] if len(units) > 1 else []),
             Column(title="new / base", kind="number", hint="of the medians, 99 % interval"),
             Column(title="change"),
             Column(title="verdict"),
@@ -117,6 +127,7 @@ def _table(comparisons: Sequence[Comparison]) -> Table:
                 c.case,
                 c.base,
                 c.new,
+                *([c.unit] if len(units) > 1 else []),
                 Interval(value=c.ratio.value, low=c.ratio.low, high=c.ratio.high)
                 if c.ratio
                 else None,

@@ -10,6 +10,7 @@ import tyro
 from stepscope.cli.common import Place, json_line, parse
 from stepscope.records.jsonl import import_into, read_records
 from stepscope.records.store import Store
+from stepscope.report.format import counted
 
 
 class ImportOptions(Place, frozen=True, kw_only=True):
@@ -33,5 +34,6 @@ def main(words: list[str]) -> int:
     if options.json:
         print(json_line({"added": added, "skipped": skipped, "store": options.store}))
     else:
-        print(f"{added} records added to {options.store}, {skipped} were there already")
+        was = "was" if skipped == 1 else "were"
+        print(f"{counted(added, 'record')} added to {options.store}, {skipped} {was} there already")
     return 0

@@ -9,12 +9,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import tyro
 
 from stepscope.cli.common import Place, parse, write_text
 from stepscope.cli.scripts import split_words
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import write_records
 from stepscope.studies.inspected.order import Order
 
@@ -22,6 +24,8 @@ _OTHER_RANKS_WITHIN_S = 60.0
 
 
 class InspectOptions(Place, frozen=True, kw_only=True):
+    script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
+    """The training script, and what it is given."""
     page: Path | None = None
     """The page to write; NAME.html in the folder of the reports where it is not given."""
     warmup: int = 5
@@ -71,7 +75,7 @@ def main(words: list[str]) -> int:
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
-        raise UsageError(f"there is no script {target}", "name a Python file, or a module with -m")
+        raise no_such_file(target, "script", "a module is named after -m")
     if options.timed < 1 or options.traced < 1 or options.warmup < 0:
         raise UsageError(
             f"warmup {options.warmup}, timed {options.timed} and traced {options.traced} make no"

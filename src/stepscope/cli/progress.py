@@ -9,7 +9,7 @@ from typing import Self
 
 from stepscope.analysis.limits import step_ms
 from stepscope.records.schema import Record, Run
-from stepscope.report.format import duration
+from stepscope.report.format import counted, duration
 from stepscope.studies.base import Case
 from stepscope.studies.protocol import Progress
 
@@ -32,7 +32,8 @@ class PlainLines:
         self._done = done
         self._case: Case | None = None
         self._calibrating = False
-        self._say(f"run {run.id}: {total} cases, {done} done before")
+        cases = f": {counted(total, 'case')}, {done} done before" if total else ""
+        self._say(f"run {run.id}{cases}")
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

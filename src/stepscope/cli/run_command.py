@@ -14,14 +14,14 @@ from typing import Any, Literal, NamedTuple
 from stepscope.cli.common import Place, json_line, parse
 from stepscope.cli.progress import make_observer
 from stepscope.cli.report_command import print_results, write_report
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
 from stepscope.records.store import Store
 from stepscope.studies.base import Case, Study
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranked import follow, is_follower
-from stepscope.studies.registry import all_studies, find_study
+from stepscope.studies.registry import all_studies
 from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
 
 
@@ -67,7 +67,7 @@ class Share(NamedTuple):
 
 def main(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
-        study = find_study(words[0])
+        study = _study(words[0])
         if study.recorded_by:
             raise UsageError(
                 f"{study.name} has no cases to run", f"its records come from `{study.recorded_by}`"
@@ -95,6 +95,14 @@ def main(words: list[str]) -> int:
     )
     require_preset(options.preset)
     return _run(options, Share(options.preset), words)
+
+
+def _study(name: str) -> Study[Any]:
+    """Those that other commands record are refused with a word on that, and not offered."""
+    studies = all_studies()
+    if name not in studies:
+        raise unknown_name("study", name, [n for n, s in studies.items() if not s.recorded_by])
+    return studies[name]
 
 
 def _refuse_model(study: Study[Any], words: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, no_such_file
 from stepscope.records.failures import explain_os
 from stepscope.records.schema import Record, Run, decode, encode
 from stepscope.records.store import Store
@@ -95,6 +95,8 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     source = Path(path)
     try:
         lines = source.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise no_such_file(source) from None
     except OSError as error:
         raise explain_os(error, source) from error
     while lines and not lines[-1].strip():

@@ -50,6 +50,11 @@ def count(value: float) -> str:
     return _fixed(value, 0)
 
 
+def counted(number: int, noun: str) -> str:
+    """1 case, 2 cases."""
+    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
 def duration(ms: float, digits: int = 3) -> str:
     return _scaled(ms, _pick(ms, _TIMES, 1000, digits), digits)
 

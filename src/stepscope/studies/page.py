@@ -10,7 +10,7 @@ from stepscope.analysis.lints import lint_record
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
-from stepscope.report.format import bytes_, duration, rate
+from stepscope.report.format import bytes_, counted, duration, rate
 from stepscope.studies.registry import all_studies
 
 _SHOWN = {
@@ -83,7 +83,7 @@ def _subtitle(records: Sequence[Record]) -> str:
     environment = records[-1].environment
     runs = ", ".join(dict.fromkeys(record.run for record in records))
     return (
-        f"{len(records)} records, {when} UTC, torch {environment.torch},"
+        f"{counted(len(records), 'record')}, {when} UTC, torch {environment.torch},"
         f" Stepscope {environment.stepscope}, run {runs}"
     )
 

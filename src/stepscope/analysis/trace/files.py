@@ -14,7 +14,7 @@ from typing import NamedTuple
 from stepscope.analysis.trace.chrome import read_chrome
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.nsight import SQLITE_MAGIC, read_nsight
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, no_such_file
 
 GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 20
@@ -34,7 +34,7 @@ def read_trace(path: Path, limits: Limits | None = None) -> Trace:
     """A Chrome trace (.json, .json.gz) or an Nsight Systems export (.sqlite), told by its bytes."""
     limits = limits or Limits()
     if not path.is_file():
-        raise StepscopeError(f"there is no file {path}", "name a trace")
+        raise no_such_file(path)
     with path.open("rb") as file:
         head = file.read(len(SQLITE_MAGIC))
     size = path.stat().st_size
