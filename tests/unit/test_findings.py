@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from sample_records import environment, step_series
@@ -24,6 +25,13 @@ def said(study: str, start: str, *records: Record) -> str:
     """The one finding that begins so."""
     (text,) = [text for text in findings(study, *records) if text.startswith(start)]
     return text
+
+
+def tone(start: str, *records: Record) -> str:
+    """Of the one finding of the benchmark that begins so."""
+    blocks = find_study("benchmark").view(records)
+    (found,) = [b.tone for b in blocks if isinstance(b, Finding) and b.text.startswith(start)]
+    return found
 
 
 def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
@@ -107,6 +115,45 @@ def test_phases_are_held_against_the_step() -> None:
         benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0}),
     )
     assert re.search(r"4(\.0+)? ?% at most", text)
+
+
+def test_phases_that_do_not_add_up_are_not_said_to() -> None:
+    close = benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0})
+    far = benchmark_record(
+        context=128, step=10.0, phases={"forward": 40.0, "backward": 16.0}, flops=1e10
+    )
+    text = said("benchmark", "The phases", close, far)
+    assert text.startswith(
+        "The phases add up to the step that was timed as one within 5.0 % in 1 of 2 cases:"
+    )
+    assert "460.0 % at most (small at context 128" in text
+    assert said("benchmark", "The phases", far).startswith("The phases do not add up to the step")
+    assert tone("The phases", close) == "good"
+    assert tone("The phases", close, far) == "info"
+
+
+def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
+    phases = {"forward": 30.0, "loss": 2.0, "backward": 60.0, "optimizer": 8.0}
+    for jumps in (False, True):
+        record = benchmark_record(step=100.0, phases=phases, flops=4e12)
+        if jumps:
+            series = tuple(
+                msgspec.structs.replace(one, values=(*one.values[:-1], 2 * one.values[-1]))
+                for one in record.series
+            )
+            record = msgspec.structs.replace(record, series=series)
+        praised = "info" if jumps else "good"
+        for start in ("The training step that comes", "The GPU, not the host", "The phases add up"):
+            assert tone(start, record) == praised
+        ratio = said("benchmark", "Backward over forward", record)
+        assert ("The FLOPs explain it" in ratio) is not jumps
+        assert ("The samples are not steady (small at context 512" in ratio) is jumps
+        other = benchmark_record(
+            size="medium", step=100.0, phases={"forward": 30.0, "backward": 60.0}
+        )
+        both = said("benchmark", "Backward over forward", record, other)
+        assert "The FLOPs explain it." in both
+        assert ("Samples that are not steady: small at context 512" in both) is jumps
 
 
 def test_failures_are_told_with_the_first_reason() -> None:

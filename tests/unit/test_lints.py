@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sample_records import ceilings, record, samples, step_series
+from sample_records import ceilings, record, samples, step_series, times
 from stepscope.analysis.lints import codes, lint_group, lint_record
 from stepscope.records.schema import Quantity, Reading, Record, Series
 
@@ -103,6 +103,14 @@ def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str
         pytest.param({"readings": clocks(1500, throttle=("application-clocks",))}, id="set"),
         pytest.param({"series": changed("optimizer", samples(11.0))}, id="phases within 5 %"),
         pytest.param({"series": (), "quantities": {}}, id="nothing measured"),
+        pytest.param(
+            {
+                "series": (times("step", 55.0), times("forward", 40.0), times("backward", 15.0)),
+                "config": {"loss": "fused"},
+                "quantities": {},
+            },
+            id="a loss that makes its gradients in the forward",
+        ),
         pytest.param(
             {"series": (Series(name="loss", unit="nat", values=(9.0, 1.0)),)}, id="not a time"
         ),

@@ -127,6 +127,15 @@ def findings(trace: ChromeTrace) -> str:
     return " ".join(block.text for block in blocks if isinstance(block, Finding))
 
 
+def test_time_without_operators_may_be_a_wait() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.operator("aten::mm", 0, 9)
+    said = findings(trace)
+    assert "No operator runs for 91.0 % of the step: there the program is in Python" in said
+    assert "or it waits for something that is no operator" in said
+
+
 def busy_step() -> ChromeTrace:
     """The device is always behind the host."""
     trace = ChromeTrace()

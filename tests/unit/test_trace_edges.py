@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.trace.collectives import collective_starts, lateness_ms
+from stepscope.analysis.trace.collectives import collective_starts, lateness_ms, times_last
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import find_work
@@ -103,3 +103,9 @@ def test_the_last_rank_is_late() -> None:
     assert lateness_ms({0: ((1,),), 1: ((1, 2),)}) == {}
     assert lateness_ms({0: ((),), 1: ((),)}) == {}
     assert lateness_ms({0: ((1,),)}) == {}
+
+
+def test_who_comes_last_is_counted() -> None:
+    starts = {0: ((0, 30), (100,)), 1: ((20, 10), (104,)), 2: ((1, 2), (3,))}
+    assert times_last(starts) == {0: 1, 1: 2, 2: 0}
+    assert times_last({0: ((1,),), 1: ((1, 2),)}) == {}

@@ -135,6 +135,9 @@ def _clocks_dropped(record: Record) -> str | None:
 @_lint("backward-too-fast")
 def _backward_too_fast(record: Record) -> str | None:
     forward, backward = record.find("forward"), record.find("backward")
+    if record.config.get("loss") == "fused":
+        # Its gradients are made beside the loss, before the backward begins.
+        return None
     if forward is None or backward is None or forward.clock != backward.clock:
         return None
     forward_ms, backward_ms = median_ms(record, "forward"), median_ms(record, "backward")

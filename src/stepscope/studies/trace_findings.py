@@ -11,6 +11,9 @@ from stepscope.report.format import count, duration, percent
 HOST_LIMITS_FROM = 0.25
 """From this share of idle time without a launch on, the host is what to look at first."""
 
+TRACED_APART = 0.02
+"""Traced steps that differ by more than this from the timed ones are told apart from them."""
+
 _WORTH = 0.05
 _TENSOR = "tensor cores"
 
@@ -18,7 +21,7 @@ _TENSOR = "tensor cores"
 def trace_findings(summary: Summary, step_ms: float | None = None) -> tuple[Finding, ...]:
     """`step_ms` is the step without the profiler, where it was timed."""
     return (
-        _account(summary),
+        _account(summary, step_ms),
         *_idle(summary, step_ms),
         *_data(summary),
         *_matmul(summary),
@@ -29,12 +32,15 @@ def trace_findings(summary: Summary, step_ms: float | None = None) -> tuple[Find
     )
 
 
-def _account(summary: Summary) -> Finding:
+def _account(summary: Summary, step_ms: float | None) -> Finding:
     wall = summary.wall_ms
+    whose, aside = "A step", ""
+    if step_ms and abs(wall / step_ms - 1) > TRACED_APART:
+        whose, aside = "A traced step", f" ({duration(step_ms)} without the profiler)"
     what = "the device works" if summary.on_device else "operators run"
     text = (
-        f"A step takes {duration(wall)}: {what} for {percent(summary.busy_ms / wall)} of it,"
-        f" in {count(summary.launches)} {'kernels' if summary.on_device else 'operators'}."
+        f"{whose} takes {duration(wall)}{aside}: {what} for {percent(summary.busy_ms / wall)} of"
+        f" it, in {count(summary.launches)} {'kernels' if summary.on_device else 'operators'}."
     )
     if summary.doubt:
         return Finding(text=f"{text} The ledger does not close: {summary.doubt}.", tone="warn")
@@ -83,7 +89,9 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         )
     if between >= _WORTH:
         yield Finding(
-            text=f"No operator runs for {percent(between)} of the step: Python and the dispatcher."
+            text=f"No operator runs for {percent(between)} of the step: there the program is in"
+            " Python or in the dispatcher, or it waits for something that is no operator (a file, a"
+            " lock, another process)."
         )
 
 

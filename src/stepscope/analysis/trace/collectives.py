@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from stepscope.analysis.kernel_names import CLASSES
-from stepscope.analysis.trace.model import Trace
+from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.statistics import instances
 from stepscope.analysis.trace.steps import find_steps
@@ -48,10 +48,25 @@ def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, floa
 
     Empty where the ranks did not make the same collectives.
     """
+    times = _together(starts)
+    if times is None:
+        return {}
+    late = (times - times.min(axis=0)).mean(axis=1) / 1e6
+    return dict(zip(starts, late.tolist(), strict=True))
+
+
+def times_last(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, int]:
+    """By rank: to how many collectives it came last. Empty where `lateness_ms` is."""
+    times = _together(starts)
+    if times is None:
+        return {}
+    counted = np.bincount(times.argmax(axis=0), minlength=len(starts))
+    return dict(zip(starts, counted.tolist(), strict=True))
+
+
+def _together(starts: Mapping[int, Sequence[Sequence[int]]]) -> Ints | None:
+    """A row for each rank, a column for each collective; None where they are not the same ones."""
     shapes = {tuple(len(step) for step in of_rank) for of_rank in starts.values()}
     if len(starts) < 2 or len(shapes) != 1 or not sum(next(iter(shapes))):
-        return {}
-    ranks = list(starts)
-    times = np.array([[t for step in starts[rank] for t in step] for rank in ranks], np.int64)
-    late = (times - times.min(axis=0)).mean(axis=1) / 1e6
-    return dict(zip(ranks, late.tolist(), strict=True))
+        return None
+    return np.array([[t for step in held for t in step] for held in starts.values()], np.int64)

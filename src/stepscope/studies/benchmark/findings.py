@@ -15,12 +15,12 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
-from stepscope.analysis.lints import lint_record
-from stepscope.records.stats import stability, summarize
+from stepscope.analysis.lints import PHASES_OFF, lint_record
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.formats import formats_findings
-from stepscope.studies.benchmark.rows import Row
+from stepscope.studies.benchmark.rows import Row, is_steady
 from stepscope.studies.energy_view import energy_finding
 
 _AS_EXPECTED = 0.15
@@ -63,20 +63,19 @@ def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
     assert step is not None
     ceiling = matrix_ceiling(record)
     assert ceiling is not None
-    series = record.find("step")
-    assert series is not None
-    steady = "steady" if not stability(series.values) else "not steady"
+    steady = is_steady(record)
     text = (
         f"The training step that comes nearest to the limit is {row.name}:"
         f" {duration(step.median)} (95 % interval {duration(step.low)} to {duration(step.high)},"
-        f" {steady}), {count(tokens_per_second(record) or 0)} tokens/s,"
+        f" {'steady' if steady else 'not steady'}),"
+        f" {count(tokens_per_second(record) or 0)} tokens/s,"
         f" {rate(achieved_flops(record) or 0, 'FLOP/s')}. That is {percent(best)} of the"
         f" {rate(ceiling.value, 'FLOP/s')} that matrix products alone reach here"
     )
     worst, far = min(judged, key=lambda pair: pair[0])
     if far is not row:
         text += f"; the farthest is {far.name} with {percent(worst)}"
-    yield Finding(text=text + ".", tone="good" if best >= 0.4 else "info")
+    yield Finding(text=text + ".", tone="good" if best >= 0.4 and steady else "info")
 
 
 def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -97,12 +96,16 @@ def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
         for (size, dtype), row in by_size.items()
     )
     text = f"Backward over forward, where the FLOPs say 2: {listed}."
-    off = max(by_size.values(), key=lambda row: abs((row.ratio or 2.0) - 2.0))
-    assert off.ratio is not None
-    if abs(off.ratio - 2.0) <= 2 * _AS_EXPECTED:
-        text += " The FLOPs explain it."
+    steady = [row for row in by_size.values() if row.ratio_is_steady]
+    shaky = [row.name for row in by_size.values() if not row.ratio_is_steady]
+    if not steady:
+        text += f" The samples are not steady ({_some(shaky)}), so no cause is given."
     else:
-        text += " " + _why_the_ratio_departs(off)
+        off = max(steady, key=lambda row: abs((row.ratio or 2.0) - 2.0))
+        assert off.ratio is not None
+        expected = abs(off.ratio - 2.0) <= 2 * _AS_EXPECTED
+        text += " " + ("The FLOPs explain it." if expected else _why_the_ratio_departs(off))
+        text += f" Samples that are not steady: {_some(shaky)}." if shaky else ""
     yield Finding(text=text)
 
 
@@ -152,10 +155,11 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
         return
     bound = [(row, record) for share, row, record in shares if share.bound]
     if not bound:
+        steady = all(is_steady(record) for _, _, record in shares)
         yield Finding(
             text="The GPU, not the host, limits every step: the launch queue never runs empty for"
             " most of one.",
-            tone="good",
+            tone="good" if steady else "info",
         )
         return
     names = list(dict.fromkeys(row.name for row, _ in bound))
@@ -179,11 +183,18 @@ def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
         return
     worst, row, record = max(off, key=lambda found: found[0])
     middle = sorted(value for value, _, _ in off)[len(off) // 2]
+    close = sum(value <= PHASES_OFF for value, _, _ in off)
+    steady = all(is_steady(one) for _, _, one in off)
+    said = "add up to the step that was timed as one"
+    if not close:
+        said = "do not add up to the step that was timed as one"
+    elif close < len(off):
+        said += f" within {percent(PHASES_OFF)} in {close} of {len(off)} cases"
+    doubt = "" if is_steady(record) else ", whose samples are not steady"
     yield Finding(
-        text=f"The phases add up to the step that was timed as one: {percent(middle)} apart in the"
-        f" middle of {len(off)} cases, {percent(worst)} at most"
-        f" ({row.name}, {record.config['mode']}).",
-        tone="good" if worst <= 0.05 else "info",
+        text=f"The phases {said}: {percent(middle)} apart in the middle of {len(off)},"
+        f" {percent(worst)} at most ({row.name}, {record.config['mode']}{doubt}).",
+        tone="good" if close == len(off) and steady else "info",
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.model.config import ModelConfig
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, summarize
+from stepscope.records.stats import Summary, stability, summarize
 from stepscope.report.blocks import Cell
 from stepscope.studies.workload import Workload
 
@@ -78,11 +78,12 @@ class Row:
         return _summary(self._ok(_WHOLE), "step")
 
     def _phase(self, name: str, modes: Sequence[str]) -> Summary | None:
-        for mode in modes:
-            found = _summary(self._ok(mode), name)
-            if found is not None:
-                return found
-        return None
+        return _summary(self._holder(name, modes), name)
+
+    def _holder(self, name: str, modes: Sequence[str] = _WITH_BACKWARD) -> Record | None:
+        """The record that a phase is taken from."""
+        held = (self._ok(mode) for mode in modes)
+        return next((record for record in held if _summary(record, name) is not None), None)
 
     @property
     def ratio(self) -> float | None:
@@ -90,6 +91,16 @@ class Row:
         if self.forward is None or self.backward is None:
             return None
         return self.backward.median / self.forward.median
+
+    @property
+    def ratio_is_steady(self) -> bool:
+        """Whether the samples of both of its parts are."""
+        alone = self._ok("forward")
+        parts = [
+            (alone, "step") if alone else (self._holder("forward"), "forward"),
+            (self._holder("backward"), "backward"),
+        ]
+        return all(record is not None and is_steady(record, name) for record, name in parts)
 
     def cell(self, summary: Summary | None, what: str, *modes: str) -> Cell:
         """One number of a summary, or what became of the mode that would have given it."""
@@ -120,6 +131,12 @@ def common_context(rows: Sequence[Row]) -> int:
     """The context that most rows have, the longest of several."""
     counted = Counter(row.workload.context for row in rows)
     return max(counted, key=lambda context: (counted[context], context))
+
+
+def is_steady(record: Record, name: str = "step") -> bool:
+    """Whether there are samples of that name, with nothing doubtful about them."""
+    series = record.find(name)
+    return series is not None and bool(series.values) and not stability(series.values)
 
 
 def _summary(record: Record | None, name: str) -> Summary | None:

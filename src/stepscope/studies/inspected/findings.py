@@ -11,8 +11,8 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.studies.energy_view import energy_finding
-from stepscope.studies.inspected.rows import Watched, lateness, slowest
-from stepscope.studies.trace_findings import HOST_LIMITS_FROM, trace_findings
+from stepscope.studies.inspected.rows import Watched, last_to_come, lateness, slowest, wait_worth
+from stepscope.studies.trace_findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
 
 _MISSING = {
     "trace_missing": "The steps were not traced",
@@ -20,6 +20,7 @@ _MISSING = {
     "snapshot_missing": "No snapshot of the allocator was taken",
     "recording_failed": "The recording broke off",
 }
+_SEVERAL = 4
 _COUNTED_IN = "counted operator by operator"
 
 
@@ -54,7 +55,13 @@ def _time(lead: Watched) -> Iterator[Finding]:
     )
     if lead.summary is not None:
         more = lead.summary.wall_ms / spread.median - 1
-        text += f" Under the profiler it takes {percent(more)} more." if more > 0.02 else ""
+        if more > TRACED_APART:
+            text += f" Under the profiler it takes {percent(more)} more."
+        elif more < -TRACED_APART:
+            text += (
+                f" Under the profiler it takes {percent(-more)} less: the machine was not the same"
+                " meanwhile."
+            )
     yield Finding(text=text)
 
 
@@ -113,8 +120,10 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
     late, last = lateness(ranks), slowest(ranks)
     if not late:
         yield Finding(text="The ranks made no collectives that could be compared.")
-    elif last is None:
+    elif not wait_worth(ranks):
         yield Finding(text=f"The {len(ranks)} ranks are alike: none holds the others up.")
+    elif last is None:
+        yield Finding(text=_several_late(late, last_to_come(ranks)))
     else:
         yield Finding(
             text=f"Rank {last.rank} is the slowest: it comes to a collective"
@@ -122,6 +131,20 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
             " for it.",
             tone="warn",
         )
+
+
+def _several_late(late: dict[int, float], times_last: dict[int, int]) -> str:
+    """Of ranks of which none is clearly later than all others."""
+    often = sorted((r for r in times_last if times_last[r]), key=lambda r: -times_last[r])
+    if len(often) > 1:
+        told = ", ".join(f"rank {rank} for {times_last[rank]}" for rank in often[:_SEVERAL])
+        return (
+            "The ranks take turns in being late, and the others wait for whoever it is: last to"
+            f" come to {sum(times_last.values())} collectives was {told}."
+        )
+    most = sorted(late, key=lambda rank: -late[rank])[:_SEVERAL]
+    told = ", ".join(f"rank {rank} {duration(late[rank])}" for rank in most if late[rank] > 0)
+    return f"Several ranks are late to the collectives, in the mean after the first one: {told}."
 
 
 def memory_finding(lead: Watched) -> Iterator[Finding]:

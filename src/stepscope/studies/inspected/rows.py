@@ -8,7 +8,7 @@ from functools import cached_property
 import msgspec
 
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.collectives import lateness_ms
+from stepscope.analysis.trace.collectives import lateness_ms, times_last
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
@@ -19,6 +19,8 @@ from stepscope.studies.trace_findings import host_idle
 _ISSUE = "issue."
 _WORTH = 0.03
 """Ranks that come to their collectives within this share of the step are alike."""
+_CLEARLY = 2.0
+"""A rank is the slowest if it is this many times as late as the next one."""
 
 
 class Watched:
@@ -110,13 +112,29 @@ def programs(records: Sequence[Record]) -> list[list[Watched]]:
 
 def lateness(ranks: Sequence[Watched]) -> dict[int, float]:
     """Milliseconds by rank after the first that came to a collective, in the mean."""
-    return lateness_ms({one.rank: held for one in ranks if (held := one.collectives) is not None})
+    return lateness_ms(_starts(ranks))
+
+
+def last_to_come(ranks: Sequence[Watched]) -> dict[int, int]:
+    """By rank, how many collectives it was the last to come to."""
+    return times_last(_starts(ranks))
+
+
+def wait_worth(ranks: Sequence[Watched]) -> bool:
+    """Whether ranks wait for one another for long enough to speak of."""
+    late, step = lateness(ranks), ranks[0].summary
+    return bool(late) and step is not None and max(late.values()) >= _WORTH * step.wall_ms
 
 
 def slowest(ranks: Sequence[Watched]) -> Watched | None:
-    """The rank that the others wait for; None where nobody waits much for anybody."""
-    late, step = lateness(ranks), ranks[0].summary
-    if not late or step is None:
+    """The rank that the others wait for; None where nobody waits much, or not for one alone."""
+    if not wait_worth(ranks):
         return None
+    late = lateness(ranks)
+    *_, next_to_last, most = sorted(late.values())
     last = max(ranks, key=lambda one: late.get(one.rank, 0.0))
-    return last if late[last.rank] >= _WORTH * step.wall_ms else None
+    return last if most >= _CLEARLY * next_to_last else None
+
+
+def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    return {one.rank: held for one in ranks if (held := one.collectives) is not None}
