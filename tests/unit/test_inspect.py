@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,9 @@ def test_a_script_has_its_page_and_its_own_output_and_exit_code(
     assert done.returncode == 7
     assert done.stdout == "False __main__ ['14'] True\n"
     page = command.out / "train.html"
-    assert done.stderr.splitlines() == ["threads 1", f"stepscope: page: {page.resolve()}"]
+    *rest, short, last = done.stderr.splitlines()
+    assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
+    assert re.fullmatch(r"stepscope: a step takes [\d.]+ \ws, peak memory [\d.]+ \w*B", short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
     watched = Watched(record)
@@ -92,6 +95,50 @@ def test_a_script_ends_as_it_does_alone(
     assert own == alone.stderr.splitlines()
     assert last.startswith("stepscope: train.py ")
     assert line in last
+
+
+def test_one_line_of_json_leaves_standard_output_to_the_script(
+    command: CommandLine, script: Path
+) -> None:
+    script.write_text(TRAINING)
+    words = ("--json", "--warmup", "2", "--timed", "5", "--traced", "2", "--out", str(command.out))
+    done = command("inspect", *words, str(script), "14")
+    assert (done.returncode, done.stdout) == (7, "False __main__ ['14'] True\n")
+    threads, line = done.stderr.splitlines()
+    told = json.loads(line)
+    assert threads == "threads 1"
+    (record,) = read_records(Path(told["records"]))
+    assert told == {
+        "page": str((command.out / "train.html").resolve()),
+        "records": str((command.out / "train.jsonl").resolve()),
+        "step_ms": Watched(record).step_ms,
+        "peak_bytes": record.quantity("peak_bytes"),
+        "reason": "",
+        "exit_code": 7,
+    }
+    assert Path(told["page"]).exists()
+    script.write_text("print('no torch here')")
+    nothing = json.loads(command("inspect", "--json", str(script)).stderr)
+    assert (nothing["page"], nothing["exit_code"]) == (None, 0)
+    assert "without importing torch" in nothing["reason"]
+
+
+def test_a_module_leaves_the_page_of_a_script_of_its_name(
+    command: CommandLine, script: Path
+) -> None:
+    package = script.parent / "pack"
+    package.mkdir()
+    (package / "train.py").write_text(TRAINING)
+    script.write_text(TRAINING)
+    command.environment["PYTHONPATH"] += f":{script.parent}"
+    effort = ("--no-memory", "--warmup", "1", "--timed", "1", "--traced", "1")
+    for target in ("train", "pack.train"):
+        assert command("inspect", *effort, "-m", target, "8").returncode == 7
+    assert {path.name for path in command.out.iterdir()} == {
+        f"{name}-module.{ending}"
+        for name in ("train", "pack.train")
+        for ending in ("html", "jsonl")
+    }
 
 
 def test_a_crash_in_the_warm_up_is_told_with_its_steps(command: CommandLine, script: Path) -> None:

@@ -14,10 +14,11 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from stepscope.cli.common import Place, parse, write_text
+from stepscope.cli.common import Place, json_line, parse, write_text
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import write_records
+from stepscope.report.format import bytes_, duration
 from stepscope.studies.inspected.order import Order
 
 _OTHER_RANKS_WITHIN_S = 60.0
@@ -27,7 +28,8 @@ class InspectOptions(Place, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script, and what it is given."""
     page: Path | None = None
-    """The page to write; NAME.html in the folder of the reports where it is not given."""
+    """The page to write; where it is not given, NAME.html of a script or NAME-module.html of a
+    module, in the folder of the reports."""
     warmup: int = 5
     """Steps left out at the beginning."""
     timed: int = 10
@@ -42,6 +44,20 @@ class InspectOptions(Place, frozen=True, kw_only=True):
     """Keep the traces and snapshots beside the page."""
     module: bool = False
     """What follows is a module, as for `python -m` (also: -m)."""
+    json: bool = False
+    """Print one line of JSON when the script has ended: page, records, step, peak, exit code. On
+    standard error, since standard output is the script's."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it; of several ranks, the slowest step and the highest peak."""
+
+    page: Path | None = None
+    records: Path | None = None
+    step_ms: float | None = None
+    peak_bytes: float | None = None
+    reason: str = ""
+    """Why there is no page."""
 
 
 def main(words: list[str]) -> int:
@@ -65,9 +81,11 @@ def main(words: list[str]) -> int:
         raise UsageError("there is no script to inspect", "stepscope inspect [options] script.py")
     order = _order(options, target, rest)
     folder, leads = _folder()
-    page = options.page or options.out / f"{Path(order.name).stem}.html"
+    # A script and a module of one name are two programs.
+    name = f"{target}-module" if options.module else Path(target).stem
+    page = options.page or options.out / f"{name}.html"
     try:
-        return _run(order, folder, page if leads else None, keep=options.keep)
+        return _run(order, folder, page if leads else None, options)
     finally:
         if leads:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,31 +117,35 @@ def _folder() -> tuple[Path, bool]:
     return folder, os.environ.get("LOCAL_RANK") == "0"
 
 
-def _run(order: Order, folder: Path, page: Path | None, *, keep: bool) -> int:
+def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions) -> int:
     from stepscope.studies.inspected.child import Child, describe_end, end_alike
     from stepscope.studies.inspected.gather import parts
     from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress, why_nothing
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    written = False
+    outcome: Outcome | None = None
 
     def write_when_there() -> None:
-        nonlocal written
-        if page is not None and not written and len(parts(folder)) == ranks:
-            written = True
-            _write(folder, page, keep=keep)
+        nonlocal outcome
+        if page is not None and outcome is None and len(parts(folder)) == ranks:
+            outcome = _write(folder, page, options)
 
     text = msgspec.json.encode(order).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     child = Child([sys.executable, *flags, "-m", "stepscope.scope.launch", str(folder), text])
     status = child.wait(write_when_there)
-    if page is not None and not written:
+    if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
         if parts(folder):
-            _write(folder, page, keep=keep)
+            outcome = _write(folder, page, options)
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            _say(why_nothing(read_progress(folder), order.name, describe_end(status), stepped))
+            why = why_nothing(read_progress(folder), order.name, describe_end(status), stepped)
+            outcome = _failed(why, options)
+    if options.json and outcome is not None:
+        code = os.waitstatus_to_exitcode(status)
+        print(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}),
+              file=sys.stderr, flush=True)  # fmt: skip
     return end_alike(status)
 
 
@@ -136,23 +158,49 @@ def _wait_for_parts(folder: Path, ranks: int) -> None:
         time.sleep(0.1)
 
 
-def _write(folder: Path, page: Path, *, keep: bool) -> None:
+def _write(folder: Path, page: Path, options: InspectOptions) -> Outcome:
     """The page and the records; whatever fails here is said and takes nothing from the script."""
     from stepscope.report.html import html_page
     from stepscope.studies.inspected.gather import gather
+    from stepscope.studies.inspected.rows import Watched
     from stepscope.studies.page import make_page
 
+    kept = page.with_suffix(".jsonl")
     try:
         records = gather(folder)
         write_text(page, html_page(make_page(records)))
-        write_records(records, page.with_suffix(".jsonl"))
-        if keep:
+        write_records(records, kept)
+        if options.keep:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
     except StepscopeError as error:
-        _say(str(error))
-    else:
-        _say(f"page: {page.resolve()}")
+        return _failed(str(error), options)
+    times = [ms for record in records if (ms := Watched(record).step_ms) is not None]
+    peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
+    outcome = Outcome(
+        page=page.resolve(), records=kept.resolve(),
+        step_ms=max(times, default=None), peak_bytes=max(peaks, default=None),
+    )  # fmt: skip
+    if not options.json:
+        if told := _in_short(outcome, len(records)):
+            _say(told)
+        _say(f"page: {outcome.page}")
+    return outcome
+
+
+def _in_short(outcome: Outcome, ranks: int) -> str:
+    parts = []
+    if outcome.step_ms is not None:
+        parts.append(f"a step takes {duration(outcome.step_ms)}")
+    if outcome.peak_bytes is not None:
+        parts.append(f"peak memory {bytes_(outcome.peak_bytes)}")
+    return ", ".join(parts) + (f" (the most of {ranks} ranks)" if parts and ranks > 1 else "")
+
+
+def _failed(why: str, options: InspectOptions) -> Outcome:
+    if not options.json:
+        _say(why)
+    return Outcome(reason=why)
 
 
 def _say(text: str) -> None:
