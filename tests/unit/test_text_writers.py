@@ -139,9 +139,21 @@ def test_every_part_of_a_wide_table_repeats_the_key() -> None:
 
 
 def test_long_names_fold_instead_of_vanishing() -> None:
-    text = printed(60, print_table, kernel_table(3))
+    text = printed(44, print_table, kernel_table(3))
     joined = "".join(line[:28] for line in text.splitlines())
     assert "sm90_xmma_gemm_bf16bf16_64x128_kernel_0" in joined.replace(" ", "")
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_text_takes_the_room_that_there_is(width: int) -> None:
+    question = "How long do the forward and the backward take, and how steady is that? " * 3
+    shown = Table(
+        name="t", title="", columns=(Column(title="name"), Column(title="question")),
+        rows=(("benchmark", question.strip()),),
+    )  # fmt: skip
+    lines = [line.rstrip() for line in printed(width, print_table, shown).splitlines()]
+    assert width - 12 <= max(map(len, lines)) <= width
+    assert " ".join(line[11:] for line in lines[2:]) == question.strip()
 
 
 def test_data_is_no_markup_and_no_control_sequence() -> None:

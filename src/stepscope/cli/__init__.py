@@ -36,7 +36,7 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    something failed; one line on standard error says what and how to mend it
-  2    the command line is not understood
+  2    the command line is not understood, or names a file that is not there
   3    `compare --fail-above` found a slowdown
   130  interrupted; what was measured is kept"""
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _TONES = {"good": ("✓", "green"), "info": ("•", "cyan"), "warn": ("!", "yellow")}
 _GAP = 2
 _WIDEST_WORD = 28
+"""How much of a text a column must show before the table is dealt to several; where there is more
+room, it is used."""
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
@@ -27,12 +29,14 @@ def print_table(table: Table, console: Console | None = None) -> None:
         for row in table.rows
     ]
     widths = [_width(table, texts, index) for index in range(len(table.columns))]
+    wanted = _wanted(table, texts)
     if table.title:
         console.print(_text(table.title, "bold"))
     for number, part in enumerate(_parts(widths, _keys(table), console.width)):
         if number:
             console.print()
-        console.print(_grid(table, texts, part, widths, console.width))
+        least, most = ([sizes[index] for index in part] for sizes in (widths, wanted))
+        console.print(_grid(table, texts, part, _spread(least, most, console.width)))
     if table.caption:
         console.print(_text(table.caption, "dim"))
 
@@ -132,24 +136,33 @@ def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[l
     return [sorted(part) for part in parts] or [list(keys)]
 
 
-def _grid(
-    table: Table, texts: list[list[str]], part: list[int], widths: Sequence[int], console_width: int
-) -> Grid:
+def _spread(widths: Sequence[int], wanted: Sequence[int], console_width: int) -> list[int]:
+    """The widths with the room that is left shared out among those that want more."""
+    spread = [min(width, console_width) for width in widths]
+    left = console_width - sum(spread) - _GAP * len(spread)
+    while left > 0 and (short := [i for i, width in enumerate(spread) if width < wanted[i]]):
+        share = max(1, left // len(short))
+        for index in short:
+            more = min(share, wanted[index] - spread[index], left)
+            spread[index] += more
+            left -= more
+    return spread
+
+
+def _grid(table: Table, texts: list[list[str]], part: list[int], widths: Sequence[int]) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
     # The box adds one column between cells, so padding is what is left of the gap.
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False)
-    tight = len(part) < len(widths) or _natural_width(table, texts) > console_width
-    for index in part:
+    for index, width in zip(part, widths, strict=True):
         column = table.columns[index]
-        width = min(widths[index], console_width)
         grid.add_column(
             _text(header(column)),
             justify="right" if is_numeric(column) else "left",
-            min_width=width,
             # Left to itself, rich shrinks the widest column first and then crops the last.
-            max_width=width if tight else None,
+            min_width=width,
+            max_width=width,
             overflow="fold",
         )
     for row in texts:
@@ -157,9 +170,9 @@ def _grid(
     return grid
 
 
-def _natural_width(table: Table, texts: list[list[str]]) -> int:
-    """What the table takes when nothing is folded."""
+def _wanted(table: Table, texts: list[list[str]]) -> list[int]:
+    """What each column takes when nothing is folded."""
     from rich.cells import cell_len
 
     columns = zip(map(header, table.columns), *texts, strict=True)
-    return sum(max(map(cell_len, column)) + _GAP for column in columns)
+    return [max(map(cell_len, column)) for column in columns]
