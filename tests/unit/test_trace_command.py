@@ -72,6 +72,48 @@ def test_two_traces_are_compared_by_class(
     assert changes == sorted(changes, reverse=True)
 
 
+def unmarked_step(turns: int, product: int) -> ChromeTrace:
+    trace = ChromeTrace()
+    for turn in range(turns):
+        at = 100 * turn
+        trace.operator("aten::mm", at, at + product)
+        trace.range("Optimizer.step#SGD.step", at + 80, at + 90)
+    return trace
+
+
+def test_traces_without_marks_are_compared_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = unmarked_step(9, 40).write(tmp_path / "slow.json")
+    fast = unmarked_step(4, 20).write(tmp_path / "fast.json")
+    assert run(tmp_path, fast, "--against", slow) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "No step is marked in this trace: 3 steps are cut where the optimizer has stepped" in said
+    )
+    assert "A step takes 100 µs: operators run for 20.0 % of it" in said
+    table = comparison_table(
+        *(summarize(unmarked_step(*how).read()) for how in ((9, 40), (4, 20))), names=("a", "b")
+    )
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["matmul"] == pytest.approx((0.04, 0.02, -0.02, 0.5))
+    assert rows["step"] == pytest.approx((0.1, 0.1, 0.0, 1.0))
+
+
+def test_a_whole_trace_is_not_called_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = unmarked_step(2, 40).write(tmp_path / "whole.json")
+    steps = unmarked_step(4, 40).write(tmp_path / "steps.json")
+    assert run(tmp_path, whole, "--against", steps) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the whole of it is taken, as if it were one step. It takes 190 µs" in said
+    assert "A step takes" not in said
+    assert "Nothing tells a step in whole.json: there it is the whole trace." in said
+    page = (tmp_path / "out" / "trace.html").read_text()
+    assert "The whole trace (no step is marked) on NVIDIA H200, written by torch.profiler" in page
+
+
 def test_a_kernel_name_cannot_leave_its_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

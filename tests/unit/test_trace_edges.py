@@ -8,7 +8,7 @@ from stepscope.analysis.trace.collectives import collective_starts, lateness_ms,
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import find_work
-from trace_files import ADD, ALL_REDUCE, SGEMM, ChromeTrace
+from trace_files import ADD, ALL_REDUCE, ENGINE, SGEMM, ChromeTrace
 
 
 def watched(steps: int = 2) -> ChromeTrace:
@@ -40,6 +40,56 @@ def test_a_step_lasts_until_the_device_is_done_with_it() -> None:
         ("step 0", 35_000, 130_000),
         ("step 1", 130_000, 230_000),
     ]
+
+
+def unmarked(steps: int, optimizers: tuple[str, ...] = ("AdamW",), **others: int) -> ChromeTrace:
+    """Turns of 100 µs that nothing marks: a forward, a backward, each optimizer after the other;
+    `others` step once in so many turns, before those."""
+    trace = ChromeTrace()
+    for turn in range(steps):
+        at = 100 * turn
+        trace.operator("aten::mm", at + 1, at + 30)
+        trace.operator("autograd::engine::evaluate_function: MmBackward0", at + 31, at + 60, ENGINE)
+        late = [name for name, every in others.items() if turn % every == every - 1]
+        for place, name in enumerate((*late, *optimizers)):
+            begin = at + 65 + 5 * place
+            trace.range(f"Optimizer.step#{name}.step", begin, begin + 4)
+            trace.operator("aten::_foreach_add_", begin + 1, begin + 3)
+    return trace
+
+
+def cuts(trace: ChromeTrace) -> list[tuple[int, int]]:
+    return [(step.start // 1000, step.end // 1000) for step in find_steps(find_work(trace.read()))]
+
+
+def test_steps_that_nothing_marks_end_with_the_optimizer() -> None:
+    assert cuts(unmarked(4)) == [(69, 169), (169, 269), (269, 369)]
+    summary = summarize(unmarked(4).read())
+    assert (summary.cut, summary.steps) == ("optimizer", (0.1, 0.1, 0.1))
+    assert summary.phase_ms("backward") == pytest.approx(0.029)
+    assert summarize(watched().read()).cut == "marks"
+
+
+def test_few_optimizer_steps_cut_nothing() -> None:
+    assert cuts(unmarked(2)) == [(1, 169)]
+    assert summarize(unmarked(2).read()).cut == "nothing"
+    assert summarize(unmarked(3).read()).cut == "optimizer"
+
+
+def test_with_several_optimizers_a_step_is_a_whole_turn() -> None:
+    assert cuts(unmarked(3, ("Muon", "AdamW"))) == [(74, 174), (174, 274)]
+    # Two of one class have one name, and no backward between them.
+    assert cuts(unmarked(3, ("AdamW", "AdamW"))) == [(74, 174), (174, 274)]
+    assert cuts(unmarked(6, SGD=2)) == [(169, 369), (369, 569)]
+
+
+def test_an_optimizer_that_calls_backward_itself_steps_every_time() -> None:
+    trace = ChromeTrace()
+    for turn in range(3):
+        at = 100 * turn
+        trace.range("Optimizer.step#LBFGS.step", at, at + 90)
+        trace.operator("autograd::engine::evaluate_function: MmBackward0", at + 9, at + 60, ENGINE)
+    assert cuts(trace) == [(90, 190), (190, 290)]
 
 
 def test_what_is_outside_of_the_model_has_a_phase_of_its_own() -> None:

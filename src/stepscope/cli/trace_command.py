@@ -30,7 +30,8 @@ def main(words: list[str]) -> int:
         words,
         "trace",
         "Read a trace: kernels by class, unit and part of the model, and a ledger of the step's\n"
-        "time that adds up. Writes trace.html beside the reports.",
+        "time that adds up. Steps are those that the profiler marks, else they end where the\n"
+        "optimizer has stepped. Writes trace.html beside the reports.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
@@ -61,11 +62,13 @@ def _page(options: TraceOptions, summary: Summary, other: Summary | None) -> Pag
     if other is not None and options.against is not None:
         names = _names(options.against, options.file)
         blocks = (comparison_table(other, summary, names), *blocks)
-    steps = "step" if len(summary.steps) == 1 else "steps"
+    steps = f"{len(summary.steps)} {'step' if len(summary.steps) == 1 else 'steps'}"
+    if summary.cut == "nothing":
+        steps = "The whole trace (no step is marked)"
     device = f" on {summary.device}" if summary.device else ""
     return Page(
         title=f"Trace of {options.file.name}",
-        subtitle=f"{len(summary.steps)} {steps}{device}, written by {summary.source}",
+        subtitle=f"{steps}{device}, written by {summary.source}",
         headline=glance_table(summary),
         sections=(
             Section(name="trace", title=options.file.name, question=_QUESTION, blocks=blocks),

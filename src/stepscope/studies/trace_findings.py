@@ -42,6 +42,17 @@ def _account(summary: Summary, step_ms: float | None) -> Finding:
         f"{whose} takes {duration(wall)}{aside}: {what} for {percent(summary.busy_ms / wall)} of"
         f" it, in {count(summary.launches)} {'kernels' if summary.on_device else 'operators'}."
     )
+    if summary.cut == "nothing":
+        text = (
+            "No step is marked in this trace, and fewer than three steps of an optimizer are in it:"
+            f" the whole of it is taken, as if it were one step. It takes {duration(wall)}: {what}"
+            f" for {percent(summary.busy_ms / wall)} of it."
+        )
+    elif summary.cut == "optimizer":
+        text = (
+            f"No step is marked in this trace: {len(summary.steps)} steps are cut where the"
+            f" optimizer has stepped, and what lies before and after them is left out. {text}"
+        )
     if summary.doubt:
         return Finding(text=f"{text} The ledger does not close: {summary.doubt}.", tone="warn")
     share = percent(summary.residual_ms / wall)

@@ -44,6 +44,11 @@ def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
     )
 
 
+def _taken(summary: Summary) -> str:
+    """What stands for a step."""
+    return "whole trace" if summary.cut == "nothing" else "step"
+
+
 def thing(summary: Summary) -> str:
     return "kernel" if summary.on_device else "operator"
 
@@ -54,11 +59,12 @@ def glance_table(summary: Summary) -> Table:
     work = {kind: summary.line_ms(lambda line, k=kind: _counts(line, k)) for kind in kinds}  # type: ignore[misc]
     most = max(work, key=work.__getitem__, default=None)
     what = "device" if summary.on_device else "processor"
+    taken = _taken(summary)
     return Table(
         name="headline",
-        title="The step at a glance",
+        title=f"The {taken} at a glance",
         columns=(
-            Column(title="step", kind="number", unit="ms"),
+            Column(title=taken, kind="number", unit="ms"),
             Column(title=f"the {what} works", kind="percent"),
             Column(title=f"{thing(summary)}s", kind="number", hint="in one step"),
             Column(title="most of the work"),
@@ -78,7 +84,7 @@ def ledger_table(summary: Summary, name: str) -> Table:
     rows: list[tuple[Cell, ...]] = [
         (line.phase or "–", line.kind, line.ms, line.ms / wall) for line in summary.lines
     ]
-    rows.append(("step", "wall time", wall, 1.0))
+    rows.append((_taken(summary), "wall time", wall, 1.0))
     closes = (
         f"It does not close: {summary.doubt}."
         if summary.doubt
@@ -101,6 +107,8 @@ def ledger_table(summary: Summary, name: str) -> Table:
 
 
 def _of_steps(summary: Summary) -> str:
+    if summary.cut == "nothing":
+        return "The whole trace, in which no step is marked"
     return "One step" if len(summary.steps) == 1 else f"Mean of {len(summary.steps)} steps"
 
 
@@ -134,7 +142,7 @@ def timeline_block(summary: Summary, name: str) -> Timeline:
     what = "the device" if summary.on_device else "the processor"
     return Timeline(
         name=f"{name}-timeline",
-        title="One step of median length",
+        title="The whole trace" if summary.cut == "nothing" else "One step of median length",
         lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
         x_label="ms",
         caption=f"What the host was in, what {what} ran, and where it was idle. Neighbours of one"
@@ -286,8 +294,10 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
         )
         rows.append((kind, before, after, after - before, after / before if before else None))
     rows.sort(key=lambda row: -abs(row[3]))  # type: ignore[arg-type]
-    rows.append(("step", first.wall_ms, second.wall_ms, second.wall_ms - first.wall_ms,
-                 second.wall_ms / first.wall_ms))  # fmt: skip
+    whole = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
+    told = f" Nothing tells a step in {' and in '.join(whole)}: there it is the whole trace."
+    rows.append(("all of it" if whole else "step", first.wall_ms, second.wall_ms,
+                 second.wall_ms - first.wall_ms, second.wall_ms / first.wall_ms))  # fmt: skip
     return Table(
         name="comparison",
         title=f"{names[0]} against {names[1]}",
@@ -299,5 +309,5 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
             Column(title="ratio", kind="number"),
         ),
         rows=tuple(rows),
-        caption="Time in a step, the largest change first.",
+        caption=f"Time in a step, the largest change first.{told if whole else ''}",
     )

@@ -24,6 +24,7 @@ _SAYS_NONE = -1
 STEP_EDGE = re.compile(r"^StepEdge#\d+$")
 """A moment at which one step ends and the next begins; a program that is only watched has no
 range around its step."""
+OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#")
 STEP_MARK = re.compile(r"^(?:ProfilerStep#|step )\d+$")
 
 _ENGINE = "autograd::engine::evaluate_function: "

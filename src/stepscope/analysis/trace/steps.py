@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepscope.analysis.trace.host import OUTSIDE, PHASES
+from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER_STEP, OUTSIDE, PHASES
 from stepscope.analysis.trace.model import Ints
+from stepscope.analysis.trace.summary import Cut
 from stepscope.analysis.trace.work import NO_CALL, Work
 
+_FEWEST_ENDS = 3
+"""Of optimizer steps: two whole steps lie between them."""
 _LOADING = "enumerate(DataLoader)"
 
 
@@ -24,14 +27,14 @@ class Step(NamedTuple):
 
 
 def find_steps(work: Work) -> tuple[Step, ...]:
-    """The steps of a trace; one from its first event to its last where none are marked.
+    """The steps of a trace; one from its first event to its last where nothing tells them.
 
     A step lasts until the host has left it and the device has done what was launched in it. One
     that is launched while the device still works on the step before begins when that is done, so
     that steps follow one another without overlap.
     """
     trace = work.trace
-    names, starts, ends = _marked(work)
+    _, names, starts, ends = _seen_by_host(work)
     if not names:
         first, last = trace.window()
         return (Step("whole trace", first, last),) if last > first else ()
@@ -51,15 +54,48 @@ def find_steps(work: Work) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _marked(work: Work) -> tuple[list[str], Ints, Ints]:
-    """Steps as the host saw them: between two edges, or within a mark."""
+def how_cut(work: Work) -> Cut:
+    return _seen_by_host(work)[0]
+
+
+def _seen_by_host(work: Work) -> tuple[Cut, list[str], Ints, Ints]:
+    """Steps between two edges or within a mark, else from one optimizer step to the next."""
     spans, texts = work.trace.spans, work.trace.names
     edges, marks = list(work.host.edges), list(work.host.steps)
     if len(edges) > 1:
-        moments = spans.start[edges]
-        names = [f"step {number}" for number in range(len(edges) - 1)]
-        return names, moments[:-1], moments[1:]
-    return [texts[spans.name[mark]] for mark in marks], spans.start[marks], spans.end[marks]
+        return "marks", *_between(spans.start[edges])
+    if marks:
+        names = [texts[spans.name[mark]] for mark in marks]
+        return "marks", names, spans.start[marks], spans.end[marks]
+    ends = _optimizer_ends(work)
+    if len(ends) >= _FEWEST_ENDS:
+        return "optimizer", *_between(ends)
+    return "nothing", [], ends[:0], ends[:0]
+
+
+def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
+    names = [f"step {number}" for number in range(len(moments) - 1)]
+    return names, moments[:-1], moments[1:]
+
+
+def _optimizer_ends(work: Work) -> Ints:
+    """When the optimizer has stepped that does so most rarely, among equals the last one.
+
+    Optimizers of one class have one name: those that step without a backward between them are
+    taken as one.
+    """
+    spans, texts = work.trace.spans, work.trace.names
+    backward = np.sort(spans.start[work.host.phase == BACKWARD])
+    found: list[Ints] = []
+    for number, text in enumerate(texts):
+        if OPTIMIZER_STEP.match(text):
+            ends = np.sort(spans.end[spans.is_range & (spans.name == number)])
+            if len(backward) and len(ends):
+                before = np.searchsorted(backward, ends)
+                ends = ends[np.append(np.diff(before) > 0, True)]
+            found.append(ends)
+    held = [ends for ends in found if len(ends)]
+    return min(held, key=lambda ends: (len(ends), -int(ends[-1])), default=np.zeros(0, np.int64))
 
 
 def launch_times(work: Work) -> Ints:

@@ -10,7 +10,7 @@ from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
 from stepscope.analysis.trace.runs import memory_runs
 from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
-from stepscope.analysis.trace.steps import data_ms, find_steps, phase_walls
+from stepscope.analysis.trace.steps import data_ms, find_steps, how_cut, phase_walls
 from stepscope.analysis.trace.summary import Line, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
 from stepscope.analysis.trace.work import find_work
@@ -50,4 +50,5 @@ def summarize(trace: Trace, where: str = "the trace") -> Summary:
         timeline=timeline(work, typical(steps)),
         data_ms=data_ms(work, steps),
         runs=memory_runs(held),
+        cut=how_cut(work),
     )

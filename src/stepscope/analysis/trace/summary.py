@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from stepscope.errors import StepscopeError
+
+Cut = Literal["marks", "optimizer", "nothing"]
+"""What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
+then the whole trace counts as one step."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,6 +135,7 @@ class Summary(Piece, frozen=True):
     """How long the host is in a DataLoader, waiting for a batch or making it."""
     runs: tuple[Runs, ...] = ()
     """Of kernels that only move memory, by phase; none on a CPU."""
+    cut: Cut = "marks"
 
     @property
     def wall_ms(self) -> float:
