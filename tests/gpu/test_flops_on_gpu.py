@@ -1,0 +1,28 @@
+"""cuDNN runs a stack of recurrent layers as one operator: its FLOPs come from its arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.measure.flops import CountingFlops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_every_token_meets_every_weight(kind: type[nn.RNNBase], both_ways: bool) -> None:
+    model = kind(32, 64, 2, batch_first=True, bidirectional=both_ways).cuda()
+    tokens = torch.randn(4, 8, 32, device="cuda", requires_grad=True)
+    with CountingFlops() as forward:
+        loss = model(tokens)[0].sum()
+    with CountingFlops() as backward:
+        loss.backward()
+    weights = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    assert forward.counted.total == 2 * 4 * 8 * weights
+    assert backward.counted.total == 2 * forward.counted.total
