@@ -15,6 +15,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import rounded, write_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
+from stepscope.report.format import counted
 
 MIN_DIGITS = 4
 """A median's interval is written with as many."""
@@ -117,5 +118,6 @@ def _chosen(options: ExportOptions) -> tuple[Record, ...]:
         if not any(fnmatchcase(record.case, pattern) for pattern in options.leave_out)
     )
     if not kept:
-        raise UsageError(f"--leave-out leaves none of {len(records)} records", "name fewer cases")
+        held = counted(len(records), "record")
+        raise UsageError(f"--leave-out leaves none of {held}", "name fewer cases")
     return kept

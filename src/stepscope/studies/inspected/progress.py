@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.report.format import counted
+
 _FILE = "progress-{rank}.json"
 CHILD_STEPPED = "child-stepped"
 
@@ -56,8 +58,9 @@ def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool)
             f"{name} {ending} without an optimizer step: a step is told by the `step` of a"
             " torch.optim.Optimizer, or mark it yourself with stepscope.Scope"
         )
+    made = counted(progress.optimizer_steps, "optimizer step")
     return (
-        f"{name} {ending} after {progress.optimizer_steps} optimizer steps, before any was"
-        f" recorded; a whole recording takes {progress.needed + 1}"
+        f"{name} {ending} after {made}, before any was recorded; a whole"
+        f" recording takes {progress.needed + 1}"
         " (let it make more, or give a smaller --warmup and --timed)"
     )
