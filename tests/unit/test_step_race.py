@@ -1,0 +1,150 @@
+"""Races of the step study: who takes part, how they are run, which of them counts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from step_records import (
+    step_race_record,
+    tiny_race_config,
+)
+from stepscope.errors import UsageError
+from stepscope.measure.device import CpuDevice
+from stepscope.measure.patience import TookTooLong
+from stepscope.studies.registry import find_study
+from stepscope.studies.step import StepFlags
+from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
+from stepscope.studies.step.race import Field, measure_race
+from stepscope.studies.step.rows import races
+
+STUDY = find_study("step")
+
+
+class TestRacers:
+    def test_the_peer_in_all_forms_and_ours_with_the_same_formats(self) -> None:
+        for name, goal in GOALS.items():
+            found = racers(name)
+            assert len({racer.name for racer in found}) == len(found)
+            assert {racer.workload.dtype for racer in found} == {goal.dtype}
+            assert {r.workload.optimizer for r in found if r.side == "peer"} == {"torch-fused"}
+        tuned = racers("2.7b-512", modes=("default", "reduce-overhead", "max-autotune"))
+        for found, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
+            forms = {
+                (r.workload.compile, r.workload.compile_mode, r.workload.attention)
+                for r in found
+                if r.side == "peer"
+            }
+            assert len(forms) == 2 * modes * 2
+
+    def test_one_of_the_peer_then_ours_then_the_rest(self) -> None:
+        sides = [side for side, _ in itertools.groupby(racers("2.7b-2048"), lambda r: r.side)]
+        assert sides == ["peer", "ours", "spare", "peer"]
+
+    def test_forms_are_chosen_by_a_part_of_their_name(self) -> None:
+        found = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
+        assert [racer.name for racer in found] == [
+            "ours: eager auto joined updates in backward graph",
+            "ours: eager triton joined updates in backward graph",
+            "peer: block default sdpa_cudnn",
+        ]
+        chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
+        assert [case.key for case in STUDY.cases(chosen)] == ["race-small-512_peer-block_graph"]
+        with pytest.raises(UsageError, match="name one of each side: peer: block default"):
+            racers("small-512", forms=("peer",))
+
+    def test_less_memory_is_asked_for_where_it_is_a_goal(self) -> None:
+        kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
+        assert kept == {("ours", "gates"), ("spare", "inputs")}
+        assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
+
+    def test_the_long_context_has_the_fused_loss_on_both_sides_and_never_a_graph(self) -> None:
+        found = racers("8b-32768")
+        assert {r.workload.loss for r in found} == {"fused"}
+        assert {r.workload.checkpoint for r in found if r.side == "peer"} == {"1"}
+        assert not any(r.workload.graph for r in found)
+        model = found[0].workload.model()
+        assert (model.d_model, model.d_ff, model.n_layers) == (4096, 11_008, 34)
+        assert (model.n_heads, model.vocab, model.context) == (32, 151_936, 32_768)
+        thrifty = next(r.workload for r in found if r.workload.keep == "inputs-16")
+        assert thrifty.kept().count("gates") == 18
+
+    def test_racers_travel_in_a_case(self) -> None:
+        (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
+        sent = json.loads(msgspec.json.encode(case.config))
+        assert [racer[0] for racer in sent["racers"]].count("ours") == 4
+
+
+class Watched(CpuDevice):
+    """Counts how often what a form left was given back."""
+
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.device = Watched()
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+def test_a_race_tries_each_form_alone_and_lets_go_of_it() -> None:
+    bench = Silent()
+    made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
+    assert bench.device.released == 3
+    heats = [key for key in made.notes if key.startswith("heat.")]
+    assert len(heats) == 3
+    raced = {made.notes["best.peer"], made.notes["best.ours"]}
+    assert {series.name for series in made.series} == raced
+    assert all(len(series.values) == 2 for series in made.series)
+    assert "a CPU's counter" in made.notes["no_energy"]
+    assert not any(name.endswith("joules") for name in made.quantities)
+
+
+def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr("stepscope.studies.step.race.time.monotonic", lambda: next(clock))
+    # The clock is read when a race begins, before each heat, and twice within one.
+    made = measure_race(tiny_race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    late = [key for key, note in made.notes.items() if note.startswith("not tried")]
+    assert late == ["out.peer: eager reference"]
+    assert {"best.peer", "best.ours"} <= made.notes.keys()
+
+
+def test_a_form_that_takes_too_long_is_out_and_the_others_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Field._try
+
+    def slow(field: Field, racer: Racer, *how: Any) -> Heat:
+        if racer.workload.attention == "reference":
+            # As its alarm would, whenever that rings.
+            raise TookTooLong("not done after 3 s")
+        return plain(field, racer, *how)
+
+    monkeypatch.setattr(Field, "_try", slow)
+    bench = Silent()
+    made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
+    assert made.notes["out.peer: eager reference"] == "given up: not done after 3 s"
+    assert "reference" not in made.notes["best.peer"]
+    assert bench.device.released == 3, "what it left is given back too"
+
+
+def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> None:
+    records = [
+        step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
+        for peer in (4.0, 3.0, 5.0)
+    ]
+    (race,) = races(records)
+    ratio = race.ratio()
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1.5, rel=0.05)
