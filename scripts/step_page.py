@@ -5,7 +5,7 @@ Each is made once there are records for it, by `python scripts/make_docs.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ class Page(NamedTuple):
     title: str
     sections: dict[str, tuple[str, ...]]
     """Title, and what the names of its blocks begin with, in the order of the page."""
+    more: Callable[[Path], Iterable[str]] = lambda _: ()
+    """What follows, from other files of results."""
 
 
 PAGES = {
@@ -42,6 +44,7 @@ PAGES = {
             "Every form that was tried": ("step-heats",),
             "Not measured": ("step-lost",),
         },
+        pieces_section,
     ),
     "compile.md": Page(
         "compile",
@@ -77,9 +80,7 @@ def step_pages(results: Path) -> dict[str, str]:
             records = read_records(results / page.records)
             study = find_study(page.study)
             blocks = study.view(records)
-            parts = [*_parts(page, study, records, blocks)]
-            if page.study == "step":
-                parts += pieces_section(results)
+            parts = (*_parts(page, study, records, blocks), *page.more(results))
             text = "\n\n".join(parts) + "\n"
             made |= {name: text} | figure_files(blocks)
     return made

@@ -29,7 +29,7 @@ from stepscope.studies.advice.history import add_to_history, history_file, read_
 from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.rows import Watched
-from stepscope.studies.inspected.setting import Setting
+from stepscope.studies.inspected.setting import Setting, setting_of
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import OwnCase, OwnFlags
 
@@ -261,6 +261,26 @@ def test_the_lines_name_the_optimizer_that_there_is() -> None:
         named = msgspec.structs.replace(plain, optimizer_name=name)
         (update,) = [one for one in advise(named) if one.code == "fused-optimizer"]
         assert line in update.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_torch", "family"),
+    [("Adam", True, "adam"), ("AdamW", True, "adam"), ("NAdam", True, ""), ("SGD", True, "sgd"),
+     ("MyAdam", False, "adam"), ("Lion", False, "")],
+)  # fmt: skip
+def test_only_what_has_a_fused_form_is_told_to_take_it(
+    name: str, of_torch: bool, family: str
+) -> None:
+    watched, *_ = read_records(RESULTS / "advise-slow_cpu.jsonl")
+    setting = setting_of(watched)
+    assert setting is not None
+    (one,) = setting.optimizers
+    other = msgspec.structs.replace(one, name=name, of_torch=of_torch)
+    changed = msgspec.structs.replace(setting, optimizers=(other,))
+    notes = watched.notes | {"setting": msgspec.json.encode(changed).decode()}
+    found = facts_of(msgspec.structs.replace(watched, notes=notes))
+    assert found.optimizer == family
+    assert found.optimizer_name == (name if of_torch else "")
 
 
 def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:

@@ -71,7 +71,7 @@ class Recorder:
         self._throughout = ExitStack()
         """Held from the first step to the end of the recording."""
         self._open = ExitStack()
-        """Held while steps are counted or traced."""
+        """Held while steps are timed, counted or traced."""
         self._tracer: Tracer | None = None
         self._ranges: ModuleRanges | None = None
         self._open_step = ExitStack()

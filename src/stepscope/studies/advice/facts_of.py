@@ -205,7 +205,9 @@ def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
     classes = {one.name for one in setting.optimizers}
     names = {name.lower() for name in classes}
     of_torch = all(one.of_torch for one in setting.optimizers)
-    family = "adam" if any("adam" in name for name in names) else ""
+    # Of torch's own only these have a fused form; one that somebody wrote is taken at its name.
+    like_adam = names <= {"adam", "adamw"} if of_torch else any("adam" in name for name in names)
+    family = "adam" if names and like_adam else ""
     return {
         "optimizer": family or ("sgd" if names == {"sgd"} else ""),
         "optimizer_name": classes.pop() if of_torch and len(classes) == 1 else "",
