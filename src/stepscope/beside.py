@@ -1,17 +1,19 @@
-"""Work of a backward that nothing else in it waits for, on a stream of its own.
+"""What an optimizer that updates within a backward offers to the operations of that backward.
 
-Whoever uses what such work makes offers the stream: an optimizer that updates within the backward
-does. Until then the work is done where it stands.
+A stream of its own, for work that nothing else in the backward waits for; and to take the gradient
+of a weight as a product makes it, in the product's format. Where nobody offers it, work is done
+where it stands, and gradients go the way of autograd.
 
-    with offered(find):  # a Beside for each device
-        loss.backward()  # in it: run_beside(device, work, what it reads)
+    with offered(optimizer):
+        loss.backward()  # in it: run_beside(device, work, what it reads), taker_of(weights, dtype)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,25 +60,42 @@ class Beside:
         self._bytes -= reads.nbytes
 
 
-Find = Callable[[torch.device], Beside | None]
-_find: Find | None = None
+class Offer(Protocol):
+    def beside(self, device: torch.device) -> Beside | None: ...
+
+    def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it wants the gradient of this weight in that format, without autograd."""
+
+    def take(self, weight: Tensor, gradient: Tensor) -> None:
+        """From here on the weight may change."""
+
+
+_offer: Offer | None = None
 
 
 @contextmanager
-def offered(find: Find) -> Iterator[None]:
+def offered(offer: Offer) -> Iterator[None]:
     """Within this, in backwards too, work may go beside. Who offers it joins it."""
-    global _find
-    before, _find = _find, find
+    global _offer
+    before, _offer = _offer, offer
     try:
         yield
     finally:
-        _find = before
+        _offer = before
 
 
 def run_beside(device: torch.device, work: Callable[[], None], reads: Tensor) -> None:
     """Beside the current stream where that is offered, else here and now."""
-    beside = None if _find is None else _find(device)
+    beside = None if _offer is None else _offer.beside(device)
     if beside is None:
         work()
     else:
         beside.run(work, reads)
+
+
+def taker_of(weights: Sequence[Tensor | None], dtype: torch.dtype) -> Offer | None:
+    """Who takes the gradients of all of these in that format; None where they go to autograd."""
+    offer = _offer
+    if offer is None or not all(w is not None and offer.takes(w, dtype) for w in weights):
+        return None
+    return offer

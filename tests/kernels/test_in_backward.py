@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from test_joined_model import batch, draw, model
+from test_joined_model import DEVICE, batch, draw, model
 from torch import Tensor, nn
 
 from stepscope.model import cross_entropy
+from stepscope.model.kernels import products
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.products import joined_product
 from stepscope.model.memory import GATES, kept
-from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW
+from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, triton_adamw
 
 
 class TestInBackward:
@@ -39,6 +43,56 @@ class TestInBackward:
         how = {"dtype": torch.float16, "keep": kept(GATES, 2), "checkpoint": (1,)}
         ours, after = (self.trained(k, 2, **how) for k in (InBackwardAdamW, FusedAdamW))
         torch.testing.assert_close(ours, after, rtol=2e-3, atol=1e-4)
+
+    def test_gradients_are_taken_as_they_are_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of the blocks' products in their format, all others as autograd has them; what is
+        learnt is what torch's autocast learns from gradients that it rounds and widens."""
+        formats: list[tuple[int, torch.dtype]] = []
+        update = triton_adamw.update_one
+
+        def seen(parameter: Tensor, gradient: Tensor, *rest: Any) -> None:
+            formats.append((parameter.dim(), gradient.dtype))
+            update(parameter, gradient, *rest)
+
+        monkeypatch.setattr(triton_adamw, "update_one", seen)
+        made, rounded = self.learnt(as_made=True), self.learnt(as_made=False)
+        narrow = [kind for kind in formats if kind[1] == torch.float16]
+        assert len(narrow) == 2 * 7 * 2  # steps, products' weights of a block, blocks
+        assert {dim for dim, _ in narrow} == {2}
+        assert len(formats) == 2 * 2 * (2 * 9 + 3)
+        torch.testing.assert_close(made, rounded, rtol=0, atol=0)
+
+    def learnt(self, *, as_made: bool) -> dict[str, Tensor]:
+        """Two steps in float16; without `as_made` gradients are rounded to it as autocast does."""
+        subject = model(fused=True, joined=True, keep=kept(GATES, 2))
+        optimizer = InBackwardAdamW(
+            subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=as_made
+        )
+        wide = products.wide_product
+        with pytest.MonkeyPatch.context() as patched:
+            if not as_made:
+                patched.setattr(products, "wide_product", lambda a, b, dtype: (a @ b).to(dtype))
+            for _ in range(2):
+                with torch.autocast(DEVICE, torch.float16):
+                    loss = subject(*batch())
+                with optimizer.attached():
+                    loss.backward()
+                optimizer.step()
+        assert products.wide_product is wide
+        return {name: p.detach().cpu() for name, p in subject.named_parameters()}
+
+    def test_gradients_are_taken_within_attached_alone(self) -> None:
+        with pytest.raises(ValueError, match="attach=False"):
+            InBackwardAdamW([nn.Parameter(draw(2, 2))], as_made=True)
+
+    def test_a_weight_in_two_products_cannot_be_taken_twice(self) -> None:
+        weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
+        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
+        with torch.autocast(DEVICE, torch.float16):
+            once = joined_product(draw(3, 4), (weight,), copies)
+            twice = joined_product(once, (weight,), copies)
+        with optimizer.attached(), pytest.raises(RuntimeError, match="one product only"):
+            twice.float().sum().backward()
 
     def test_where_no_kernel_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("in_backward", "fused"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from stepscope.beside import Beside, offered, run_beside
+from stepscope.beside import Beside, offered, run_beside, taker_of
 
 CPU = torch.device("cpu")
 
@@ -24,14 +24,29 @@ class Kept(Beside):
         self.reads.append(reads)
 
 
+class Offered:
+    """Places for work by device, and weights whose gradients it takes."""
+
+    def __init__(self, places: dict[torch.device, Beside], weights: Sequence[Tensor] = ()) -> None:
+        self._places, self._weights = places, weights
+
+    def beside(self, device: torch.device) -> Beside | None:
+        return self._places.get(device)
+
+    def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 and any(weight is held for held in self._weights)
+
+    def take(self, weight: Tensor, gradient: Tensor) -> None: ...
+
+
 def test_work_goes_where_it_is_offered_a_place() -> None:
     done: list[str] = []
     reads, place = torch.zeros(3), Kept()
     run_beside(CPU, lambda: done.append("here"), reads)
-    with offered(lambda device: place if device == CPU else None):
+    with offered(Offered({CPU: place})):
         run_beside(CPU, lambda: done.append("beside"), reads)
         run_beside(torch.device("meta"), lambda: done.append("no place"), reads)
-        with offered(lambda _: None):
+        with offered(Offered({})):
             run_beside(CPU, lambda: done.append("nested"), reads)
         run_beside(CPU, lambda: done.append("again"), reads)
     run_beside(CPU, lambda: done.append("after"), reads)
@@ -40,3 +55,15 @@ def test_work_goes_where_it_is_offered_a_place() -> None:
     for work in place.works:
         work()
     assert done[-2:] == ["beside", "again"]
+
+
+def test_gradients_go_to_who_takes_those_of_all_weights() -> None:
+    first, second, other = (torch.zeros(2) for _ in range(3))
+    offer = Offered({}, (first, second))
+    assert taker_of([first], torch.bfloat16) is None
+    with offered(offer):
+        assert taker_of([first, second], torch.bfloat16) is offer
+        assert taker_of([first, second], torch.float32) is None
+        assert taker_of([first, other], torch.bfloat16) is None
+        assert taker_of([first, None], torch.bfloat16) is None
+    assert taker_of([first], torch.bfloat16) is None

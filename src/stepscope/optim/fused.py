@@ -201,7 +201,7 @@ class FusedAdamW(AdamW):
         """Its copy, for the kernel to write. A parameter's version tells others that it changed:
         the kernel writes past torch, so it is counted here, unless the copy changes along."""
         copy = self._copies.find(parameter) if self._copies is not None else None
-        if copy is None or not copy.is_contiguous() or not _format_taken(copy.dtype):
+        if copy is None or not copy.is_contiguous() or not format_taken(copy.dtype):
             torch.autograd.graph.increment_version(parameter)
             return None
         return copy
@@ -226,7 +226,7 @@ def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
     if not _HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
         return False
     formats = (parameter.dtype, gradient.dtype)
-    if not all(map(_format_taken, formats)) or not parameter.numel():
+    if not all(map(format_taken, formats)) or not parameter.numel():
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
@@ -237,7 +237,7 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _format_taken(dtype: torch.dtype) -> bool:
+def format_taken(dtype: torch.dtype) -> bool:
     """The interpreter computes bfloat16 wrongly."""
     return dtype in _FORMATS and not (dtype == torch.bfloat16 and _interpreted())
 

@@ -8,6 +8,10 @@ backwards, loss scaling that skips steps) cannot be had with it.
     optimizer = InBackwardAdamW(model.parameters(), lr=3e-4)
     loss.backward()
     optimizer.step()  # waits for the updates, on the device
+
+With `as_made` joined products hand gradients over in their own format: under bfloat16 autocast
+these are the values that torch's gradients have, which are rounded to bfloat16 before they are
+widened, and half the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.beside import Beside, offered
-from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
+from stepscope.optim.fused import Copies, FusedAdamW, format_taken, kernel_takes, rules
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
@@ -51,13 +55,18 @@ class InBackwardAdamW(FusedAdamW):
         copies: Copies | None = None,
         overlap: bool = True,
         attach: bool = True,
+        as_made: bool = False,
     ) -> None:
+        if as_made and attach:
+            raise ValueError("as_made is for backwards within attached(): pass attach=False")
         super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
         self._overlap = overlap
+        self._as_made = as_made
         self._beside: dict[torch.device, Beside] = {}
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
+        self._handed: set[Tensor] = set()
         self.updated = 0
         """Parameters that the last backward reached."""
         if attach:
@@ -69,7 +78,7 @@ class InBackwardAdamW(FusedAdamW):
         stream: such a gradient is there for others after `step()`."""
         handles = self._listen()
         try:
-            with offered(self._beside_of):
+            with offered(self):
                 yield
         finally:
             for handle in handles:
@@ -105,7 +114,24 @@ class InBackwardAdamW(FusedAdamW):
         self._begun = False
         return loss
 
-    def _beside_of(self, device: torch.device) -> Beside | None:
+    def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        if not self._as_made or dtype == weight.dtype or not format_taken(dtype):
+            return False
+        if not self._begun:
+            self._begin()
+        return weight in self._places
+
+    @torch.no_grad()
+    def take(self, weight: Tensor, gradient: Tensor) -> None:
+        if weight in self._handed:
+            raise RuntimeError(
+                "a weight got two gradients in one backward: with as_made each is used at once, so"
+                " a weight may be in one product only"
+            )
+        self._handed.add(weight)
+        self._update_by_kernel(weight, gradient)
+
+    def beside(self, device: torch.device) -> Beside | None:
         if not self._overlap or device.type != "cuda":
             return None
         if device not in self._beside:
@@ -125,7 +151,9 @@ class InBackwardAdamW(FusedAdamW):
 
     def _hook_of(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                # It was taken as it was made.
+                return
             with torch.no_grad():
                 self._take(parameter, parameter.grad, group)
             parameter.grad = None
@@ -135,14 +163,18 @@ class InBackwardAdamW(FusedAdamW):
     def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self._begun:
             self._begin()
-        self.updated += 1
-        if parameter not in self._places:
-            beside = self._beside_of(parameter.device)
-            if beside is not None:
-                # The gradient may be made there.
-                beside.join()
-            self._update(parameter, gradient, group)
+        if parameter in self._places:
+            self._update_by_kernel(parameter, gradient)
             return
+        self.updated += 1
+        beside = self.beside(parameter.device)
+        if beside is not None:
+            # The gradient may be made there.
+            beside.join()
+        self._update(parameter, gradient, group)
+
+    def _update_by_kernel(self, parameter: Tensor, gradient: Tensor) -> None:
+        self.updated += 1
         crowd, row = self._places[parameter]
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
         dense = gradient.contiguous()
@@ -170,6 +202,7 @@ class InBackwardAdamW(FusedAdamW):
             else:
                 crowd.beside.run(crowd.settings.advance, None)
         self._begun, self.updated = True, 0
+        self._handed.clear()
 
     def _gather(self) -> None:
         members: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -188,7 +221,7 @@ class InBackwardAdamW(FusedAdamW):
         groups = tuple(group for _, group in members)
         counts = [float(self._state_for_kernel(parameter)["step"]) for parameter, _ in members]
         settings = DeviceSettings(counts, rules(groups), device)
-        crowd = Crowd(settings, groups, self._beside_of(device))
+        crowd = Crowd(settings, groups, self.beside(device))
         for row, (parameter, _) in enumerate(members):
             self.state[parameter]["step"] = settings.steps[row]
             self._places[parameter] = (crowd, row)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.workload import GRAPHS_OF_TORCH
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class CapturedStep:
         work = [phase for phase in phases if phase.name != "optimizer"]
         optimizer = [phase for phase in phases if phase.name == "optimizer"]
         warm_up(step, phases)
-        if step.workload.optimizer == IN_BACKWARD:
+        if step.workload.optimizer in WITHIN_BACKWARD:
             self._graphs.append(captured([*work, _update(step)], device))
             self.gradients_missing = step.without_gradient()
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import AS_MADE, WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +34,16 @@ def make_optimizer(
         raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
     if name == "stepscope-fused" and master and capturable:
         raise CaseSkipped("master weights get their gradients within the step: no graph with ours")
-    if name == IN_BACKWARD and master:
+    if name in WITHIN_BACKWARD and master:
         raise CaseSkipped("master weights are updated after the backward, from all gradients")
     kind: Callable[..., torch.optim.Optimizer] = {
-        "stepscope": AdamW, "stepscope-fused": FusedAdamW, IN_BACKWARD: InBackwardAdamW,
+        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+        **dict.fromkeys(WITHIN_BACKWARD, InBackwardAdamW),
     }.get(name, torch.optim.AdamW)  # fmt: skip
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
-    if name == IN_BACKWARD:
-        settings = {"attach": False}
-    if name in ("stepscope-fused", IN_BACKWARD) and not master:
+    if name in WITHIN_BACKWARD:
+        settings = {"attach": False, "as_made": name == AS_MADE}
+    if name in ("stepscope-fused", *WITHIN_BACKWARD) and not master:
         settings["copies"] = getattr(model, "copies", None)
     if name == "torch-fused":
         settings["fused"] = True

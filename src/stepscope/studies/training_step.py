@@ -17,7 +17,7 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.host_memory import refuse_beyond_host_memory
 from stepscope.studies.workload import GRAPHS_OF_TORCH, Workload
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class TrainingStep:
         self._refuse_what_cannot_fit(workload, device)
         self.workload = workload
         form = precision(workload.dtype)
-        if form.compute == "float16" and workload.optimizer == IN_BACKWARD:
+        if form.compute == "float16" and workload.optimizer in WITHIN_BACKWARD:
             raise CaseSkipped("float16's loss scaling sees all gradients before one may be used")
         torch.manual_seed(seed)
         torch.set_float32_matmul_precision("high" if form.compute == "tf32" else "highest")

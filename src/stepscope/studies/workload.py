@@ -23,10 +23,10 @@ from stepscope.studies.workload_flags import (
     COMPILE,
     COMPILE_MODES,
     GRAPHS_OF_TORCH,
-    IN_BACKWARD,
     LOSSES,
     MODES,
     OPTIMIZERS,
+    WITHIN_BACKWARD,
     Mode,
     WorkloadFlags,
 )
@@ -86,8 +86,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         self._check_joined()
 
     def _check_joined(self) -> None:
-        if self.own and self.optimizer == IN_BACKWARD:
-            raise UsageError(f"{IN_BACKWARD} is for the models here", "take stepscope-fused")
+        if self.own and self.optimizer in WITHIN_BACKWARD:
+            raise UsageError(f"{self.optimizer} is for the models here", "take stepscope-fused")
         self.kept()
         check_forms(self.fused, self.joined, self.keep)
         if self.joined and self.compile != "no":

@@ -18,7 +18,9 @@ COMPILE_MODES = (
 )  # fmt: skip
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
 IN_BACKWARD = "stepscope-in-backward"
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", IN_BACKWARD)
+AS_MADE = "stepscope-as-made"
+WITHIN_BACKWARD = (IN_BACKWARD, AS_MADE)
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD)
 LOSSES = ("plain", "fused")
 
 
@@ -43,7 +45,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[str, ...] = ("torch",)
     """AdamW: torch (its default), torch-fused, stepscope (the update rule written out),
     stepscope-fused (the same in one launch), stepscope-in-backward (each as soon as its gradient is
-    there)."""
+    there), stepscope-as-made (there gradients have the format of the joined products)."""
     compile_mode: tuple[str, ...] = ("default",)
     """Of torch.compile: default, reduce-overhead (CUDA graphs of its own), max-autotune (these and
     tuned products), max-autotune-no-cudagraphs."""

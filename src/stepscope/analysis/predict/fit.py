@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.analysis.predict.plan import IN_BACKWARD, StepPlan
+from stepscope.analysis.predict.plan import IN_BACKWARD, WITHIN_BACKWARD, StepPlan
 from stepscope.analysis.predict.step import predict, runs_within
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NONE
@@ -15,7 +15,7 @@ from stepscope.model.memory import KEEPS
 
 MARGIN = 1.02
 """What a peak may be off."""
-_FUSED = ("torch-fused", "stepscope-fused", IN_BACKWARD)
+_FUSED = ("torch-fused", "stepscope-fused", *WITHIN_BACKWARD)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,28 +165,37 @@ class JoinedLayers(FusedLayers):
         narrow = self.narrow(weights)
         rows = sum(weight.elements for weight in weights) // d
         elements = read.elements // d * rows
-        read_elements, sizes = read.elements, [weight.bytes for weight in weights]
-        weight_width, remade = weights[0].width, x.unit is not None
+        read_elements, remade = read.elements, x.unit is not None
 
-        def rule(_: Buffer) -> list[Buffer]:
+        def rule(_: Buffer) -> list[Buffer | None]:
             again = ops.new(read_elements * width) if remade else None
             grad_x = ops.new(read_elements * width)
-            grads = self._weight_gradient(sum(sizes), width, weight_width, elements, read_elements)
+            grads = self._weight_gradients(weights, width, elements, read_elements)
             del again
-            return [grad_x, *[grads] * len(sizes)]
+            return [grad_x, *grads]
 
         return ops.tape.operator(
             "matrix product", ops.new(elements * width), elements, width, (read, *weights), rule,
             (read.buffer if x.unit is None else x.unit, *narrow),
         )  # fmt: skip
 
-    def _weight_gradient(self, size: int, width: int, weight_width: int, *factors: int) -> Buffer:
-        """In the weight's format at once; a CPU brings both factors into that format first."""
+    def _weight_gradients(
+        self, weights: Sequence[Value], width: int, *factors: int
+    ) -> list[Buffer | None]:
+        """Parts of one, in the weights' format at once: a CPU brings both factors into that format
+        first. Whoever takes them as they are made gets them in the products'."""
+        ops, weight_width = self.ops, weights[0].width
+        elements = sum(weight.elements for weight in weights)
+        if ops.hand_over is not None and width != weight_width:
+            made = ops.new(elements * width)
+            for weight in weights:
+                ops.hand_over(made, weight.elements * width)
+            return [None] * len(weights)
         widens = width != weight_width and not self.on_cuda
-        wide = [self.ops.new(elements * weight_width) for elements in factors if widens]
-        made = self.ops.new(size)
+        wide = [ops.new(elements * weight_width) for elements in factors if widens]
+        made = ops.new(elements * weight_width)
         del wide
-        return made
+        return [made] * len(weights)
 
     def _rotated_parts(self, parts: Value) -> tuple[Value, ...]:
         ops, size = self.ops, parts.bytes
@@ -202,23 +211,20 @@ class JoinedLayers(FusedLayers):
         gates, gated = ops.new(2 * hidden * width), ops.new(hidden * width)
         out = ops.new(elements * width)
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
-        first_bytes, second_bytes, weight_width = w1.bytes + w3.bytes, w2.bytes, w2.width
         remade = x.unit is not None
 
-        def rule(_: Buffer) -> tuple[Buffer, ...]:
+        def rule(_: Buffer) -> list[Buffer | None]:
             again = ops.new(elements * width) if remade else None
             grad_gated = ops.new(hidden * width)
             gates = ops.new(2 * hidden * width) if keep == INPUTS else None
             gated = ops.new(hidden * width) if keep != ALL else None
             # Gates that were made for this alone give their room to their gradient.
             grad_gates = gates or ops.new(2 * hidden * width)
-            grad_w2 = self._weight_gradient(second_bytes, width, weight_width, elements, hidden)
-            grad_first = self._weight_gradient(
-                first_bytes, width, weight_width, 2 * hidden, elements
-            )
             grad_x = ops.new(elements * width)
+            of_second = self._weight_gradients((w2,), width, elements, hidden)
+            of_first = self._weight_gradients((w1, w3), width, 2 * hidden, elements)
             del again, grad_gated, gated, grad_gates
-            return grad_x, grad_first, grad_first, grad_w2
+            return [grad_x, *of_first, *of_second]
 
         return ops.tape.operator(
             "feed-forward", out, elements, width, (read, w1, w3, w2), rule,

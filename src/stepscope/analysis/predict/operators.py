@@ -23,6 +23,8 @@ class Operators:
         self._copies: dict[int, Value] = {}
         self.read_beside: Callable[[Buffer, int], None] = lambda _, __: None
         """Told of a buffer that work beside the backward still reads."""
+        self.hand_over: Callable[[Buffer, int], None] | None = None
+        """Takes gradients of weights in the format of joined products, where somebody does."""
         # A stretch that runs again enters autocast for itself.
         tape.after_replay = self.leave_autocast
 

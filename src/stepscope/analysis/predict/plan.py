@@ -14,8 +14,10 @@ from stepscope.model.cost import MODES
 from stepscope.model.memory import ALL, check_forms, kept
 
 IN_BACKWARD = "stepscope-in-backward"
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", IN_BACKWARD, "course")
-_CAPTURED = ("stepscope-fused", IN_BACKWARD)
+AS_MADE = "stepscope-as-made"
+WITHIN_BACKWARD = (IN_BACKWARD, AS_MADE)
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD, "course")
+_CAPTURED = ("stepscope-fused", *WITHIN_BACKWARD)
 _UNKNOWN_ATTENTIONS = {
     "compiled": "is the compiler's choice",
     "tiled": "depends on its tiles, whose temporaries are not counted",
@@ -113,11 +115,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"a graph with the optimizer {self.optimizer} is not predicted",
                 f"--optimizer {' or '.join(_CAPTURED)}",
             )
-        if self.optimizer != IN_BACKWARD:
+        if self.optimizer not in WITHIN_BACKWARD:
             return
         if self.ranks > 1:
             raise UsageError(
-                f"{IN_BACKWARD} uses gradients before ranks could add theirs",
+                f"{self.optimizer} uses gradients before ranks could add theirs",
                 "with --ranks take stepscope-fused",
             )
         form = precision(self.dtype)
@@ -141,7 +143,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def updates_in_backward(self) -> bool:
-        return self.optimizer == IN_BACKWARD and self.mode == "train-step"
+        return self.optimizer in WITHIN_BACKWARD and self.mode == "train-step"
+
+    @property
+    def takes_gradients_as_made(self) -> bool:
+        """The kernels of an update read the format of a joined product."""
+        return self.updates_in_backward and self.optimizer == AS_MADE and self.has_kernels
 
     def kept(self) -> tuple[str, ...]:
         """What each block keeps for the backward."""

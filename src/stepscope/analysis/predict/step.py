@@ -103,6 +103,8 @@ class Play:
             self.tape.take = self._update_at_once
             if plan.device == "cuda":
                 self.ops.read_beside = self.beside.read
+            if plan.takes_gradients_as_made:
+                self.ops.hand_over = self._update_by_kernel
 
     def run(self) -> None:
         self._build()
@@ -265,11 +267,15 @@ class Play:
         """In the backward, as soon as a gradient is there."""
         if not self.plan.has_kernels:
             self._update_alone(parameter.bytes, _TEMPORARIES["stepscope"], self._first)
-            return
+        else:
+            self._update_by_kernel(gradient, parameter.bytes)
+
+    def _update_by_kernel(self, gradient: Buffer, size: int) -> None:
+        """`size`: bytes of the gradient, which may be a part of its buffer."""
         if not self.state:
             self.state = self._moments(self._own_sizes())
         if self.plan.device == "cuda":
-            self.beside.read(gradient, parameter.bytes)
+            self.beside.read(gradient, size)
 
     def _optimize(self, first: bool) -> None:
         memory, plan = self.memory, self.plan

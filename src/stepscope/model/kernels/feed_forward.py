@@ -17,7 +17,7 @@ from torch.nn import functional
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import kernels_take, product_format
 from stepscope.model.kernels.norm import Normed
-from stepscope.model.kernels.products import Kept, gradients, product, product_back, wide_product
+from stepscope.model.kernels.products import Kept, Learned, product, product_back
 from stepscope.model.memory import ALL, INPUTS
 
 
@@ -49,7 +49,7 @@ class _FeedForward(torch.autograd.Function):
         out = gated @ second.T
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
         ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
-        ctx.weights = [(w1.dtype, w1.shape[0]), (w3.dtype, w3.shape[0]), (w2.dtype, w2.shape[0])]
+        ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -63,11 +63,10 @@ class _FeedForward(torch.autograd.Function):
         # Gates that were made for this alone give their room to their gradient.
         grad_gates = torch.empty_like(gates) if held else gates
         _gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
-        *dtypes, (w2_dtype, _) = ctx.weights
-        grad_w2 = wide_product(flat.T, gated, w2_dtype)
-        grad_first = gradients(grad_gates, x, dtypes)
         grad_x = product_back(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
-        return grad_x, None, None, None, None, *grad_first, grad_w2
+        of_second = ctx.second.gradients(flat, gated)
+        of_first = ctx.first.gradients(grad_gates, x)
+        return grad_x, None, None, None, None, *of_first, *of_second
 
 
 def _gated(gates: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 Autocast makes the gradient of a weight in the format of the products and then casts it: written,
 read and written again. Here the product writes it in the weight's format at once, which is also
-what it was summed in.
+what it was summed in; or, where an optimizer takes it as it is, in the format of the products.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stepscope.beside import taker_of
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import Normed
@@ -41,7 +43,7 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.x = Kept(ctx, flat, normed, narrow)
-        ctx.weights = [(weight.dtype, weight.shape[0]) for weight in weights]
+        ctx.learned = Learned(weights)
         return product(flat, narrow).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -50,7 +52,7 @@ class _Joined(torch.autograd.Function):
         x, narrow, _ = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = product_back(flat, narrow).view(*grad.shape[:-1], -1)
-        return grad_x, None, None, *gradients(flat, x, ctx.weights)
+        return grad_x, None, None, *ctx.learned.gradients(flat, x)
 
 
 class Kept:
@@ -77,6 +79,28 @@ class Kept:
         return x, held[first:end], held[end:]
 
 
+class Learned:
+    """Weights that products read side by side: what a backward has to know of them."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._dtype = weights[0].dtype
+        self._rows = [weight.shape[0] for weight in weights]
+        # Weakly: what was gathered from several ranks has to be free to go.
+        self._owners = [weakref.ref(weight) for weight in weights]
+
+    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
+        """Row ranges of one product; None where somebody took them. Nothing may read the weights
+        after this."""
+        weights = [owner() for owner in self._owners]
+        taker = taker_of(weights, x.dtype)
+        if taker is None:
+            return torch.split(wide_product(grad.T, x, self._dtype), self._rows)
+        for weight, made in zip(weights, torch.split(grad.T @ x, self._rows), strict=True):
+            assert weight is not None
+            taker.take(weight, made)
+        return (None,) * len(weights)
+
+
 def product(x: Tensor, narrow: Weights) -> Tensor:
     """x times each transposed, side by side."""
     if len(narrow) == 1:
@@ -99,14 +123,6 @@ def product_back(grad: Tensor, narrow: Weights) -> Tensor:
     for part, weight in zip(parts[1:], narrow[1:], strict=True):
         out.addmm_(part, weight)
     return out
-
-
-def gradients(
-    grad: Tensor, x: Tensor, weights: list[tuple[torch.dtype, int]]
-) -> tuple[Tensor, ...]:
-    """Of each weight, given its format and rows: row ranges of one product."""
-    made = wide_product(grad.T, x, weights[0][0])
-    return torch.split(made, [rows for _, rows in weights])
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from stepscope.model.checkpointing import NONE
 from stepscope.model.memory import ALL, GATES, INPUTS
 from stepscope.studies.step.ladder import start
 from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD
 
 SCOPES = ("block", "model")
 MODES = ("default", "reduce-overhead")
@@ -79,9 +79,17 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: float | None = None
 
 
+SIDES = {
+    "peer": "the peer",
+    "ours": "ours",
+    "spare": "ours with less kept",
+    "as made": "ours with gradients as products make them",
+}
+
+
 class Racer(NamedTuple):
     side: str
-    """`peer`, `ours`, or `spare`: ours with less memory."""
+    """One of `SIDES`."""
     workload: Workload
 
     @property
@@ -94,10 +102,13 @@ class Racer(NamedTuple):
             *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
-            *(["updates in backward"] if w.optimizer == IN_BACKWARD else []),
+            *([f"{_UPDATES[w.optimizer]} in backward"] if w.optimizer in _UPDATES else []),
             *(["graph"] if w.graph else []),
         ]
         return f"{self.side}: {' '.join(parts)}"
+
+
+_UPDATES = {IN_BACKWARD: "updates", AS_MADE: "narrow updates"}
 
 
 def goal(name: str) -> Goal:
@@ -160,6 +171,11 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)
     yield _racer("ours", ours, compile="block", graph=True)
+    # Gradients in another format than the peer's: no form of the same row.
+    for attention in ("auto", wanted.other_attention):
+        yield _racer(
+            "as made", beside, keep=keep, graph=True, optimizer=AS_MADE, attention=attention
+        )
     if wanted.spare:
         yield _racer("spare", beside, keep=INPUTS)
 

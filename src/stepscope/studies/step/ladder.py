@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.errors import unknown_name
 from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD
 
 How = Literal["start", "first", "alone", "so far"]
 """`first`: alone and so far are the same, because nothing of what is below is left."""
@@ -40,6 +40,7 @@ RUNGS: dict[str, Rung] = {
         Rung("fused-optimizer", "AdamW in one launch", {"optimizer": "stepscope-fused"}),
         Rung("in-backward", "AdamW beside the backward", {"optimizer": IN_BACKWARD}),
         Rung("graph", "the step as a CUDA graph", {"graph": True}),
+        Rung("as-made", "gradients as products make them", {"optimizer": AS_MADE}, stays=False),
         Rung(
             "master",
             "bfloat16 with float32 master weights",

@@ -8,16 +8,15 @@ from stepscope.analysis.power import Draw
 from stepscope.report.blocks import Cell, Column, Finding, Spread, Table
 from stepscope.report.format import duration, number
 from stepscope.studies.energy_view import at_cap_words
+from stepscope.studies.step.goals import SIDES
 from stepscope.studies.step.rows import Race
-
-_SIDES = {"ours": "ours", "peer": "the peer", "spare": "ours with less kept"}
 
 
 def power_table(raced: Sequence[Race]) -> Iterator[Table]:
     rows = [
         _row(race, side, found)
         for race in raced
-        for side in ("peer", "ours", "spare")
+        for side in SIDES
         if (found := race.draw(side)) is not None
     ]
     if rows:
@@ -62,16 +61,16 @@ def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
             missing.setdefault(reason, []).append(race.name)
         capped = {
             side: found
-            for side in _SIDES
+            for side in ("ours", *SIDES)
             if (found := race.draw(side)) is not None and found.least_ms is not None
         }
         if not capped:
             continue
         (first, found), *others = capped.items()
-        text = f"{race.name}: {_SIDES[first]} takes {number(found.joules, 3)} J a step"
+        text = f"{race.name}: {SIDES[first]} takes {number(found.joules, 3)} J a step"
         text += f" {at_cap_words(found)}."
         for side, other in others:
-            text += f" {_SIDES[side].capitalize()} takes {number(other.joules, 3)} J: not less than"
+            text += f" {SIDES[side].capitalize()} takes {number(other.joules, 3)} J: not less than"
             text += f" {duration(other.least_ms or 0.0)}."
         yield Finding(text=text)
     for reason, names in missing.items():

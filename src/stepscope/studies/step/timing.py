@@ -12,7 +12,7 @@ from stepscope.studies.timed_step import measure_step
 from stepscope.studies.traced import trace_step
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import IN_BACKWARD
+from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def refuse_without_kernels(workload: Workload, device: Device) -> None:
     """Elsewhere the plain form runs in their place, and a row would claim what it did not do."""
-    ours = workload.fused or workload.optimizer in ("stepscope-fused", IN_BACKWARD)
+    ours = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
     if ours and device.kind != "cuda":
         raise CaseSkipped("our kernels need an NVIDIA GPU; on a CPU the plain form runs")
 
