@@ -2,7 +2,7 @@
 # Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
 #
 #   scripts/record_step.sh race-512 pieces      two parts
-#   scripts/record_step.sh                      all of them: about 40 minutes
+#   scripts/record_step.sh                      all of them: about 50 minutes
 #
 #   race-512    xl, 2.7b and small at context 512 (8 min, most of it the compiler's)
 #   race-2048   2.7b and xl at context 2048 (7 min)
@@ -13,6 +13,7 @@
 #   compile     torch.compile against eager: small, by block and whole (2 min)
 #   compile-by  the same by size and number format, and attention alone (5 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
+#   energy      the joules of our step by part (4 min)
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 # A part of races takes names after a colon, to record some of it: race-512:xl-512,small-512.
@@ -104,6 +105,10 @@ part() { # NAME, or NAME:SOME,OF,IT
         timeout --signal=INT --kill-after=20 300 \
             "$python" benchmarks/fused_pieces.py --out "$results/pieces_h200.jsonl"
         ;;
+    energy)
+        timeout --signal=INT --kill-after=20 420 "$python" benchmarks/energy_by_part.py \
+            ${only:-xl-512 2.7b-512 xl-2048 2.7b-2048} --out "$results/energy-by-part_h200.jsonl"
+        ;;
     tuned)
         run tuned 560 step --part race --race 2.7b-512 --modes max-autotune \
             --forms 'peer: block' 'updates in backward'
@@ -118,7 +123,7 @@ part() { # NAME, or NAME:SOME,OF,IT
 
 missing=""
 parts=("$@")
-[ $# -gt 0 ] || parts=(race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces tuned)
+[ $# -gt 0 ] || parts=(race-512 race-2048 race-long loss ladder ladder-xl compile compile-by pieces energy tuned)
 for one in "${parts[@]}"; do
     echo "== $one"
     part "$one"

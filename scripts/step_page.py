@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from energy_page import energy_section
 from page_parts import bullets, figure_files, origin, shown
 from pieces_page import pieces_section
 
@@ -44,7 +45,7 @@ PAGES = {
             "Every form that was tried": ("step-heats",),
             "Not measured": ("step-lost",),
         },
-        pieces_section,
+        lambda results: (*energy_section(results), *pieces_section(results)),
     ),
     "compile.md": Page(
         "compile",

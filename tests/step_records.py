@@ -8,6 +8,14 @@ from typing import Any
 import msgspec
 
 from sample_records import record, times
+from stepscope.analysis.energy_parts import (
+    ATTENTION,
+    PASSES,
+    PEERS_PRODUCTS,
+    PRODUCTS,
+    UPDATES,
+    WHOLE,
+)
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
 from stepscope.measure.energy import Energy, energy_quantities
@@ -139,3 +147,18 @@ def compile_record(
         }
         | changes,
     )  # fmt: skip
+
+
+def energy_lines() -> list[dict[str, Any]]:
+    """The parts of one step, as `benchmarks/energy_by_part.py` writes them."""
+    taken = {
+        PRODUCTS: (40.0, 20.0, 2.8e13), ATTENTION: (4.0, 2.5, None), UPDATES: (15.0, 15.0, None),
+        PASSES: (5.0, 2.5, None), PEERS_PRODUCTS: (50.0, 25.0, 2.8e13), WHOLE: (60.0, 40.0, None),
+    }  # fmt: skip
+    return [
+        {"race": "xl-512", "form": "eager auto", "layers": 48, "of_layers": 48, "part": part,
+         "ms": ms, "joules": joules, "resolution": 0.25, "sm_clock_mhz": 1700.0, "runs": 30,
+         "flops": flops, "scaled": 1.0, "device": "H200", "torch": "2.11", "commit": "ab",
+         "power_limit_w": 500.0}
+        for part, (ms, joules, flops) in taken.items()
+    ]  # fmt: skip

@@ -16,6 +16,7 @@ from lever_records import card_record, lever_record
 from precision_records import autocast_record
 from step_records import (
     compile_record,
+    energy_lines,
     loss_record,
     rung_record,
     step_race_record,
@@ -153,6 +154,38 @@ def test_pieces_stand_below_the_step_they_are_of(
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
     assert row.startswith("| swiglu | small | compiled | 3.000 | 0.5000 | 1.5")
     assert row.endswith("| 2.00 KiB |")
+
+
+def test_joules_by_part_stand_below_the_step_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from step_page import step_pages
+
+    write_records([step_race_record()], tmp_path / "step_h200.jsonl")
+    assert "## Where the joules go" not in step_pages(tmp_path)["step.md"]
+    path = tmp_path / "energy-by-part_h200.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in energy_lines()))
+    text = step_pages(tmp_path)["step.md"]
+    assert (
+        "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
+        " passes 6.2 %. Together they take 40.0 J. With only products, attention, AdamW left it"
+        " would be 37.5 J, and not less than 75.0 ms at 500 W, where the step took 60.0 ms. The"
+        " peer's form of the products takes 1.25 times the energy."
+    ) in text
+    assert (
+        "| xl-512 | products | 40.00 | 20.00 ± 0.25 | 500.0 | 1,700 | 50.0 % | 700 TFLOP/s |"
+        in text
+    )
+    assert "scaled up" not in text
+
+    lines = [line | {"layers": 8} for line in energy_lines()]
+    lines[3] = lines[3] | {"lost": "out of memory"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = step_pages(tmp_path)["step.md"]
+    assert "| xl-512 | other passes | out of memory |" in text
+    assert "sum of the parts" not in text
+    assert "xl-512 is scaled up from 8 of 48 blocks." in text
 
 
 def test_pages_of_memory_and_precision_appear_with_their_records(

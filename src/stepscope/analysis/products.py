@@ -1,0 +1,83 @@
+"""The matrix products of a training step by shape: as joined layers make them, and apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from stepscope.model.config import ModelConfig
+from stepscope.model.cost import rows_of_a_chunk
+
+Way = Literal["forward", "towards the input", "towards the weight"]
+HEAD = "head"
+
+
+class Group(NamedTuple):
+    """Weights of a block that one product reads together."""
+
+    name: str
+    reads: str
+    """The input: groups that read the same one have it in common."""
+    out: int
+    into: int
+
+
+class Product(NamedTuple):
+    name: str
+    way: Way
+    rows: int
+    columns: int
+    depth: int
+    """Of the result rows × columns, each element sums so many."""
+    instances: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.columns * self.depth * self.instances
+
+
+def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
+    """In the order of the forward."""
+    d, hidden = config.d_model, config.d_ff
+    first, second = "attention norm", "feed-forward norm"
+    projections = (
+        (Group("q, k, v", first, 3 * d, d),)
+        if joined
+        else tuple(Group(name, first, d, d) for name in ("q", "k", "v"))
+    )
+    gates = (
+        (Group("gate, up", second, 2 * hidden, d),)
+        if joined
+        else tuple(Group(name, second, hidden, d) for name in ("gate", "up"))
+    )
+    return (
+        *projections, Group("output", "heads", d, d),
+        *gates, Group("down", "gated", d, hidden),
+    )  # fmt: skip
+
+
+def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int, ...]:
+    """Rows of each product of the head: by chunks where the loss is fused."""
+    rows = rows_of_a_chunk(tokens, config.vocab, config.d_model) if joined else tokens
+    return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
+
+
+def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Product, ...]:
+    """All of them, those of a block as often as there are blocks."""
+    blocks = [
+        product
+        for group in block_groups(config, joined=joined)
+        for product in _three(group.name, tokens, group.out, group.into, config.n_layers)
+    ]
+    head = [
+        product
+        for rows in head_chunks(config, tokens, joined=joined)
+        for product in _three(HEAD, rows, config.vocab, config.d_model, 1)
+    ]
+    return (*blocks, *head)
+
+
+def _three(name: str, tokens: int, out: int, into: int, instances: int) -> Iterator[Product]:
+    yield Product(name, "forward", tokens, out, into, instances)
+    yield Product(name, "towards the input", tokens, into, out, instances)
+    yield Product(name, "towards the weight", out, into, tokens, instances)
