@@ -3,6 +3,7 @@
     python benchmarks/energy_by_part.py
     python benchmarks/energy_by_part.py xl-512 2.7b-512 --out results/energy-by-part_h200.jsonl
     python benchmarks/energy_by_part.py 2.7b-2048 --attention sdpa_cudnn --layers 8
+    python benchmarks/energy_by_part.py xl-512 --as-made
 
 At its power cap a device takes as long for a step as the step's energy lasts, so joules say what a
 part costs. Each part is a CUDA graph that is replayed for two seconds without a pause, after its
@@ -26,7 +27,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from parts_of_a_step import Call, Setting, attention, passes, peers_products, products, updates
+from parts_of_a_step import (
+    NARROW,
+    Call,
+    Setting,
+    attention,
+    passes,
+    peers_products,
+    products,
+    updates,
+)
 
 from stepscope.analysis.energy_parts import (
     ATTENTION,
@@ -53,11 +63,13 @@ from stepscope.studies.profile.experiments import first_cause
 from stepscope.studies.step.goals import GOALS, Racer, racers
 from stepscope.studies.step.race import Field
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import AS_MADE
 
 WINDOW_S = 2.0
 RACES = tuple(
     name for name, goal in GOALS.items() if goal.dtype == "bfloat16" and goal.checkpoint == NONE
 )
+OURS, NARROW_GRADIENTS = "ours", "as made"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 
 
@@ -92,22 +104,25 @@ class Bench(NamedTuple):
         """One step is built, which takes seconds."""
 
 
-def our_racer(name: str, attention: str, layers: int | None) -> Racer:
-    """The first of our forms, with that attention and so many blocks."""
-    first = next(racer for racer in racers(name) if racer.side == "ours")
+def our_racer(
+    name: str, attention: str = "auto", layers: int | None = None, side: str = OURS
+) -> Racer:
+    """The first of our forms on that side, with that attention and so many blocks."""
+    first = next(racer for racer in racers(name) if racer.side == side)
     changed = msgspec.structs.replace(first.workload, attention=attention)
     whole = changed.model().n_layers
     if layers is not None:
         if not 1 <= layers <= whole:
             raise UsageError(f"{layers} layers of {name}", f"it has {whole}: name 1 to {whole}")
         changed = msgspec.structs.replace(changed, overrides={"n_layers": layers})
-    return Racer("ours", changed)
+    return Racer(side, changed)
 
 
 def setting_of(workload: Workload, device: Device) -> Setting:
     return Setting(
-        workload.model(), workload.batch, device.torch_device, workload.attention, workload.keep
-    )
+        workload.model(), workload.batch, device.torch_device, workload.attention, workload.keep,
+        NARROW if workload.optimizer == AS_MADE else torch.float32,
+    )  # fmt: skip
 
 
 def whole_step(racer: Racer, device: Device) -> Call:
@@ -134,10 +149,10 @@ def repeated(work: Call, device: Device) -> Call:
     return replay
 
 
-def measured(make: Callable[[], Call], device: Device) -> dict[str, Any]:
+def measured(make: Callable[[], Call], device: Device, seconds: float) -> dict[str, Any]:
     """Of one part: what a run of it takes, or why that is not known."""
     try:
-        found = measure_energy(make(), device, WINDOW_S)
+        found = measure_energy(make(), device, seconds)
     except Exception as error:
         found = first_cause(error)
         # The traceback holds the frames that hold the tensors.
@@ -151,11 +166,13 @@ def measured(make: Callable[[], Call], device: Device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lines_of(name: str, racer: Racer, device: Device) -> Iterator[dict[str, Any]]:
-    """A line for each part, of the whole model."""
+def lines_of(
+    name: str, racer: Racer, device: Device, seconds: float = WINDOW_S
+) -> Iterator[dict[str, Any]]:
+    """A line for each part, of the whole model. `name` is what the race is called in them."""
     work = racer.workload
     some, batch, context = work.model(), work.batch, work.context
-    kept = {name: value for name, value in work.overrides.items() if name != "n_layers"}
+    kept = {field: value for field, value in work.overrides.items() if field != "n_layers"}
     whole = msgspec.structs.replace(work, overrides=kept).model()
     setting = setting_of(work, device)
     named = {
@@ -164,7 +181,7 @@ def lines_of(name: str, racer: Racer, device: Device) -> Iterator[dict[str, Any]
     }  # fmt: skip
 
     def line(part: str, make: Callable[[], Call], flops: int | None) -> dict[str, Any]:
-        found = measured(make, device)
+        found = measured(make, device, seconds)
         times = to_whole(part, whole, some, batch, context)
         if "lost" not in found:
             found |= {key: times * found[key] for key in ("ms", "joules", "resolution")}
@@ -224,7 +241,12 @@ def main() -> int:
     parser.add_argument("races", nargs="*", help=f"of {', '.join(RACES)}; {', '.join(USUAL)}"
                         " if none is named")  # fmt: skip
     parser.add_argument("--attention", default="auto", help="the implementation (auto)")
+    parser.add_argument(
+        "--as-made", action="store_true",
+        help="the form whose gradients stay in the format of the products",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, help="blocks that run; the result is scaled up")
+    parser.add_argument("--seconds", type=float, default=WINDOW_S, help="of each part (2)")
     parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each part")
     options = parser.parse_args()
     wanted = options.races or list(USUAL)
@@ -232,8 +254,13 @@ def main() -> int:
     if unknown:
         print(f"no race with parts: {', '.join(unknown)}; there are {', '.join(RACES)}")
         return 2
+    side = NARROW_GRADIENTS if options.as_made else OURS
     try:
-        chosen = {name: our_racer(name, options.attention, options.layers) for name in wanted}
+        chosen = {
+            name if side == OURS else f"{name}, {side}":
+            our_racer(name, options.attention, options.layers, side)
+            for name in wanted
+        }  # fmt: skip
     except UsageError as error:
         print(error)
         return 2
@@ -247,9 +274,9 @@ def main() -> int:
         "power_limit_w": about.power_limit_w,
     }  # fmt: skip
     print(f"{device.name}, torch {torch.__version__}")
-    kept = others(options.out, wanted)
+    kept = others(options.out, list(chosen))
     for name, racer in chosen.items():
-        lines = [line | here for line in lines_of(name, racer, device)]
+        lines = [line | here for line in lines_of(name, racer, device, options.seconds)]
         print(f"\n{name}: {told(lines[0])}")
         (account,) = accounts(lines)
         print("\n".join(table(account)), flush=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from stepscope.analysis.ideal import operations
+from stepscope.analysis.products import HEAD, step_products
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
@@ -67,23 +67,20 @@ def _tiles(m: int, n: int, rows: int, columns: int) -> int:
     return math.ceil(m / rows) * math.ceil(n / columns)
 
 
-def products(config: ModelConfig, tokens: int, *, joined: bool) -> Iterator[float]:
+def block_ms(config: ModelConfig, tokens: int, *, joined: bool) -> float:
     """Forward, towards the input and towards the weight of every product of a block."""
-    d, hidden = config.d_model, config.d_ff
-    groups = ((1, 3 * d, d), (1, d, d), (1, 2 * hidden, d), (1, d, hidden)) if joined else (
-        (4, d, d), (2, hidden, d), (1, d, hidden),
-    )  # fmt: skip
-    for count, out, into in groups:
-        yield count * product_ms(tokens, out, into)
-        yield count * product_ms(tokens, into, out)
-        yield count * product_ms(out, into, tokens)
+    return sum(
+        product_ms(one.rows, one.columns, one.depth)
+        for one in step_products(config, tokens, joined=joined)
+        if one.name != HEAD
+    )
 
 
 def budget(wanted: Goal, *, ours: bool) -> Budget:
     config = with_overrides(find_size(wanted.size, wanted.table), context=wanted.context)
     form, tokens = precision(wanted.dtype), wanted.batch * wanted.context
     layers, weights = config.n_layers, parameters(config)
-    block = sum(products(config, tokens, joined=ours))
+    block = block_ms(config, tokens, joined=ours)
     head = 3 * product_ms(tokens, config.vocab, config.d_model)
     listed = operations(config, wanted.batch, wanted.context, form)
     passes = sum(one.instances * one.bytes for one in listed if one.kind == "memory")

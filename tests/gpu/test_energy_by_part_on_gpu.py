@@ -1,0 +1,60 @@
+"""The parts of a step as graphs, and their energy by the device's own counter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.analysis.energy_parts import accounts
+from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.model.config import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import energy_by_part
+from parts_of_a_step import Setting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SMALL = ModelConfig(d_model=256, d_ff=512, n_layers=2, n_heads=4, vocab=1000, context=128)
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    held = pick_device("cuda")
+    assert isinstance(held, CudaDevice)
+    held.release()
+    return held
+
+
+@pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("keep", ["all", "gates"])
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+def test_every_part_is_captured_and_replayed(
+    part: energy_by_part.Part, keep: str, gradients: torch.dtype, device: CudaDevice
+) -> None:
+    setting = Setting(SMALL, 4, device.torch_device, keep=keep, gradients=gradients)
+    replay = energy_by_part.repeated(part.make(setting), device)
+    for _ in range(3):
+        replay()
+    device.synchronize()
+
+
+def test_an_account_of_a_small_step(device: CudaDevice) -> None:
+    if device.energy_j() is None:
+        pytest.skip(device.energy_missing)
+    racer = energy_by_part.our_racer("small-512", layers=2)
+    before = device.held_bytes() or 0
+    lines = list(energy_by_part.lines_of("small-512", racer, device))
+    (account,) = accounts(lines)
+    assert account.lost == {}
+    assert all(row.joules > 0 and row.ms > 0 for row in account.taken.values())
+    assert account.all_parts is not None
+    # Nothing of a part is left but cuBLAS's work space.
+    assert (device.held_bytes() or 0) - before < 1 << 28
