@@ -208,7 +208,8 @@ def table(account: Account) -> Iterator[str]:
     whole, total, needed = account.taken.get(WHOLE), account.all_parts, account.needed
     if whole and total:
         beyond = whole.joules - total.joules
-        yield f"The whole step takes {beyond:+.2f} J beside its parts."
+        than = "more" if beyond >= 0 else "less"
+        yield f"The whole step takes {abs(beyond):.2f} J {than} than its parts together."
     if needed and (ms := account.lasts_ms(needed.joules)) is not None:
         yield (
             f"With {needed.part} left it would take {needed.joules:.2f} J: not less than"

@@ -43,6 +43,8 @@ class Setting:
     """What each block keeps for the backward."""
     gradients: torch.dtype = torch.float32
     """In what format the products of a block leave those of weights."""
+    narrow: torch.dtype = NARROW
+    """What the products read."""
 
     @property
     def tokens(self) -> int:
@@ -52,10 +54,10 @@ class Setting:
     def layers(self) -> range:
         return range(self.config.n_layers)
 
-    def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = NARROW) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=dtype).mul_(scale)
+    def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=dtype or self.narrow).mul_(scale)
 
-    def weight(self, out: int, into: int, dtype: torch.dtype = NARROW) -> Tensor:
+    def weight(self, out: int, into: int, dtype: torch.dtype) -> Tensor:
         """As the model draws them."""
         return self.random(out, into, scale=(2 / (out + into)) ** 0.5, dtype=dtype)
 
@@ -93,7 +95,7 @@ class Products:
 
 def products(setting: Setting) -> Call:
     """As the joined layers and the loss by chunks make them, from kept copies of the weights."""
-    held = Products(setting, joined=True, weights=NARROW)
+    held = Products(setting, joined=True, weights=setting.narrow)
     chunks = head_chunks(setting.config, setting.tokens, joined=True)
 
     def run() -> object:
@@ -123,9 +125,9 @@ def peers_products(setting: Setting) -> Call:
         narrow: list[dict[str, Tensor]] = [{} for _ in setting.layers]
         kept = []
         for n, g in held.forward():
-            narrow[n][g.name] = held.weights[n][g.name].to(NARROW)
+            narrow[n][g.name] = held.weights[n][g.name].to(setting.narrow)
             kept.append(held.inputs[n][g.reads] @ narrow[n][g.name].T)
-        head = held.head.to(NARROW)
+        head = held.head.to(setting.narrow)
         logits = held.last @ head.T
         kept.append((logits.T @ held.last).float())
         torch.mm(logits, head)
@@ -167,7 +169,8 @@ def _heads(parts: Tensor, heads: int) -> list[Tensor]:
 class _Passes:
     """What a run of the passes gathers for its backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: torch.dtype) -> None:
+        self.narrow = narrow
         self.leaves: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.normed: list[Normed] = []
@@ -181,7 +184,7 @@ class _Passes:
         self, x: Tensor, branch: Tensor | None, weight: Tensor, *, units: bool = False
     ) -> Tensor:
         added = None if branch is None else self.leaf(branch)
-        stream, normed = normed_sum(x, added, self.leaf(weight), out_dtype=NARROW, units=units)
+        stream, normed = normed_sum(x, added, self.leaf(weight), out_dtype=self.narrow, units=units)
         self.normed.append(normed)
         self.outputs.append(normed.value)
         return stream
@@ -210,7 +213,7 @@ def passes(setting: Setting) -> Call:
     again = setting.keep != ALL
 
     def run() -> object:
-        made, turned, gated = _Passes(), list[Tensor](), list[Tensor]()
+        made, turned, gated = _Passes(setting.narrow), list[Tensor](), list[Tensor]()
         x = made.leaf(first)
         for n in setting.layers:
             x = made.norm(x, branch if n else None, weight, units=again)
@@ -261,7 +264,9 @@ def updates(setting: Setting) -> Call:
         made = setting.gradients if in_block else wide
         grad = setting.random(*shape, scale=GRADIENT, dtype=made)
         mean, square = setting.random(*shape, scale=GRADIENT, dtype=wide), grad.float().square_()
-        rows.append((parameter, grad, mean, square, parameter.to(NARROW) if copied else None))
+        rows.append(
+            (parameter, grad, mean, square, parameter.to(setting.narrow) if copied else None)
+        )
     rule = Rule(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2)
     settings = DeviceSettings([1.0] * len(rows), (rule,) * len(rows), setting.device)
 
