@@ -30,7 +30,7 @@ from stepscope.analysis.energy_parts import (
 from stepscope.analysis.products import Product, head_chunks, step_products
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig
-from stepscope.model.cost import flops, parameters
+from stepscope.model.cost import flops, parameters, rows_of_a_chunk
 from stepscope.model.memory import GATES
 from stepscope.model.sizes import SIZES, find_size, with_overrides
 from stepscope.studies.step.goals import GOALS, racers
@@ -81,8 +81,13 @@ class TestShapes:
 
     def test_the_head_goes_by_chunks_where_the_loss_does(self) -> None:
         assert head_chunks(find_size("xl"), 2048, joined=True) == (2048,)
-        assert head_chunks(find_size("xl"), 8192, joined=True) == (6656, 1536)
-        assert head_chunks(find_size("xl"), 8192, joined=False) == (8192,)
+        large = find_size("8b", "2026")
+        rows = rows_of_a_chunk(32_000, large.vocab, large.d_model)
+        *full, last = head_chunks(large, 32_000, joined=True)
+        assert full
+        assert set(full) == {rows}
+        assert last == 32_000 - len(full) * rows <= rows
+        assert head_chunks(large, 32_000, joined=False) == (32_000,)
 
     def test_updates_are_of_every_parameter(self) -> None:
         for size in ("small", "xl", "2.7b"):
