@@ -67,6 +67,10 @@ def _findings(account: Account) -> Iterator[str]:
 
 
 def _table(found: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
+    forms: dict[str, dict[str, None]] = {}
+    for line in lines:
+        forms.setdefault(line["form"], {})[line["race"]] = None
+    told = "; ".join(f"{form} ({', '.join(races)})" for form, races in forms.items())
     scaled = dict.fromkeys(
         f"{line['race']} is scaled up from {line['layers']} of {line['of_layers']} blocks."
         for line in lines
@@ -91,7 +95,9 @@ def _table(found: Sequence[Account], lines: Sequence[dict[str, Any]]) -> Table:
             " rotations, SwiGLU. The loss of each row and the embedding are in no part. The peer's"
             " form: every weight a product of its own, casts of weights and of their gradients with"
             " them. Parts run one after the other here; in the step AdamW runs beside products, and"
-            " a pass may find its input in the cache.",
+            " a pass may find its input in the cache. A part below the power cap keeps a higher"
+            " clock than the step has, which costs it energy.",
+            f"The step: {told}.",
             *scaled,
         )),
     )  # fmt: skip

@@ -169,14 +169,15 @@ def test_joules_by_part_stand_below_the_step_they_are_of(
     text = step_pages(tmp_path)["step.md"]
     assert (
         "- xl-512: of the 40.0 J of a step: products 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
-        " passes 6.2 %. Together they take 40.0 J. With only products, attention, AdamW left it"
-        " would be 37.5 J, and not less than 75.0 ms at 500 W, where the step took 60.0 ms. The"
+        " passes 6.2 %. Together they take 40.0 J. With only products, attention and AdamW left"
+        " it would be 37.5 J, and not less than 75.0 ms at 500 W, where the step took 60.0 ms. The"
         " peer's form of the products takes 1.25 times the energy."
     ) in text
     assert (
         "| xl-512 | products | 40.00 | 20.00 ± 0.25 | 500.0 | 1,700 | 50.0 % | 700 TFLOP/s |"
         in text
     )
+    assert "The step: eager auto (xl-512)." in text
     assert "scaled up" not in text
 
     lines = [line | {"layers": 8} for line in energy_lines()]

@@ -313,8 +313,8 @@ def test_an_account_adds_up() -> None:
     ]
     assert said[-2] == "The whole step takes 0.00 J more than its parts together."
     assert said[-1] == (
-        "With only products, attention, AdamW left it would take 37.50 J: not less than 75.0 ms at"
-        " 500 W."
+        "With only products, attention and AdamW left it would take 37.50 J: not less than 75.0 ms"
+        " at 500 W."
     )
 
 

@@ -67,7 +67,7 @@ class Account(NamedTuple):
 
     @property
     def needed(self) -> Taken | None:
-        return self.together(f"only {', '.join(NEEDED)}", NEEDED)
+        return self.together(f"only {', '.join(NEEDED[:-1])} and {NEEDED[-1]}", NEEDED)
 
     def rows(self) -> list[Taken]:
         """For a table: the parts, their sum, the whole step, and the peer's products."""
