@@ -81,7 +81,9 @@ def _time_row(race: Race, side: str, name: str) -> Iterator[tuple[Cell, ...]]:
     elif goal.most_ms is not None:
         must = f"≤\N{NO-BREAK SPACE}{goal.most_ms:g}\N{NO-BREAK SPACE}ms"
         reached = _outcome(ours.median <= goal.most_ms)
-    aim = None if goal.aim_mfu is None else f"{percent(goal.aim_mfu)} MFU"
+    aim = None
+    if goal.aim_mfu is not None:
+        aim = f"{percent(goal.aim_mfu)} MFU".replace(" ", "\N{NO-BREAK SPACE}")
     yield (
         name, race.form("peer"), peer.median, race.form(side), ours.median,
         Interval(value=ratio.value, low=ratio.low, high=ratio.high), must, reached,
