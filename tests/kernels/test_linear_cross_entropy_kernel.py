@@ -1,4 +1,4 @@
-"""Losses and gradients of rows of logits by our kernel, and the whole head with it."""
+"""Losses and gradients of rows of logits by our kernels, and the whole head with them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from accuracy import hold_to_policy
-from stepscope.model.kernels import linear_cross_entropy
+from stepscope.model.kernels import linear_cross_entropy, triton_cross_entropy
 from stepscope.model.kernels.launching import kernels_take
-from stepscope.model.kernels.triton_cross_entropy import losses_of_rows
+from stepscope.model.kernels.triton_cross_entropy import count_rows, mean_of, write_losses
+from stepscope.model.kernels.triton_scale import scale_unless_one
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+both_forms = pytest.mark.parametrize("held", [True, False], ids=["one read", "two walks"])
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE) * scale
+
+
+def losses_of(
+    logits: Tensor, targets: Tensor, *, gradient: bool = True, share: Tensor | None = None
+) -> Tensor:
+    losses = torch.full((len(logits),), math.nan, device=DEVICE)
+    write_losses(logits, targets, losses, -100, gradient=gradient, share=share)
+    return losses
 
 
 def row_results(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -33,12 +43,12 @@ def row_results(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 53, 4096, 4097, 9000])
+@pytest.mark.parametrize("vocab", [1, 2, 53, 4096, 9000, 16_384, 16_385, 40_000])
 def test_rows(vocab: int, dtype: torch.dtype) -> None:
     logits = draw(3, vocab, scale=4.0).to(dtype)
     targets = torch.tensor([0, vocab - 1, -100], device=DEVICE)
     made = logits.clone()
-    losses = losses_of_rows(made, targets, -100, gradient=True)
+    losses = losses_of(made, targets)
     hold_to_policy(
         row_results(logits.double(), targets),
         row_results(logits, targets),
@@ -48,28 +58,77 @@ def test_rows(vocab: int, dtype: torch.dtype) -> None:
     assert not made[2].any()
 
 
-def test_without_gradient_the_logits_stay() -> None:
+@both_forms
+def test_rows_that_lie_apart(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is between them is not looked at."""
+    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 64 * held)
+    logits = draw(4, 53, scale=4.0)
+    apart = torch.full((4, 64), math.nan, device=DEVICE)
+    apart[:, :53] = logits
+    targets = torch.tensor([0, 52, -100, 7], device=DEVICE)
+    losses = losses_of(apart[:, :53], targets)
+    torch.testing.assert_close(losses, losses_of(logits, targets), rtol=0, atol=0)
+    torch.testing.assert_close(apart[:, :53], logits, rtol=0, atol=0)
+
+
+@both_forms
+def test_gradients_have_their_share(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
+    logits = draw(3, 70)
+    targets = torch.tensor([3, -100, 69], device=DEVICE)
+    count, share = count_rows(targets, -100, torch.float32)
+    assert (count.item(), share.item()) == (2.0, 0.5)
+    whole, shared = logits.clone(), logits.clone()
+    losses_of(whole, targets)
+    losses = losses_of(shared, targets, share=share)
+    assert torch.equal(shared, whole * 0.5)
+    expected = functional.cross_entropy(logits, targets)
+    torch.testing.assert_close(mean_of(losses, count), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 9001])
+def test_counting_and_averaging_many_rows(rows: int) -> None:
+    targets = torch.arange(rows, device=DEVICE) % 3
+    count, share = count_rows(targets, 1, torch.float32)
+    assert count.item() == (targets != 1).sum().item()
+    assert share.item() == pytest.approx(1 / count.item(), rel=1e-6)
+    losses = draw(rows)
+    torch.testing.assert_close(mean_of(losses, count), losses.sum() / count)
+    nothing, one = count_rows(torch.ones_like(targets), 1, torch.float32)
+    assert (nothing.item(), one.item()) == (0.0, 1.0)
+    assert mean_of(torch.zeros_like(losses), nothing).isnan()
+
+
+@both_forms
+def test_without_gradient_the_logits_stay(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
     logits = draw(2, 70)
     before = logits.clone()
-    losses_of_rows(logits, torch.tensor([3, 4], device=DEVICE), -100, gradient=False)
+    losses_of(logits, torch.tensor([3, 4], device=DEVICE), gradient=False)
     assert torch.equal(logits, before)
 
 
-def test_extremes() -> None:
-    logits = torch.zeros(4, 5000, device=DEVICE)
+@pytest.mark.parametrize(("vocab", "held"), [(5000, True), (5000, False), (40_000, False)])
+def test_extremes(vocab: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", vocab * held)
+    logits = torch.zeros(6, vocab, device=DEVICE)
     logits[0] = float("-inf")
     logits[0, 7] = 3.0  # the only token that is possible
-    logits[1, 4999] = 3e38
-    targets = torch.tensor([7, 4999, 5000, -1], device=DEVICE)
-    losses = losses_of_rows(logits, targets, -100, gradient=True)
+    logits[1, vocab - 1] = 3e38
+    logits[4] = float("-inf")
+    logits[5, 9] = float("inf")
+    targets = torch.tensor([7, vocab - 1, vocab, -1, 3, 9], device=DEVICE)
+    losses = losses_of(logits, targets)
     assert losses[:2].tolist() == [0.0, 0.0]
     assert not logits[:2].any()
-    assert losses[2:].isnan().all(), "a target outside of the vocabulary must not go unseen"
+    assert losses[2:4].isnan().all(), "a target outside of the vocabulary must not go unseen"
+    assert losses[4:].isnan().all(), "no token possible, or one that is infinitely so"
 
 
+@pytest.mark.parametrize("above", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_head_with_its_loss(dtype: torch.dtype) -> None:
-    x, weight = draw(40, 24).to(dtype), draw(300, 24, seed=1).to(dtype)
+def test_the_head_with_its_loss(dtype: torch.dtype, above: float) -> None:
+    x, weight = draw(40, 24).to(dtype), draw(301, 24, seed=1).to(dtype)
     targets = torch.arange(40, device=DEVICE) * 7
     targets[3] = -100
     assert kernels_take(x)
@@ -81,10 +140,42 @@ def test_the_head_with_its_loss(dtype: torch.dtype) -> None:
         else:
             wide = torch.promote_types(form, torch.float32)
             loss = functional.cross_entropy((leaves[0] @ leaves[1].T).to(wide), targets)
-        grads = torch.autograd.grad(loss, leaves)
+        grads = torch.autograd.grad(loss * above, leaves)
         return {"loss": loss.detach(), "dx": grads[0], "dw": grads[1]}
 
     hold_to_policy(results(torch.float64, False), results(dtype, False), results(dtype, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_factor_is_multiplied_in_where_it_is_not_one(dtype: torch.dtype) -> None:
+    """More elements than one round of all programs takes; the second has another format."""
+    many, few = draw(4096 * 3 + 5).to(dtype), draw(7, seed=1)
+    before = [many.clone(), few.clone()]
+    for factor in (1.0, -0.5, 0.0):
+        by = torch.tensor(factor, device=DEVICE)
+        scale_unless_one([many, few], by)
+        before = [each * by for each in before]
+        assert torch.equal(many, before[0])
+        assert torch.equal(few, before[1])
+    alone = draw(9)
+    scale_unless_one([alone], torch.tensor(3.0, device=DEVICE))
+    assert torch.equal(alone, draw(9) * 3.0), "one tensor is not multiplied twice"
+    scale_unless_one([few], torch.tensor(math.nan, device=DEVICE))
+    assert few.isnan().all()
+
+
+def test_what_a_factor_may_have_changed_counts_as_changed() -> None:
+    x = draw(5)
+    before = x._version
+    scale_unless_one([x], torch.tensor(1.0, device=DEVICE))
+    assert x._version == before + 1
+
+
+def test_targets_that_lie_apart() -> None:
+    x, weight = draw(6, 4), draw(30, 4, seed=1)
+    targets = torch.arange(12, device=DEVICE).view(6, 2)[:, 1]
+    expected = functional.cross_entropy(x @ weight.T, targets)
+    torch.testing.assert_close(linear_cross_entropy(x, weight, targets), expected)
 
 
 def test_float16_keeps_small_gradients() -> None:
@@ -98,3 +189,21 @@ def test_float16_keeps_small_gradients() -> None:
     (grad,) = torch.autograd.grad(loss * 256.0, weight)
     expected = 256.0 / (1 + math.exp(9.0))
     assert grad[1].item() == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_under_the_compiler_it_is_the_same(dtype: torch.dtype) -> None:
+    x, weight = (draw(40, 24).to(dtype), draw(300, 24, seed=1).to(dtype))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    targets = torch.arange(40, device=DEVICE) * 7
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, chunk_rows=16)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    actual, expected = compiled(*leaves), loss(*leaves)
+    assert torch.equal(actual, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        assert torch.equal(ours, theirs)

@@ -24,18 +24,18 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from stepscope.model.kernels import (
-    triton_cross_entropy, triton_embedding, triton_norm, triton_rotary, triton_swiglu
+    triton_cross_entropy, triton_embedding, triton_norm, triton_rotary, triton_scale, triton_swiglu
 )
 from stepscope.optim import triton_adamw
 
-def wide_loads(kernel, types, warps=8, **constants):
-    # Pointers and sizes as a launch finds them: multiples of 16.
+def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):
+    # Pointers and sizes as a launch finds them: multiples of 16, but for those that are odd.
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name in constants}
     aligned = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(kernel.arg_names)
-        if signature[name][0] == "*" or (signature[name] == "i32" and name not in ("seed", "S"))
+        if signature[name][0] == "*" or (signature[name] == "i32" and name not in odd)
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     hopper = GPUTarget("cuda", 90, 32)
@@ -53,9 +53,21 @@ def resources(compiled):
         return subprocess.run(call, capture_output=True, text=True, check=True).stdout
 
 x, f, i = "*bf16", "*fp32", "i32"
-print("cross-entropy", wide_loads(
-    triton_cross_entropy.cross_entropy_rows_kernel, [x, "*i64", f, i, i, i],
-    GRADIENT=True, BLOCK=4096))
+for logits, run in ((x, 8), (f, 4)):
+    for padded in (False, True):
+        odd = ("V", "ignored") if padded else ("ignored",)
+        arguments = [logits, "*i64", f, f, i, i, i]
+        both = {"GRADIENT": True, "SHARED": True, "PADDED": padded, "odd": odd, "warps": 16}
+        print("short rows", logits, padded, wide_loads(
+            triton_cross_entropy.cross_entropy_short_rows_kernel, arguments, BLOCK=16384, **both))
+        print("rows", logits, padded, wide_loads(
+            triton_cross_entropy.cross_entropy_rows_kernel, arguments,
+            RUNS=4096, RUN=run, **both))
+print("count of rows", wide_loads(
+    triton_cross_entropy.cross_entropy_count_kernel, ["*i64", f, f, i, i], BLOCK=4096, warps=16))
+print("mean of rows", wide_loads(
+    triton_cross_entropy.cross_entropy_mean_kernel, [f, f, f, i], BLOCK=4096, warps=16))
+print("scale", wide_loads(triton_scale.scale_unless_one_kernel, [x, f, f, i, i], BLOCK=4096))
 for units in (False, True):
     kept = x if units else f
     print("norm forward", units, wide_loads(
@@ -101,5 +113,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 16
+    assert len(found) == 26
     assert {name for name, count in found.items() if int(count) == 0} == set(), found

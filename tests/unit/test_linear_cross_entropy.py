@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepscope.model.cost import LOSS_CHUNK_ELEMENTS, rows_of_a_chunk
+from stepscope.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ROWS, rows_of_a_chunk
 from stepscope.model.kernels import linear_cross_entropy
 
 ROWS, D, VOCAB = 37, 12, 53
@@ -86,8 +90,9 @@ def test_tied_weights_get_both_gradients() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_second_backward_is_refused_and_not_wrong() -> None:
-    x, weight, targets = inputs()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "kernels"])
+def test_a_second_backward_is_refused_and_not_wrong(dtype: torch.dtype) -> None:
+    x, weight, targets = inputs(dtype)
     loss = linear_cross_entropy(x, weight, targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -152,7 +157,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk_or_the_weight() -> None:
-    rows, d, vocab, chunk = 512, 4, 300, 16
+    rows, d, vocab, chunk = 512, 4, 304, 16
     x, weight = draw(rows, d).requires_grad_(), draw(vocab, d).requires_grad_()
     targets = torch.randint(vocab, (rows,))
     with LargestTensor() as ours:
@@ -177,10 +182,64 @@ def test_nothing_is_read_back_to_the_host() -> None:
             x.sum().item()
 
 
-def test_chunks_grow_with_the_work_and_never_vanish() -> None:
-    assert rows_of_a_chunk(2048, 10_000, 768) * 10_000 <= LOSS_CHUNK_ELEMENTS
-    assert rows_of_a_chunk(32_768, 151_936, 4096) == 768
-    assert rows_of_a_chunk(8, 10**9, 4) == 128
+@pytest.mark.parametrize(
+    ("rows", "vocab", "d", "expected"),
+    [
+        (2048, 10_000, 768, 2048),
+        (8192, 10_000, 2560, 8192),
+        (32_768, 151_936, 4096, 8192),
+        (32_768, 151_936, 2048, 4096),  # as many logits as the weight has bytes in float32
+        (32_768, 50_257, 768, 2560),  # 2^27 logits: 2,669 rows, 2,560 in whole 128s
+        (8200, 10_000, 2560, 4224),  # no small rest
+        (8, 10**9, 4, 128),
+        (0, 100, 4, 128),
+    ],
+)
+def test_rows_of_a_chunk(rows: int, vocab: int, d: int, expected: int) -> None:
+    assert rows_of_a_chunk(rows, vocab, d) == expected
+
+
+@given(rows=st.integers(1, 10**6), vocab=st.integers(1, 10**6), d=st.integers(1, 16_384))
+def test_chunks_are_bounded_and_about_the_same_size(rows: int, vocab: int, d: int) -> None:
+    chunk = rows_of_a_chunk(rows, vocab, d)
+    assert chunk % 128 == 0
+    assert chunk <= max(128, min(LOSS_CHUNK_ROWS, max(2 * d, LOSS_CHUNK_ELEMENTS // vocab)))
+    chunks = -(-rows // chunk)
+    last = rows - (chunks - 1) * chunk
+    assert 0 < last <= chunk
+    # What rounding up to 128 takes from the last.
+    assert chunk - last < 128 * chunks
+
+
+def test_the_cast_of_a_weight_is_gone_before_its_gradient_is_made() -> None:
+    """In one chunk: less memory than all of them together."""
+    alive: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            del types
+            made = function(*arguments, **(keywords or {}))
+            if function is torch.ops.aten._to_copy.default and made.shape == (VOCAB, D):
+                casts.append(weakref.ref(made))
+            if function is torch.ops.aten.mm.default and made.shape == (VOCAB, D):
+                alive.append(sum(cast() is not None for cast in casts))
+            return made
+
+    casts: list[weakref.ref[Tensor]] = []
+    x, weight, targets = inputs(torch.float32)
+    with Watch():
+        linear_cross_entropy(x.double(), weight, targets)
+    assert len(casts) == 1
+    assert alive == [0]
+
+
+def test_no_rows_give_no_gradient() -> None:
+    _, weight, _ = inputs()
+    loss = linear_cross_entropy(torch.empty(0, D), weight, torch.empty(0, dtype=torch.long))
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert loss.isnan()
+    assert grad.shape == weight.shape
+    assert not grad.any()
 
 
 def test_training_with_it_finds_the_minimum() -> None:

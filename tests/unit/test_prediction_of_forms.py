@@ -132,9 +132,11 @@ def races() -> list[tuple[str, Workload, float]]:
     return found
 
 
-def test_the_races_of_the_h200_are_met() -> None:
+def test_the_races_of_the_h200_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 0.3 %. A race counts weights and moments as they were asked for, and leaves out what
     was there before: cuBLAS's work space of the default stream."""
+    # As they were recorded: with a chunk of 8b's loss that had 768 rows.
+    monkeypatch.setattr(cost, "LOSS_CHUNK_ROWS", 768)
     found = races()
     assert {name.split()[0] for name, *_ in found} == set(GOALS) - {"tiny-64"}
     for name, work, peak in found:

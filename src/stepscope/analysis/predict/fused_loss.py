@@ -8,7 +8,7 @@ from stepscope.analysis.predict.fused_layers import JoinedLayers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
-from stepscope.model.cost import rows_of_a_chunk
+from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
 from stepscope.records.memory import LOGITS
 
 if TYPE_CHECKING:
@@ -21,15 +21,16 @@ def fused_loss(play: Play, x: Value) -> Value:
     tokens, vocab, d = play.shape.tokens, model.vocab, model.d_model
     compute = play.ops.autocast or max(x.width, head.width)
     wide = max(FLOAT32, compute)
+    narrow: list[Buffer] = []
     if isinstance(play.layers, JoinedLayers):
-        narrow = play.layers.narrow([head])
-    else:
-        narrow = (new(vocab * d * compute),) if head.width != compute else ()
+        play.layers.narrow([head])
+    elif head.width != compute:
+        narrow.append(new(vocab * d * compute))
     grad_x = new(tokens * d * compute)
-    grad_weight = new(vocab * d * wide)
     losses = new(tokens * wide)
-    _chunks(play, x.width != compute, compute, wide)
-    del narrow, losses
+    counted = new(wide), new(wide)
+    loss, grad_weight = _chunks(play, narrow, x.width != compute, compute, wide)
+    del losses, counted
     x_width, head_width = x.width, head.width
 
     def rule(_: Buffer) -> tuple[Buffer, Buffer]:
@@ -38,32 +39,43 @@ def fused_loss(play: Play, x: Value) -> Value:
         same = head_width == wide
         return towards_x, grad_weight if same else new(vocab * d * head_width)
 
-    divisor = new(wide)
     with play.tape.inside("loss"):
         return play.tape.operator(
-            "gradients", new(wide), 1, wide, (x, head), rule, (divisor, grad_x, grad_weight)
+            "gradients", loss, 1, wide, (x, head), rule, (grad_x, grad_weight)
         )
 
 
-def _chunks(play: Play, casts: bool, compute: int, wide: int) -> None:
-    """The loop over rows; while a chunk's logits are made those of the last are still there."""
+def _chunks(
+    play: Play, narrow: list[Buffer], casts: bool, compute: int, wide: int
+) -> tuple[Buffer, Buffer]:
+    """The loop over rows: the loss and the gradient of the weight. Logits lie where those of the
+    last chunk did; the weight's cast goes before the last product."""
     new, model = play.memory.buffer, play.plan.model
     tokens, vocab, d = play.shape.tokens, model.vocab, model.d_model
     rows = min(tokens, rows_of_a_chunk(tokens, vocab, d))
-    read = logits = None
+    logits = new(rows * columns_of_logits(vocab) * compute, LOGITS)
+    grad_weight = read = None
     for start in range(0, tokens, rows):
         own = min(rows, tokens - start)
         read = new(own * d * compute) if casts else None
-        logits = new(own * vocab * compute, LOGITS)
-        if play.plan.has_kernels:
-            new(own * FLOAT32)
-        else:
-            # Without the kernel: logits in float32, less their log-sum-exp, as probabilities.
+        if not play.plan.has_kernels:
+            # Logits in float32, less their log-sum-exp, as probabilities.
             widened = new(own * vocab * wide) if wide != compute else None
             shifted = new(own * vocab * wide)
             probabilities = new(own * vocab * wide)
             del widened, shifted, probabilities
-        if wide != compute and play.plan.device == "cpu":
-            # cuBLAS adds a product to a wider sum.
-            new(vocab * d * compute)
+        if start + rows >= tokens:
+            narrow.clear()
+        # cuBLAS writes and adds to a wider format than it reads.
+        widens = wide != compute and play.plan.device == "cpu"
+        if grad_weight is not None:
+            added = new(vocab * d * compute) if widens else None
+            del added
+            continue
+        copies = (new(own * vocab * wide), new(own * d * wide)) if widens else ()
+        grad_weight = new(vocab * d * wide)
+        del copies
+    assert grad_weight is not None
+    loss = new(wide)
     del read, logits
+    return loss, grad_weight

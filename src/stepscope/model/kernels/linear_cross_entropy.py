@@ -1,28 +1,31 @@
 """The head and its loss without all logits: by chunks of rows, gradients made on the way.
 
 The logits of one chunk are made, turned into losses and then into their own gradient, multiplied
-into the gradients of the inputs and forgotten. What the loss is divided by and what comes from
-above are one factor, multiplied in at the end: until then a gradient of a logit is p - onehot,
-which float16 holds, and nothing has to be known on the host.
+into the gradients of the inputs and written over by those of the next. A gradient of a logit is
+divided by the number of rows at once, but in float16, which holds p - onehot and not a small part
+of it: there that is part of the factor at the end. The rest of it comes from above and is 1 nearly
+always; the device looks, so nothing has to be known on the host, and where it is 1 nothing moves.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stepscope.model.cost import rows_of_a_chunk
+from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
+from stepscope.model.kernels import plain_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.kernels.launching import kernels_take
-from stepscope.model.kernels.products import add_product
+from stepscope.model.kernels.products import add_product, wide_product
 from stepscope.ranges import named
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The loss, what gradients are to be divided by, and those of x and weight (empty where nobody
-asks)."""
+"""The loss, what gradients are still to be multiplied by (empty: nothing), and those of x and
+weight (empty where nobody asks)."""
 
 
 def linear_cross_entropy(
@@ -48,7 +51,7 @@ def linear_cross_entropy(
             " (..., d), (vocab, d) and (...) go together"
         )
     rows = chunk_rows or rows_of_a_chunk(targets.numel(), weight.shape[0], x.shape[-1])
-    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
@@ -74,55 +77,64 @@ def _make(
     narrow: Tensor | None = None,
 ) -> Made:  # fmt: skip
     wide = torch.promote_types(compute, torch.float32)
+    rows, vocab, learns = x.shape[0], weight.shape[0], needs_x or needs_weight
     narrow = weight.to(compute) if narrow is None else narrow
+    held = x.new_empty(min(rows, chunk_rows), columns_of_logits(vocab), dtype=compute)
+    losses = x.new_empty(rows, dtype=wide)
+    form = _row_form(held)
+    count, share = form.count_rows(targets, ignore_index, wide) if mean else (None, None)
+    early = share if _has_room(compute) else None
     grad_x = x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0)
-    # Over many chunks a sum in a 16-bit format would lose the small ones.
-    grad_weight = (
-        weight.new_zeros(weight.shape, dtype=wide) if needs_weight else weight.new_empty(0)
-    )
-    losses = x.new_empty(x.shape[0], dtype=wide)
-    for start in range(0, x.shape[0], chunk_rows):
+    grad_weight: Tensor | None = None
+    for start in range(0, rows, chunk_rows):
         part = slice(start, start + chunk_rows)
         read = x[part].to(compute)
-        logits = read @ narrow.T
-        losses[part] = _losses(logits, targets[part], ignore_index, needs_x or needs_weight)
+        logits = held[: read.shape[0], :vocab]
+        torch.mm(read, narrow.T, out=logits)
+        form.write_losses(
+            logits, targets[part], losses[part], ignore_index, gradient=learns, share=early
+        )
         if needs_x:
             torch.mm(logits, narrow, out=grad_x[part])
-        if needs_weight:
+        if start + chunk_rows >= rows:
+            # A copy made here need not be there while the gradient of the weight is made.
+            del narrow
+        # Over many chunks a sum in a 16-bit format would lose the small ones.
+        if grad_weight is not None:
             add_product(grad_weight, logits.T, read)
-    count = (targets != ignore_index).sum().to(wide)
-    total = losses.sum()
-    if not mean:
-        return total, torch.ones_like(total), grad_x, grad_weight
-    # No row counts: the loss is NaN as torch's is, and no gradient moves anything.
-    return total / count, count.clamp(min=1), grad_x, grad_weight
+        elif needs_weight:
+            grad_weight = wide_product(logits.T, read, wide)
+    if grad_weight is None:
+        grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
+    loss = losses.sum() if count is None else form.mean_of(losses, count)
+    left = share if share is not None and early is None else x.new_empty(0, dtype=wide)
+    return loss, left, grad_x, grad_weight
 
 
-def _losses(logits: Tensor, targets: Tensor, ignore_index: int, gradient: bool) -> Tensor:
-    """-log p(target) of every row; with `gradient` the logits become p - onehot(target)."""
-    if kernels_take(logits):
-        from stepscope.model.kernels.triton_cross_entropy import losses_of_rows
+def _row_form(logits: Tensor) -> ModuleType:
+    if not kernels_take(logits):
+        return plain_cross_entropy
+    from stepscope.model.kernels import triton_cross_entropy
 
-        return losses_of_rows(logits, targets, ignore_index, gradient)
-    counts = targets != ignore_index
-    column = torch.where(counts, targets, 0)[:, None]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_mass = wide.logsumexp(-1, keepdim=True)
-    losses = torch.where(counts, (log_mass - wide.gather(-1, column))[:, 0], 0)
-    if gradient:
-        p = torch.exp(wide - log_mass)
-        p.scatter_add_(-1, column, torch.full_like(log_mass, -1))
-        logits.copy_(p.mul_(counts[:, None]))
-    return losses
+    return triton_cross_entropy
 
 
-def _scaled(made: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In place where the format stays and no compiler watches: at the start of a backward memory is
-    at its peak."""
-    wide = made.to(torch.promote_types(made.dtype, dtype))
+def _has_room(compute: torch.dtype) -> bool:
+    """Whether a gradient of a logit can be divided by the number of rows before it is rounded: in
+    float16 the small ones would vanish."""
+    return compute != torch.float16
+
+
+def _scaled(made: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """In place where no compiler watches: at the start of a backward memory is at its peak."""
     if torch.compiler.is_compiling():
-        return (wide * factor).to(dtype)
-    return wide.mul_(factor).to(dtype)
+        return [each * factor for each in made]
+    if kernels_take(*made):
+        from stepscope.model.kernels.triton_scale import scale_unless_one
+
+        scale_unless_one(made, factor)
+        return made
+    return [each.mul_(factor) for each in made]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -132,10 +144,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
         narrow: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        loss, divisor, grad_x, grad_weight = _make(
+        loss, *made = _make(
             x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow
         )
-        ctx.save_for_backward(divisor, grad_x, grad_weight)
+        ctx.save_for_backward(*made)
         ctx.formats = (x.dtype, weight.dtype)
         return loss
 
@@ -146,14 +158,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    divisor, *made = ctx.saved_tensors
-    factor = grad / divisor
-    needed = ctx.needs_input_grad[:2]
-    scaled = [
-        _scaled(each, factor, dtype) if needs else None
-        for each, dtype, needs in zip(made, ctx.formats, needed, strict=True)
+    left, *made = ctx.saved_tensors
+    factor = grad * left if left.numel() else grad
+    needed = [number for number in range(2) if ctx.needs_input_grad[number]]
+    wide = [
+        made[number].to(torch.promote_types(made[number].dtype, ctx.formats[number]))
+        for number in needed
     ]
-    return (*scaled, *[None] * 7)
+    scaled = dict(zip(needed, _scaled(wide, factor), strict=True))
+    grads = (scaled[n].to(ctx.formats[n]) if n in scaled else None for n in range(2))
+    return (*grads, *[None] * 7)
 
 
 # The compiler sees one operator: traced, the chunks might be kept for its own backward.
@@ -168,14 +182,14 @@ def _operator(
 @_operator.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,  # noqa: ARG001
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,  # noqa: ARG001
+    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
 ) -> Made:  # fmt: skip
     wide = torch.promote_types(compute, torch.float32)
     return (
         x.new_empty((), dtype=wide),
-        x.new_empty((), dtype=wide),
+        x.new_empty(() if mean and not _has_room(compute) else 0, dtype=wide),
         x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0),
-        weight.new_empty(weight.shape, dtype=wide) if needs_weight else weight.new_empty(0),
+        weight.new_empty(weight.shape if needs_weight else 0, dtype=wide),
     )
 
 

@@ -1,0 +1,80 @@
+"""What only a GPU can show of the head and its loss: graphs, many programs at once, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stepscope.model.cost import rows_of_a_chunk
+from stepscope.model.kernels import linear_cross_entropy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def inputs(rows: int, vocab: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(rows, d, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, d, device="cuda", generator=generator) * d**-0.5
+    targets = torch.randint(vocab, (rows,), device="cuda", generator=generator)
+    targets[::7] = -100
+    return x, weight.requires_grad_(), targets
+
+
+def both_passes(x: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight), above)
+
+
+def test_a_graph_sees_what_comes_from_above_at_each_replay() -> None:
+    given = inputs(256, 1000, 64)
+    above = torch.ones((), device="cuda")
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        both_passes(*given, above)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = both_passes(*given, above)
+    for factor in (1.0, 4.0, 1.0):
+        above.fill_(factor)
+        graph.replay()
+        for found, expected in zip(made, both_passes(*given, above), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(4096, 10_000), (2048, 50_257), (512, 151_936)])
+def test_many_rows_have_the_plain_form_s_loss_each_time(rows: int, vocab: int) -> None:
+    """A program that read a target's logit after it was written over would show here."""
+    x, weight, targets = inputs(rows, vocab, 128)
+    logits = (x.detach() @ weight.detach().bfloat16().T).float()
+    expected = functional.cross_entropy(logits, targets)
+    above = torch.ones((), device="cuda")
+    first = both_passes(x, weight, targets, above)
+    torch.testing.assert_close(first[0], expected, rtol=1e-5, atol=0)
+    for _ in range(20):
+        for again, once in zip(both_passes(x, weight, targets, above), first, strict=True):
+            assert torch.equal(again, once)
+
+
+@pytest.mark.parametrize(("rows", "vocab", "d"), [(8192, 10_000, 2560), (16_384, 32_000, 2048)])
+def test_memory_is_one_chunk_and_the_gradients(rows: int, vocab: int, d: int) -> None:
+    given = inputs(rows, vocab, d)
+    above = torch.ones((), device="cuda")
+    both_passes(*given, above)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both_passes(*given, above)
+    peak = torch.cuda.max_memory_allocated() - before
+    chunk = min(rows, rows_of_a_chunk(rows, vocab, d))
+    gradients = 2 * rows * d + 4 * vocab * d
+    cast = 2 * vocab * d if chunk < rows else 0
+    expected = 2 * chunk * vocab + gradients + cast
+    # More by no more than a work space of cuBLAS.
+    assert expected <= peak <= 1.01 * expected + 2**25
