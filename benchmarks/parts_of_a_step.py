@@ -18,6 +18,7 @@ from torch import Tensor
 from stepscope.analysis.products import Group, block_groups, head_chunks
 from stepscope.attention.registry import implementation
 from stepscope.model.config import ModelConfig
+from stepscope.model.cost import columns_of_logits
 from stepscope.model.kernels.feed_forward import _gated, _gated_back
 from stepscope.model.kernels.norm import Normed, normed_sum
 from stepscope.model.kernels.products import add_product, product, product_back, wide_product
@@ -101,12 +102,7 @@ def products(setting: Setting) -> Call:
     def run() -> object:
         kept = [product(held.inputs[n][g.reads], (held.weights[n][g.name],))
                 for n, g in held.forward()]  # fmt: skip
-        kept.append(torch.zeros(held.head.shape, device=setting.device))
-        grad_last = torch.empty_like(held.last)
-        for read, grad_read in zip(held.last.split(chunks), grad_last.split(chunks), strict=True):
-            logits = read @ held.head.T
-            torch.mm(logits, held.head, out=grad_read)
-            add_product(kept[-1], logits.T, read)
+        kept.append(_head(held, chunks))
         for n, g in held.backward():
             grad = held.grads[g.name]
             product_back(grad, (held.weights[n][g.name],))
@@ -114,6 +110,24 @@ def products(setting: Setting) -> Call:
         return kept
 
     return run
+
+
+def _head(held: Products, chunks: tuple[int, ...]) -> Tensor:
+    """As the loss makes them, but for what it does to the logits; gives the weight's gradient."""
+    vocab = held.head.shape[0]
+    rows = held.last.new_empty(max(chunks), columns_of_logits(vocab))
+    grad_last = torch.empty_like(held.last)
+    total: Tensor | None = None
+    for read, grad_read in zip(held.last.split(chunks), grad_last.split(chunks), strict=True):
+        logits = rows[: read.shape[0], :vocab]
+        torch.mm(read, held.head.T, out=logits)
+        torch.mm(logits, held.head, out=grad_read)
+        if total is None:
+            total = wide_product(logits.T, read, torch.float32)
+        else:
+            add_product(total, logits.T, read)
+    assert total is not None
+    return total
 
 
 def peers_products(setting: Setting) -> Call:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quiet_bench import QuietBench
 from step_records import energy_lines
+from stepscope.analysis import products as listing
 from stepscope.analysis.energy_parts import (
     ATTENTION,
     PASSES,
@@ -124,8 +125,11 @@ class TestParts:
         [(parts_of_a_step.products, True), (parts_of_a_step.peers_products, False)],
     )
     def test_the_products_that_run_are_those_that_are_counted(
-        self, make: Callable[[Setting], Callable[[], object]], joined: bool
-    ) -> None:
+        self, make: Callable[[Setting], Callable[[], object]], joined: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(listing, "rows_of_a_chunk", lambda *_: 20)
+        assert head_chunks(TINY, 48, joined=True) == (20, 20, 8)
         run = make(Setting(TINY, 3, HERE))
         # On a GPU the first call also asks what cuBLAS can do.
         run()
