@@ -87,6 +87,7 @@ def test_a_loss_by_chunks_is_predicted(
 ) -> None:
     """Several chunks: the logits of the one before are still there when the next are made."""
     monkeypatch.setattr(cost, "LOSS_CHUNK_ROWS", 16)
+    monkeypatch.setattr(cost, "LOSS_CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(cost, "_ROWS_TOGETHER", 16)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     work = msgspec.structs.replace(tiny(dtype, "sdpa", vocab=vocab), loss="fused")

@@ -25,10 +25,10 @@ _ATTENTION_OUTPUT = "attention output"
 MODES = ("forward", "forward-backward", "train-step")
 
 LOSS_CHUNK_ROWS = 8192
-"""Of the fused loss, at most. A chunk reads and writes the float32 gradient of the weight, 8 bytes
+"""Of the fused loss: enough. A chunk reads and writes the float32 gradient of the weight, 8 bytes
 for 6 FLOPs a row: at 700 TFLOP/s and 4.2 TB/s (an H200) 222 / rows of what its products take."""
 LOSS_CHUNK_ELEMENTS = 1 << 27
-"""Logits that a chunk may have whatever the width of the model: 256 MiB in 16 bits."""
+"""Logits that a chunk may have in any case: 256 MiB in 16 bits."""
 _ROWS_TOGETHER = 128
 _COLUMNS_TOGETHER = 16
 
@@ -224,7 +224,7 @@ def rows_of_a_chunk(rows: int, vocab: int, d: int) -> int:
     """Of the fused loss: as many as make its traffic small beside its products, in chunks of about
     the same size. In 16 bits their logits take no more room than the weight's gradient in float32,
     which is there anyway, or than `LOSS_CHUNK_ELEMENTS`."""
-    most = min(LOSS_CHUNK_ROWS, max(2 * d, LOSS_CHUNK_ELEMENTS // columns_of_logits(vocab)))
+    most = max(min(LOSS_CHUNK_ROWS, 2 * d), LOSS_CHUNK_ELEMENTS // columns_of_logits(vocab))
     most = max(1, most // _ROWS_TOGETHER) * _ROWS_TOGETHER
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * _ROWS_TOGETHER))) * _ROWS_TOGETHER
