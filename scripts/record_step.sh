@@ -16,7 +16,8 @@
 #   energy      the joules of our step by part (4 min)
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
-# A part of races takes names after a colon, to record some of it: race-512:xl-512,small-512.
+# Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
+# loss:as-made trains that rung and the first.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
 #   WORK        where they are kept meanwhile (stepscope-out/step)
@@ -77,7 +78,9 @@ part() { # NAME, or NAME:SOME,OF,IT
         ;;
     loss)
         for seed in 0 1 2; do
-            run "loss-$seed" 400 step --part loss --seeds "$seed" > "$work/loss-$seed.txt" 2>&1 &
+            # shellcheck disable=SC2086 # several names
+            run "loss-$seed" 400 step --part loss --seeds "$seed" ${only:+--loss-rungs $only} \
+                > "$work/loss-$seed.txt" 2>&1 &
         done
         wait
         keep step-loss loss-0 loss-1 loss-2
