@@ -17,7 +17,7 @@
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 # Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
-# loss:as-made trains that rung and the first.
+# loss:as-made trains that rung alone, with all below it.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
 #   WORK        where they are kept meanwhile (stepscope-out/step)
@@ -79,7 +79,7 @@ part() { # NAME, or NAME:SOME,OF,IT
     loss)
         for seed in 0 1 2; do
             # shellcheck disable=SC2086 # several names
-            run "loss-$seed" 400 step --part loss --seeds "$seed" ${only:+--loss-rungs $only} \
+            run "loss-$seed" 400 step --part loss --seeds "$seed" ${only:+--loss-only $only} \
                 > "$work/loss-$seed.txt" 2>&1 &
         done
         wait

@@ -290,6 +290,15 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
     assert "Where the time beyond the ideal goes" in told
 
 
+def test_one_rung_can_be_trained_again_with_all_below_it() -> None:
+    every = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
+    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("as-made",)))
+    assert [case.config["rung"] for case in again] == ["as-made"]
+    assert again[0] in every
+    with pytest.raises(UsageError, match="rung"):
+        STUDY.cases(StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("as-made",)))
+
+
 def test_ladders_of_several_sizes_stay_apart() -> None:
     records = [rung_record("start", "start", size=size) for size in ("small", "xl")]
     assert [ladder.name for ladder in ladders(records)] == [

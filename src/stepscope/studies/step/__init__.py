@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
@@ -79,6 +79,8 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of training."""
     loss_rungs: tuple[str, ...] = tuple(RUNGS)
     """Rungs that are trained, each with all below it."""
+    loss_only: tuple[str, ...] = ()
+    """Of those the ones to train now, with all below them as before: a part of the table again."""
     words: int = WORDS
     """Words of the text that is learnt."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -145,7 +147,12 @@ class Step(Study[StepFlags]):
 
     def _losses(self, flags: StepFlags) -> Iterator[Case]:
         first = start(flags.loss_size, flags.table, flags.loss_context, 4, _overrides(flags))
-        for place, seed in itertools.product(climbed(first, flags.loss_rungs), flags.seeds):
+        for name in flags.loss_only:
+            if name not in flags.loss_rungs:
+                raise unknown_name("rung", name, flags.loss_rungs)
+        places = climbed(first, flags.loss_rungs)
+        trained = [p for p in places if not flags.loss_only or p.rung in flags.loss_only]
+        for place, seed in itertools.product(trained, flags.seeds):
             effort = {"seed": seed, "steps": flags.loss_steps, "words": flags.words}
             yield self._case("loss", place, f"loss-{place.key}_seed{seed}", effort)
 
