@@ -139,6 +139,7 @@ def test_the_races_of_the_h200_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "LOSS_CHUNK_ROWS", 768)
     found = races()
     assert {name.split()[0] for name, *_ in found} == set(GOALS) - {"tiny-64"}
+    assert len(found) == 13
     for name, work, peak in found:
         told = predict(plan_of(work, "cuda"))
         lines = told.peak.lines

@@ -54,6 +54,16 @@ def _row(race: Race, side: str, found: Draw) -> tuple[Cell, ...]:
     )  # fmt: skip
 
 
+def _alone(race: Race) -> Iterator[Finding]:
+    """In turns the clock recovers while the other side runs; training has no other side."""
+    ours, peer = race.draw("ours"), race.draw("peer")
+    if ours is None or peer is None:
+        return
+    times = number(peer.step_ms / ours.step_ms, 3)
+    text = f"{race.name}: each on its own without a pause, ours takes {duration(ours.step_ms)} and"
+    yield Finding(text=f"{text} the peer {duration(peer.step_ms)}: {times} times as fast.")
+
+
 def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
     missing: dict[str, list[str]] = {}
     for race in raced:
@@ -64,6 +74,7 @@ def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
             for side in ("ours", *SIDES)
             if (found := race.draw(side)) is not None and found.least_ms is not None
         }
+        yield from _alone(race)
         if not capped:
             continue
         (first, found), *others = capped.items()
