@@ -19,7 +19,7 @@ from stepscope.analysis.products import Group, block_groups, head_chunks
 from stepscope.attention.registry import implementation
 from stepscope.model.config import ModelConfig
 from stepscope.model.cost import columns_of_logits
-from stepscope.model.kernels.feed_forward import _gated, _gated_back
+from stepscope.model.kernels.feed_forward import gated_back, gated_by
 from stepscope.model.kernels.norm import Normed, normed_sum
 from stepscope.model.kernels.products import add_product, product, product_back, wide_product
 from stepscope.model.kernels.rotary import rotated_parts_
@@ -234,7 +234,7 @@ def passes(setting: Setting) -> Call:
             leaf = made.leaf(parts[n])
             turned += rotated_parts_(leaf, table.cos, table.sin, config.n_heads)
             x = made.norm(x, branch, weight, units=again)
-            value = _gated(gates[n])
+            value = gated_by(gates[n])
             gated += [] if again else [value]
         made.norm(x, branch, weight)
         grads = [grad_read] * len(made.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
@@ -242,7 +242,7 @@ def passes(setting: Setting) -> Call:
         made.norms_again()
         for gate in reversed(gates):
             remade = torch.empty_like(grad_gated) if again else None
-            _gated_back(grad_gated, gate, torch.empty_like(gate), remade)
+            gated_back(grad_gated, gate, torch.empty_like(gate), remade)
         return gated
 
     return run

@@ -117,12 +117,14 @@ class InBackwardAdamW(FusedAdamW):
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
         if not self._as_made or dtype == weight.dtype or not format_taken(dtype):
             return False
-        if not self._begun:
-            self._begin()
+        if not self._crowds:
+            self._gather()
         return weight in self._places
 
     @torch.no_grad()
     def take(self, weight: Tensor, gradient: Tensor) -> None:
+        if not self._begun:
+            self._begin()
         if weight in self._handed:
             raise RuntimeError(
                 "a weight got two gradients in one backward: with as_made each is used at once, so"

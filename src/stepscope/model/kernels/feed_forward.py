@@ -45,7 +45,7 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         flat = x.reshape(-1, x.shape[-1])
         gates = product(flat, first)
-        gated = _gated(gates)
+        gated = gated_by(gates)
         out = gated @ second.T
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
         ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
@@ -62,14 +62,14 @@ class _FeedForward(torch.autograd.Function):
         gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
         # Gates that were made for this alone give their room to their gradient.
         grad_gates = torch.empty_like(gates) if held else gates
-        _gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
+        gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
         grad_x = product_back(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
         of_second = ctx.second.gradients(flat, gated)
         of_first = ctx.first.gradients(grad_gates, x)
         return grad_x, None, None, None, None, *of_first, *of_second
 
 
-def _gated(gates: Tensor) -> Tensor:
+def gated_by(gates: Tensor) -> Tensor:
     gate, up = gates.chunk(2, dim=1)
     if kernels_take(gates):
         from stepscope.model.kernels import triton_swiglu
@@ -78,7 +78,7 @@ def _gated(gates: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def _gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
+def gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
     """Fills the gradient of the gates, and what they gated where that is asked for."""
     gate, up = gates.chunk(2, dim=1)
     if kernels_take(gates, grad):
@@ -92,5 +92,5 @@ def _gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor |
     share = torch.sigmoid(a)
     silu = a * share
     if gated is not None:
-        gated.copy_(_gated(gates))
+        gated.copy_(gated_by(gates))
     grad_gates.copy_(torch.cat((g * b * (share + silu * (1 - share)), g * silu), dim=1))
