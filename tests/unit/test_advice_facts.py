@@ -1,0 +1,133 @@
+"""What advice is given from: the facts of a watched step, read off its record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from own_records import inspected_record
+from stepscope.analysis.advice.timeline import wall_ms
+from stepscope.analysis.kernel_names import describe
+from stepscope.analysis.trace.summary import decode, encode
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Series
+from stepscope.studies.advice.facts_of import facts_of
+from stepscope.studies.inspected.findings import inspected_findings
+from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.inspected.setting import Setting, setting_of
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision", "expected"),
+    [
+        ("BF16 tensor cores", "highest", "bfloat16"), ("TF32 tensor cores", "highest", "tf32"),
+        ("FP32 cores", "high", "float32"), ("", "high", "tf32"), ("", "highest", "float32"),
+    ],
+)  # fmt: skip
+def test_the_format_of_products_is_that_of_their_kernels(
+    kernel: str, precision: str, expected: str
+) -> None:
+    """A compiled program shows no operators: its weights are in float32, its products are not."""
+    setting = Setting(
+        models=("Net",), optimizers=(), compiled=True, parameter_formats={"float32": 10},
+        matmul_precision=precision, distributed=False,
+    )  # fmt: skip
+    watched = inspected_record()
+    summary = decode(watched.notes["profile"])
+    row = msgspec.structs.replace(summary.kernels[0], kind="matmul", unit=kernel, ms=1.0)
+    summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,))
+    notes = {"profile": encode(summary), "setting": msgspec.json.encode(setting).decode()}
+    assert facts_of(msgspec.structs.replace(watched, notes=notes)).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("copies", "waits", "reads_back", "pageable_ms"),
+    [
+        (("Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"), "end", True, 1),
+        (("Memcpy HtoD (Pageable -> Device)",), "copies", False, 1),
+        (("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)"), "", False, 0),
+    ],
+)
+def test_where_a_program_waits_shows_in_its_copies(
+    copies: tuple[str, ...], waits: str, reads_back: bool, pageable_ms: float
+) -> None:
+    watched = inspected_record()
+    summary = decode(watched.notes["profile"])
+    rows = tuple(
+        msgspec.structs.replace(
+            summary.kernels[0], kernel=describe(name).short, kind="copy/cast", ms=1.0, count=1.0,
+            phase="outside",
+        )
+        for name in copies
+    )  # fmt: skip
+    summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
+    found = facts_of(msgspec.structs.replace(watched, notes={"profile": encode(summary)}))
+    assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
+
+
+def test_the_host_has_a_time_for_each_phase() -> None:
+    """Of a step on an H200 whose device is slower, so that no other time shows the host."""
+    (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
+    watched = Watched(record)
+    took = watched.issue_ms
+    assert list(took) == ["outside", "forward", "backward", "optimizer"]
+    facts = facts_of(record)
+    works = {work.name: work for work in facts.phases}
+    assert facts.host_ms == pytest.approx(sum(took.values()))
+    assert works["outside"].issued_ms(1.0) == took["outside"]
+    assert works["forward"].issued_ms(1.0) == pytest.approx(took["forward"])
+    # Operators of a model take the host three times as long as those of a loop over tensors.
+    assert works["forward"].launch_ms > 2 * works["optimizer"].launch_ms  # type: ignore[operator]
+    assert works["loss"].launch_ms == works["backward"].launch_ms
+    # Its loss is a softmax that does not say so: 0.48 ms there and 0.37 back.
+    assert 0.85 < facts.loss_ms < 1.1
+    # Nothing is fitted to it.
+    assert wall_ms(facts) == pytest.approx(facts.step_ms, rel=0.02)
+    (said,) = [one.text for one in inspected_findings([watched]) if "to issue a step" in one.text]
+    assert f"takes {sum(took.values()):.3g} ms to issue" in said
+    assert watched.summary is not None
+    kernels = tuple(row for row in watched.summary.kernels if row.phase != "outside")
+    lines = tuple(line for line in watched.summary.lines if line.phase != "outside")
+    without = msgspec.structs.replace(watched.summary, kernels=kernels, lines=lines)
+    notes = record.notes | {"profile": encode(without)}
+    bare = facts_of(msgspec.structs.replace(record, notes=notes))
+    assert bare.host_ms == pytest.approx(sum(took.values())), "no kernel outside, but time"
+    loading = Series(name="issue.data", unit="ms", values=(4.0, 6.0, 5.0))
+    loads = facts_of(msgspec.structs.replace(record, series=(*record.series, loading)))
+    assert loads.data_ms == 5.0
+    assert loads.phases[0].host_ms == took["outside"] + 5.0
+    old = msgspec.structs.replace(record, series=record.series[:2])
+    assert facts_of(old).phases[0].launch_ms is None
+
+
+@pytest.mark.parametrize(
+    ("name", "of_torch", "family"),
+    [("Adam", True, "adam"), ("AdamW", True, "adam"), ("NAdam", True, ""), ("SGD", True, "sgd"),
+     ("MyAdam", False, "adam"), ("Lion", False, "")],
+)  # fmt: skip
+def test_only_what_has_a_fused_form_is_told_to_take_it(
+    name: str, of_torch: bool, family: str
+) -> None:
+    watched, *_ = read_records(RESULTS / "advise-slow_cpu.jsonl")
+    setting = setting_of(watched)
+    assert setting is not None
+    (one,) = setting.optimizers
+    other = msgspec.structs.replace(one, name=name, of_torch=of_torch)
+    changed = msgspec.structs.replace(setting, optimizers=(other,))
+    notes = watched.notes | {"setting": msgspec.json.encode(changed).decode()}
+    found = facts_of(msgspec.structs.replace(watched, notes=notes))
+    assert found.optimizer == family
+    assert found.optimizer_name == (name if of_torch else "")
+
+
+def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:
+    watched, _ = read_records(RESULTS / "advise-slow_cpu.jsonl")[:2]
+    alone = facts_of(watched)
+    among = facts_of(msgspec.structs.replace(watched, config=watched.config | {"ranks": 2}))
+    (waited,) = (w.classes["between"] for w in alone.phases if w.name == "optimizer")
+    assert waited > 1
+    assert among.phase_ms("optimizer") == pytest.approx(alone.phase_ms("optimizer") - waited)
