@@ -48,8 +48,8 @@ def _figures(results: Path) -> str:
         " AdamW and the same number formats, in turns with ours in one process"
         " ([all of them](docs/step.md)). On its own, step after step at the power cap, ours leads"
         " by less in most of them (figures there). In brackets: the interval that holds the ratio"
-        " with 95 % confidence, for the last row 99 %. Of the first pieces of advice for the examples"
-        f" {right} of {counted} gained within a third of what was predicted"
+        " with 95 % confidence, for the last row 99 %. Of the first pieces of advice for the"
+        f" examples {right} of {counted} gained within a third of what was predicted"
         " ([the walk-through](docs/walkthrough.md))."
     )
 
