@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
@@ -269,6 +269,7 @@ def test_all_advice_is_worth_it_and_ranked(
     work=st.lists(st.tuples(st.floats(0, 50), st.floats(1, 500)), min_size=3, max_size=3),
     true_ms=st.floats(0.001, 0.2), waits=st.sampled_from(["", "end", "copies"]),
 )  # fmt: skip
+@example(work=[(0.0, 122.0), (0.0, 500.0), (2.5, 403.0)], true_ms=0.001953125, waits="")
 def test_the_time_of_a_launch_is_found_where_it_shows(
     work: list[tuple[float, float]], true_ms: float, waits: str
 ) -> None:

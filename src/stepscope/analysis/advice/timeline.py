@@ -29,6 +29,7 @@ _STEPS = 8
 """Of a host that never waits: the second half of so many, when the queue has settled."""
 _HOST_SHOWS = 0.03
 """Share of the step from which on it is the host that says how long it takes."""
+_ROUNDING = 1e-9
 _HALVINGS = 50
 
 
@@ -114,7 +115,8 @@ def with_launch_time(
     if not facts.on_gpu or not launches:
         return facts
     without = _at(facts, 0.0)
-    target = max(facts.step_ms, wall_ms(without))
+    # A hair more than measured: where the device sets the time, sums of another order round up.
+    target = (1 + _ROUNDING) * max(facts.step_ms, wall_ms(without))
     low, high = 0.0, target / launches
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
