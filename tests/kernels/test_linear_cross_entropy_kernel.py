@@ -60,15 +60,16 @@ def test_rows(vocab: int, dtype: torch.dtype) -> None:
 
 @both_forms
 def test_rows_that_lie_apart(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is between them is not looked at."""
+    """What is between them is not looked at. On a GPU rows that begin elsewhere are read in other
+    pieces, so their sums may differ in the last bit."""
     monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 64 * held)
     logits = draw(4, 53, scale=4.0)
     apart = torch.full((4, 64), math.nan, device=DEVICE)
     apart[:, :53] = logits
     targets = torch.tensor([0, 52, -100, 7], device=DEVICE)
     losses = losses_of(apart[:, :53], targets)
-    torch.testing.assert_close(losses, losses_of(logits, targets), rtol=0, atol=0)
-    torch.testing.assert_close(apart[:, :53], logits, rtol=0, atol=0)
+    torch.testing.assert_close(losses, losses_of(logits, targets), rtol=1e-6, atol=0)
+    torch.testing.assert_close(apart[:, :53], logits, rtol=1e-6, atol=1e-7)
 
 
 @both_forms

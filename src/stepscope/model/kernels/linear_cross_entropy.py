@@ -9,6 +9,7 @@ always; the device looks, so nothing has to be known on the host, and where it i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from stepscope.ranges import named
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """The loss, what gradients are still to be multiplied by (empty: nothing), and those of x and
 weight (empty where nobody asks)."""
+Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
 
 
 def linear_cross_entropy(
@@ -125,10 +127,8 @@ def _has_room(compute: torch.dtype) -> bool:
     return compute != torch.float16
 
 
-def _scaled(made: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """In place where no compiler watches: at the start of a backward memory is at its peak."""
-    if torch.compiler.is_compiling():
-        return [each * factor for each in made]
+def _scale(made: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """In place: at the start of a backward memory is at its peak."""
     if kernels_take(*made):
         from stepscope.model.kernels.triton_scale import scale_unless_one
 
@@ -154,10 +154,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_differentiate(ctx, grad), None
+        return *_differentiate(ctx, grad, _scale), None
 
 
-def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None, ...]:
     left, *made = ctx.saved_tensors
     factor = grad * left if left.numel() else grad
     needed = [number for number in range(2) if ctx.needs_input_grad[number]]
@@ -165,7 +165,7 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, .
         made[number].to(torch.promote_types(made[number].dtype, ctx.formats[number]))
         for number in needed
     ]
-    scaled = dict(zip(needed, _scaled(wide, factor), strict=True))
+    scaled = dict(zip(needed, scale(wide, factor), strict=True))
     grads = (scaled[n].to(ctx.formats[n]) if n in scaled else None for n in range(2))
     return (*grads, *[None] * 7)
 
@@ -199,4 +199,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
     ctx.mark_non_differentiable(*output[1:])
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
+def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Never in place and without kernels: this is only traced, and while a backward is traced torch
+    does not say that it compiles."""
+    return _differentiate(ctx, grad, lambda made, factor: [each * factor for each in made])
+
+
+_operator.register_autograd(_differentiate_traced, setup_context=_save)
