@@ -69,7 +69,7 @@ WINDOW_S = 2.0
 RACES = tuple(
     name for name, goal in GOALS.items() if goal.dtype == "bfloat16" and goal.checkpoint == NONE
 )
-OURS, NARROW_GRADIENTS = "ours", "as made"
+OURS, NARROW_FORMATS = "ours", "narrow"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
 
 
@@ -255,10 +255,10 @@ def main() -> int:
     if unknown:
         print(f"no race with parts: {', '.join(unknown)}; there are {', '.join(RACES)}")
         return 2
-    side = NARROW_GRADIENTS if options.as_made else OURS
+    side = NARROW_FORMATS if options.as_made else OURS
     try:
         chosen = {
-            name if side == OURS else f"{name}, {side}":
+            name if side == OURS else f"{name}, as made":
             our_racer(name, options.attention, options.layers, side)
             for name in wanted
         }  # fmt: skip

@@ -256,7 +256,7 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     field = Field(alone[0], Silent(device))
     for racer in alone:
         field.heat(racer, steps=3, seconds=60.0)
-    assert set(field.fastest) == {"peer", "ours", "as made"}, field.notes
+    assert set(field.fastest) == {"peer", "ours", "narrow"}, field.notes
     assert not any(key.startswith("out.") for key in field.notes), field.notes
     entries = [field.entry(racer) for racer in field.fastest.values()]
     peer, *others = (entry.step.model for entry in entries)

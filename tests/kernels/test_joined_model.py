@@ -68,16 +68,17 @@ def test_in_a_low_format_every_weight_is_multiplied_where_it_lies() -> None:
     assert all(joined.copies.find(p) is None for p in joined.parameters())
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "narrow stream"])
 @pytest.mark.parametrize("keep", KEEPS)
-def test_autocast_leaves_gradients_in_the_weights_own_format(keep: str) -> None:
+def test_autocast_leaves_gradients_in_the_weights_own_format(keep: str, narrow: bool) -> None:
     def made(subject: TransformerLM) -> dict[str, Tensor]:
         with torch.autocast(DEVICE, HALF):
             return results(subject)
 
-    joined = model(fused=True, joined=True, keep=kept(keep, 2))
+    joined = model(fused=True, joined=True, keep=kept(keep, 2), narrow_stream=narrow)
     found = made(joined)
     assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {torch.float32}
-    exact, plain = results(model(torch.float64)), made(model())
+    exact, plain = results(model(torch.float64)), made(model(narrow_stream=narrow))
 
     # What is rounded once more (unit rows) or once less (gradients) may go either way: by luck a
     # short vector is several times as far off, all of them together are not.

@@ -62,6 +62,7 @@ def saved_by_model(chosen: Precision, attention: str) -> int:
         attention=implementation(attention).function,
         device=DEVICE,
         dtype=getattr(torch, chosen.weights),
+        narrow_stream=chosen.narrow_stream,
     )
     tokens, targets = (torch.randint(0, SHAPE.vocab, (BATCH, SEQ), device=DEVICE) for _ in range(2))
     compute = getattr(torch, chosen.compute)
@@ -74,7 +75,9 @@ def saved_by_model(chosen: Precision, attention: str) -> int:
     return savings.bytes
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "bfloat16-pure"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "bfloat16-stream", "float16", "bfloat16-pure"]
+)
 @pytest.mark.parametrize("attention", ["auto", "reference", "tiled", "sdpa", "sdpa_math"])
 def test_activation_bytes_are_those_autograd_keeps(name: str, attention: str) -> None:
     chosen = precision(name)

@@ -255,7 +255,7 @@ class TestForm:
             assert mine.name == f"ours: eager auto joined {kept}updates in backward graph"
             setting = energy_by_part.setting_of(mine.workload, QuietBench.device)
             assert setting.gradients == torch.float32
-            narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_GRADIENTS)
+            narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
             assert narrow in racers(name)
             setting = energy_by_part.setting_of(narrow.workload, QuietBench.device)
             assert setting.gradients == torch.bfloat16

@@ -87,6 +87,7 @@ def test_a_build_function_that_raises_is_a_record_with_its_reason(tmp_path: Any)
         ({"model": "a:b", "compile": ("all",)}, "compile 'all' does not exist"),
         ({"model": "a:b", "optimizer": ("adam",)}, "optimizer 'adam' does not exist"),
         ({"model": "a:b", "dtype": ("int8",)}, "int8"),
+        ({"model": "a:b", "dtype": ("bf16-stream",)}, "its author's"),
     ],
 )
 def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str) -> None:

@@ -83,7 +83,7 @@ def test_every_form_is_predicted_to_the_byte(dtype: str, form: dict[str, Any]) -
 def test_forms_in_checkpointed_stretches_are_predicted_to_the_byte(
     checkpoint: str, form: dict[str, Any]
 ) -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "bfloat16-stream"):
         work = tiny(dtype, "sdpa", checkpoint=checkpoint, **WIDE)
         work = msgspec.structs.replace(work, **form)
         assert predicted(work) == pytest.approx(counted(work), abs=8)
@@ -95,7 +95,7 @@ def test_forms_in_checkpointed_stretches_are_predicted_to_the_byte(
     "optimizer", ["stepscope-fused", "stepscope-in-backward", "stepscope-as-made"]
 )
 def test_gradients_live_until_their_update(optimizer: str, form: dict[str, Any]) -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "bfloat16-stream"):
         work = msgspec.structs.replace(
             tiny(dtype, "sdpa", mode="train-step", **WIDE), optimizer=optimizer, **form
         )

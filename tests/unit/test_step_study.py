@@ -255,15 +255,15 @@ class TestPage:
         assert isinstance(heats, Table)
         assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
 
-    def test_gradients_in_another_format_than_the_peers_are_a_row_of_their_own(self) -> None:
-        times = {"peer: a": 140.0, "ours: b": 105.0, "as made: c": 100.0}
+    def test_other_formats_than_the_peers_are_a_row_of_their_own(self) -> None:
+        times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 100.0}
         record = step_race_record("xl-512", times)
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
-        ours, as_made = table.rows
+        ours, narrow = table.rows
         assert (ours[0], ours[3], ours[7]) == ("xl-512", "b", "below")
-        assert (as_made[0], as_made[3]) == ("xl-512, gradients as made", "c")
-        assert as_made[6:8] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
+        assert (narrow[0], narrow[3]) == ("xl-512, narrower formats", "c")
+        assert narrow[6:8] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
 
     def test_small_is_held_against_the_clock(self) -> None:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})

@@ -87,11 +87,15 @@ def test_names_of_the_parts() -> None:
     assert len(list(model.buffers())) == 2, "one rotary table for all blocks"
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "bfloat16-pure"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "bfloat16-stream", "float16", "bfloat16-pure"]
+)
 def test_formats_under_every_precision(name: str) -> None:
     chosen = precision(name)
-    weights, compute = getattr(torch, chosen.weights), getattr(torch, chosen.compute)
-    model = TransformerLM(SHAPE, dtype=weights)
+    weights, stream, compute = (
+        getattr(torch, kind) for kind in (chosen.weights, chosen.stream, chosen.compute)
+    )
+    model = TransformerLM(SHAPE, dtype=weights, narrow_stream=chosen.narrow_stream)
     seen: dict[str, set[torch.dtype]] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -107,8 +111,8 @@ def test_formats_under_every_precision(name: str) -> None:
         loss = cross_entropy(logits, some_tokens())
     assert logits.dtype == compute
     assert loss.dtype == torch.float32
-    assert seen["Block in"] == seen["Block out"] == {weights}, "the residual stream"
-    assert seen["RMSNorm in"] == seen["RMSNorm out"] == {weights}
+    assert seen["Block in"] == seen["Block out"] == {stream}, "the residual stream"
+    assert seen["RMSNorm in"] == seen["RMSNorm out"] == {stream}
     assert seen["Linear out"] == seen["RotaryEmbedding out"] == {compute}
     loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {weights}

@@ -49,7 +49,7 @@ def operations(
     every = (
         *_products(config, tokens, _WIDTHS[form.compute]),
         *_attention(config, batch, context, _WIDTHS[form.compute]),
-        *_passes(config, tokens, _WIDTHS[form.compute], _WIDTHS[form.weights]),
+        *_passes(config, tokens, form),
         _optimizer(config, form),
     )
     return tuple(one for one in every if one.phase in _PHASES[mode])
@@ -93,15 +93,16 @@ def _attention(config: ModelConfig, batch: int, context: int, width: int) -> Ite
     )  # fmt: skip
 
 
-def _passes(config: ModelConfig, tokens: int, product: int, stream: int) -> Iterator[Operation]:
-    """What only moves bytes: `product` and `stream` are the widths of what it moves."""
+def _passes(config: ModelConfig, tokens: int, form: Precision) -> Iterator[Operation]:
+    """What only moves bytes."""
+    product, stream, learned = (_WIDTHS[kind] for kind in (form.compute, form.stream, form.weights))
     layers, row = config.n_layers, tokens * config.d_model
     hidden, logits = tokens * config.d_ff, tokens * config.vocab
-    table = config.vocab * config.d_model * stream
+    table = config.vocab * config.d_model * learned
     # A branch's gradient is a tensor of its own where the branch has another format.
     branch = product if product != stream else 0
     for name, count, forward, backward in (
-        ("embedding", 1, 2 * row * stream, row * stream + table),
+        ("embedding", 1, row * (learned + stream), row * stream + table),
         ("first norm", 1, row * (stream + product), row * (3 * stream + product)),
         (
             "norm and sum", 2 * layers, 2 * row * (stream + product),

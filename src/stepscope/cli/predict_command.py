@@ -27,8 +27,9 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 4
     """Sequences per step and rank."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure,
-    bfloat16-master (bfloat16 with float32 master weights)."""
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast,
+    and the residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32
+    master weights)."""
     attention: str = "reference"
     """Attention implementation (`list attentions`)."""
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"

@@ -50,6 +50,12 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     help: str
     master: bool = False
     """The optimizer keeps a float32 copy of the weights and updates that one."""
+    narrow_stream: bool = False
+    """The residual stream has the format of the matrix products, not that of the weights."""
+
+    @property
+    def stream(self) -> str:
+        return self.compute if self.narrow_stream else self.weights
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -75,6 +81,14 @@ PRECISIONS: dict[str, Precision] = {
             compute="bfloat16",
             autocast=True,
             help="float32 weights, bfloat16 autocast",
+        ),
+        Precision(
+            name="bfloat16-stream",
+            weights="float32",
+            compute="bfloat16",
+            autocast=True,
+            narrow_stream=True,
+            help="float32 weights, bfloat16 autocast, the residual stream in bfloat16 too",
         ),
         Precision(
             name="float16",
@@ -105,6 +119,7 @@ _ALIASES = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
+    "bf16-stream": "bfloat16-stream",
     "bf16-pure": "bfloat16-pure",
     "bf16-master": "bfloat16-master",
 }

@@ -161,7 +161,8 @@ def activation_bytes(
     stream = tokens * config.d_model  # elements of one activation of the residual stream's width
     hidden = tokens * config.d_ff
     # Autocast casts the norm's float32 output anew for each product that reads it.
-    readers = {"q, k, v": 3, "w1, w3": 2} if precision.autocast else {"q, k, v": 1, "w1, w3": 1}
+    cast = precision.autocast and not precision.narrow_stream
+    readers = {"q, k, v": 3, "w1, w3": 2} if cast else {"q, k, v": 1, "w1, w3": 1}
 
     block = {
         "attention norm": _norm_bytes(tokens, config.d_model),

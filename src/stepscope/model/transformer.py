@@ -1,7 +1,8 @@
 """The Transformer language model under study: pre-norm, rotary positions, SwiGLU, untied head.
 
 The residual stream has the weights' format: under autocast the matrix products answer in the lower
-format, and adding their answer to the float32 stream leaves a float32 stream.
+format, and adding their answer to the float32 stream leaves a float32 stream. With `narrow_stream`
+it has the lower format from the embedding on, and half the bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from stepscope.attention import attention as default_attention
 from stepscope.model.config import ModelConfig
 from stepscope.model.kernels import linear_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.launching import product_format
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -126,9 +128,11 @@ class TransformerLM(nn.Module):
         checkpoint: tuple[int, ...] = (),
         joined: bool = False,
         keep: tuple[str, ...] = (),
+        narrow_stream: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.narrow_stream = narrow_stream
         self.context = config.context
         self.checkpoint = checkpoint
         self.joined = joined
@@ -160,6 +164,8 @@ class TransformerLM(nn.Module):
             )
         with named("embedding"):
             x = self.embedding(tokens)
+            if self.narrow_stream:
+                x = x.to(product_format(x))
         # Under the compiler the plain form runs, which it fuses itself.
         joined = self.joined and not torch.compiler.is_compiling()
         x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)

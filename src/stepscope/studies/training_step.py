@@ -71,6 +71,7 @@ class TrainingStep:
             checkpoint=workload.stretches(),
             joined=workload.joined,
             keep=workload.kept(),
+            narrow_stream=form.narrow_stream,
         )
         if shares is not None:
             adopt_weights(self.model, shares.model)

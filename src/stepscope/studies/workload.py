@@ -77,10 +77,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         form = precision(self.dtype)
         if self.own:
             check_name(self.own)
-            if self.checkpoint not in (NONE, "1") or form.master:
+            if self.checkpoint not in (NONE, "1") or form.master or form.narrow_stream:
                 raise UsageError(
                     f"{self.own} has no checkpoint={self.checkpoint} in {self.dtype}",
-                    "a model of your own has --checkpoint no or 1, and no master weights",
+                    "a model of your own has --checkpoint no or 1, no master weights, and the"
+                    " stream that its author gave it",
                 )
         self.stretches()
         self._check_joined()

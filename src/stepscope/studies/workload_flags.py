@@ -36,8 +36,9 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch: tuple[int, ...] = (4,)
     """Sequences per step."""
     dtype: tuple[str, ...] = ("float32",)
-    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-pure,
-    bfloat16-master (bfloat16 with float32 master weights)."""
+    """Number formats: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast,
+    and the residual stream in bfloat16 too), bfloat16-pure, bfloat16-master (bfloat16 with float32
+    master weights)."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's own), … (`list attentions`)."""
     compile: tuple[str, ...] = ("no",)

@@ -83,7 +83,7 @@ class Play:
     ) -> None:
         self.plan = plan
         form = precision(plan.dtype)
-        self.width = _WIDTHS[form.weights]
+        self.width, self.stream_width = _WIDTHS[form.weights], _WIDTHS[form.stream]
         self.master = form.master
         blocks = CachingAllocator(limit if enforced else None)
         self.memory = Memory(blocks if plan.device == "cuda" else ExactAllocator(), watched, limit)
@@ -212,6 +212,7 @@ class Play:
                 "lookup", self.memory.buffer(stream * self.width), stream, self.width,
                 (self.embedding,), lambda _: (self.memory.buffer(table),),
             )  # fmt: skip
+            x = self.ops.cast(x, self.stream_width)
         x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.stretches())
         with tape.inside("norm"):
             if isinstance(self.layers, JoinedLayers):

@@ -127,6 +127,14 @@ def _has_room(compute: torch.dtype) -> bool:
     return compute != torch.float16
 
 
+def _scaled(made: list[Tensor], factor: Tensor) -> list[Tensor]:
+    # In the wider format: torch would round a factor on the GPU to the narrower one first.
+    return [
+        (each.to(torch.promote_types(each.dtype, factor.dtype)) * factor).to(each.dtype)
+        for each in made
+    ]
+
+
 def _scale(made: list[Tensor], factor: Tensor) -> list[Tensor]:
     """In place: at the start of a backward memory is at its peak."""
     if kernels_take(*made):
@@ -202,7 +210,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
 def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Never in place and without kernels: this is only traced, and while a backward is traced torch
     does not say that it compiles."""
-    return _differentiate(ctx, grad, lambda made, factor: [each * factor for each in made])
+    return _differentiate(ctx, grad, _scaled)
 
 
 _operator.register_autograd(_differentiate_traced, setup_context=_save)

@@ -87,7 +87,10 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value not in known:
                 raise unknown_name(kind, value, known)
-        precision(self.dtype)
+        if precision(self.dtype).narrow_stream:
+            raise UsageError(
+                f"the residual stream of {self.model} is its author's", "take bfloat16"
+            )
 
     @property
     def key(self) -> str:

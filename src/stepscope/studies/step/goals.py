@@ -10,6 +10,7 @@ import msgspec
 
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model.checkpointing import NONE
+from stepscope.model.config import precision
 from stepscope.model.memory import ALL, GATES, INPUTS
 from stepscope.studies.step.ladder import start
 from stepscope.studies.workload import Workload
@@ -83,7 +84,7 @@ SIDES = {
     "peer": "the peer",
     "ours": "ours",
     "spare": "ours with less kept",
-    "as made": "ours with gradients as products make them",
+    "narrow": "ours with narrower formats",
 }
 
 
@@ -100,6 +101,7 @@ class Racer(NamedTuple):
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
             *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
+            *(["narrow stream"] if precision(w.dtype).narrow_stream else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
             *([f"{_UPDATES[w.optimizer]} in backward"] if w.optimizer in _UPDATES else []),
@@ -171,11 +173,11 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)
     yield _racer("ours", ours, compile="block", graph=True)
-    # Gradients in another format than the peer's: no form of the same row.
+    # Gradients in another format than the peer's, and a stream: no forms of the same row.
+    made = msgspec.structs.replace(beside, keep=keep, graph=True, optimizer=AS_MADE)
+    yield _racer("narrow", made)
     for attention in ("auto", wanted.other_attention):
-        yield _racer(
-            "as made", beside, keep=keep, graph=True, optimizer=AS_MADE, attention=attention
-        )
+        yield _racer("narrow", made, dtype=f"{wanted.dtype}-stream", attention=attention)
     if wanted.spare:
         yield _racer("spare", beside, keep=INPUTS)
 

@@ -42,6 +42,12 @@ RUNGS: dict[str, Rung] = {
         Rung("graph", "the step as a CUDA graph", {"graph": True}),
         Rung("as-made", "gradients as products make them", {"optimizer": AS_MADE}, stays=False),
         Rung(
+            "narrow-stream",
+            "gradients as made, bfloat16 residual stream",
+            {"dtype": "bfloat16-stream", "optimizer": AS_MADE},
+            stays=False,
+        ),
+        Rung(
             "master",
             "bfloat16 with float32 master weights",
             # Their gradients are made within the optimizer's step, which our kernel cannot capture.

@@ -44,10 +44,11 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
         ),
         rows=tuple(rows),
         caption="Both in turns, sample by sample, on the same weights in one process; the peer has"
-        " torch's fused AdamW. Formats of weights, gradients and moments are the same, but for rows"
-        " with gradients as made: there they reach the update in the format of the products, which"
-        " the peer's were rounded to before they became float32. MFU counts causal attention once"
-        " and nothing twice.",
+        " torch's fused AdamW. Formats are the same, but for rows with narrower formats: there"
+        " gradients of the blocks' products reach the update in the format of the products, which"
+        " the peer's were rounded to before they became float32, and with a narrow stream the"
+        " residual stream has that format too. MFU counts causal attention once and nothing"
+        " twice.",
     )
 
 
@@ -66,7 +67,7 @@ def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
             f"{MEMORY_AIM:g}×",
         )  # fmt: skip
     yield from _spare_row(race, peer.median)
-    yield from _time_row(race, "as made", f"{race.name}, gradients as made")
+    yield from _time_row(race, "narrow", f"{race.name}, narrower formats")
 
 
 def _time_row(race: Race, side: str, name: str) -> Iterator[tuple[Cell, ...]]:
