@@ -17,7 +17,7 @@
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 # Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
-# loss:as-made trains that rung alone, with all below it.
+# loss:as-made,narrow-stream trains these rungs alone, with all below it.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
 #   WORK        where they are kept meanwhile (stepscope-out/step)
@@ -27,8 +27,8 @@ python=${PYTHON:-.venv/bin/python}
 results=${RESULTS:-results}
 work=${WORK:-stepscope-out/step}
 mkdir -p "$results" "$work"
-# Compiled whole, a model takes minutes: with one attention, which is a few percent of a step here,
-# and replayed where launches leave gaps, which is at context 512.
+# Compiled whole, a model takes minutes: with one attention, the one that is faster in blocks, and
+# replayed where launches leave gaps, which is at context 512.
 forms=('peer: block' 'backward graph' 'spare')
 
 run() { # FOLDER SECONDS WORDS...
@@ -53,7 +53,7 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
 
 race() { # RACE MODE: of the model that is compiled whole, which is tried last
     run "$1" 340 step --part race --race "$1" --heat-seconds 130 --form-seconds 150 \
-        --forms "${forms[@]}" "peer: model $2 sdpa_flash"
+        --forms "${forms[@]}" "peer: model $2 sdpa_cudnn"
     keep "step-$1" "$1"
 }
 
