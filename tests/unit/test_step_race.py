@@ -17,10 +17,12 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.patience import TookTooLong
 from stepscope.studies.registry import find_study
-from stepscope.studies.step import StepFlags
+from stepscope.studies.step import StepFlags, race
 from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
 from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.rows import races
+from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import Workload
 
 STUDY = find_study("step")
 
@@ -112,6 +114,31 @@ def test_a_race_tries_each_form_alone_and_lets_go_of_it() -> None:
     assert not any(name.endswith("joules") for name in made.quantities)
 
 
+@pytest.mark.parametrize("fastest", ["reference", "sdpa"])
+def test_the_last_that_was_tried_is_not_built_again(
+    fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    plain = race.TrainingStep
+
+    def watched(work: Workload, *how: Any, **named: Any) -> TrainingStep:
+        built.append(work.attention)
+        return plain(work, *how, **named)
+
+    def timed(entry: race.Entry, *_: Any) -> list[float]:
+        return [1.0 if entry.racer.workload.attention == fastest else 2.0]
+
+    monkeypatch.setattr(race, "TrainingStep", watched)
+    monkeypatch.setattr(race, "_timed", timed)
+    config = tiny_race_config()
+    assert config["racers"][-1][1]["attention"] == "reference"
+    made = measure_race(config, Silent())  # type: ignore[arg-type]
+    assert made.notes["best.peer"] == f"peer: eager {fastest}"
+    # Tried, and once more to race but for what is still there.
+    assert built.count("reference") == 1
+    assert built.count("sdpa") == (3 if fastest == "sdpa" else 2)
+
+
 def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,7 +156,7 @@ def test_a_form_that_takes_too_long_is_out_and_the_others_race(
 ) -> None:
     plain = Field._try
 
-    def slow(field: Field, racer: Racer, *how: Any) -> Heat:
+    def slow(field: Field, racer: Racer, *how: Any) -> tuple[race.Entry, Heat]:
         if racer.workload.attention == "reference":
             # As its alarm would, whenever that rings.
             raise TookTooLong("not done after 3 s")
@@ -148,7 +175,7 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
         step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
         for peer in (4.0, 3.0, 5.0)
     ]
-    (race,) = races(records)
-    ratio = race.ratio()
+    (only,) = races(records)
+    ratio = only.ratio()
     assert ratio is not None
     assert ratio.value == pytest.approx(1.5, rel=0.05)

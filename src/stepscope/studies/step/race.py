@@ -3,7 +3,8 @@
 All share one set of weights and moments, so that a model of which one fits can be raced in several
 forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
 was compiled for it, so none is short of memory because of another. The fastest of each side are
-then built once more, from the compiler's caches, and take turns, sample by sample, in this process.
+then built once more, from the compiler's caches, and take turns, sample by sample, in this process;
+the last that was tried stays where it is among them, since a whole model takes long even so.
 Last, each of them runs on its own without a pause, for what power does to it.
 """
 
@@ -64,7 +65,8 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
             field.notes[f"out.{racer.name}"] = "not tried: the time for heats was over"
             continue
         bench.progress(place, len(racers), f"heat of {racer.name}")
-        field.heat(racer, config["heat_steps"], config["form_seconds"])
+        last = place == len(racers) - 1
+        field.heat(racer, config["heat_steps"], config["form_seconds"], last=last)
     if {"peer", "ours"} - field.fastest.keys():
         said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
         raise CaseSkipped(f"no race: {said}")
@@ -123,22 +125,26 @@ class Field:
         begin_moments(self._owner.optimizer)
         self.fastest: dict[str, Racer] = {}
         self._times: dict[str, float] = {}
+        self._ready: dict[str, Entry] = {}
         self.notes: dict[str, str] = {}
 
     def entry(self, racer: Racer) -> Entry:
         """Built and run once; nothing of that step is left to disturb another's capture."""
+        if racer.name in self._ready:
+            return self._ready[racer.name]
         entry = Entry(racer, TrainingStep(racer.workload, self._bench.device, shares=self._owner))
         entry.run()
         self._bench.device.synchronize()
         forget_steps(entry.step)
         return entry
 
-    def heat(self, racer: Racer, steps: int, seconds: float) -> None:
+    def heat(self, racer: Racer, steps: int, seconds: float, *, last: bool = False) -> None:
+        """The last of all stays ready if it is the fastest of its side."""
         from stepscope.measure.patience import TookTooLong, at_most
 
         try:
             with at_most(seconds):
-                heat = self._try(racer, steps, self._bench.device)
+                entry, heat = self._try(racer, steps, self._bench.device)
         except CaseSkipped as skipped:
             self.notes[f"out.{racer.name}"] = f"refused: {skipped}"
         except TookTooLong as late:
@@ -152,9 +158,15 @@ class Field:
             self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
             if heat.ms < self._times.get(racer.side, float("inf")):
                 self.fastest[racer.side], self._times[racer.side] = racer, heat.ms
+                if last:
+                    forget_steps(entry.step)
+                    self._ready[racer.name] = entry
+                    self._bench.device.release()
+                    return
+            del entry
         self._let_go(racer)
 
-    def _try(self, racer: Racer, steps: int, device: Device) -> Heat:
+    def _try(self, racer: Racer, steps: int, device: Device) -> tuple[Entry, Heat]:
         began = time.monotonic()
         held = device.held_bytes()
         device.reset_peak()
@@ -169,7 +181,7 @@ class Field:
         elif peak is not None:
             # Weights and moments were there before and count for this form too.
             peak = peak - held + self._shared_bytes(entry.step)
-        return Heat(
+        return entry, Heat(
             ms=statistics.median(samples), first_s=first_s,
             peak_bytes=None if peak is None else float(peak),
         )  # fmt: skip
