@@ -86,11 +86,11 @@ def compile_tile(kind: str, tile: Tile, head: int, dtype: str, *, causal: bool, 
         options["maxnreg"] = tile.registers
     made = triton.compile(source, target=HOPPER, options=options)
     return Card(
-        *_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"].count("wgmma.mma")
+        *resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"].count("wgmma.mma")
     )
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
