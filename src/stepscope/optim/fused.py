@@ -15,9 +15,7 @@ In a CUDA graph, with `capturable=True`:
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,13 +24,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.adamw import AdamW
+from stepscope.triton_here import HAS_TRITON, format_taken, interpreted
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings, Rule
     from stepscope.optim.triton_adamw import Formats, Row, Settings, Table
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_SEED = (1 << 31) - 1
 
 
@@ -223,23 +220,14 @@ def rules(groups: tuple[dict[str, Any], ...]) -> tuple[Rule, ...]:
 
 
 def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
-    if not _HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
+    if not HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
         return False
     formats = (parameter.dtype, gradient.dtype)
     if not all(map(format_taken, formats)) or not parameter.numel():
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
-    return parameter.is_cuda or _interpreted()
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def format_taken(dtype: torch.dtype) -> bool:
-    """The interpreter computes bfloat16 wrongly."""
-    return dtype in _FORMATS and not (dtype == torch.bfloat16 and _interpreted())
+    return parameter.is_cuda or interpreted()
 
 
 def _settings(group: dict[str, Any], steps: float) -> Settings:

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.beside import Beside, offered
-from stepscope.optim.fused import Copies, FusedAdamW, format_taken, kernel_takes, rules
+from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
+from stepscope.triton_here import format_taken
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from stepscope.model.kernels.launching import interpreted, kernels_take
+from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import WIDEST
+from stepscope.triton_here import interpreted
 
 MOST_TOKENS, MOST_ROWS_INTERPRETED = 4096, 1024
 MOST_COMPARED = 1 << 27

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stepscope.model.kernels.launching import format_taken, kernels_take
+from stepscope.model.kernels.launching import kernels_take
+from stepscope.triton_here import format_taken
 
 WIDEST = 16_384
 """Columns of a row that a program still holds in registers."""
