@@ -112,7 +112,7 @@ def tiny_race_config(**changes: Any) -> dict[str, Any]:
     config = msgspec.json.decode(msgspec.json.encode(case.config))
     for racer in config["racers"]:
         racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
-    return config | changes
+    return config | {"steady_seconds": 0.0} | changes
 
 
 def compile_record(

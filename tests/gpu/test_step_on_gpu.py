@@ -14,7 +14,7 @@ from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step import StepFlags
 from stepscope.studies.step.goals import Heat, racers
-from stepscope.studies.step.race import Field
+from stepscope.studies.step.race import Field, Steps
 from stepscope.studies.step.training import measure_loss
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
@@ -255,7 +255,7 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     alone = list({racer.name: racer for racer in forms}.values())
     field = Field(alone[0], Silent(device))
     for racer in alone:
-        field.heat(racer, steps=3, seconds=60.0)
+        field.heat(racer, Steps(3), seconds=60.0)
     assert set(field.fastest) == {"peer", "ours", "narrow"}, field.notes
     assert not any(key.startswith("out.") for key in field.notes), field.notes
     entries = [field.entry(racer) for racer in field.fastest.values()]

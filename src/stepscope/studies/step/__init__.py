@@ -179,7 +179,7 @@ class Step(Study[StepFlags]):
                 key=f"race-{name}{chosen}",
                 config={"kind": "race", "race": name, "dtype": goal(name).dtype}
                 | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
-                | {"heat_steps": 3, "heat_seconds": flags.heat_seconds}
+                | {"heat_steps": 3, "steady_seconds": 1.0, "heat_seconds": flags.heat_seconds}
                 | {"form_seconds": flags.form_seconds, "min_seconds": flags.min_seconds},
                 needs=(
                     workload.needs()[:1]

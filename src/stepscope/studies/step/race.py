@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -32,12 +32,19 @@ if TYPE_CHECKING:
 
 _WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
 """Steps of a heat, or fewer where they take longer than these seconds together."""
-_STEADY_S, _MOST_STEPS = 1.0, 50
-"""As many steps more as begin within this time: the fastest forms of a side are 1 % apart."""
+_MOST_STEPS = 50
 _UNBROKEN_S = 1.5
 """How long each side runs without a pause for its energy, after a lead."""
 _FORMS = 64
 """How often the same code is compiled here: more often than torch.compile thinks sensible."""
+
+
+class Steps(NamedTuple):
+    """Of a heat: so many, and more until so much time has passed. The fastest forms of a side are
+    1 % apart."""
+
+    least: int
+    seconds: float = 0.0
 
 
 class Entry:
@@ -68,7 +75,8 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
             continue
         bench.progress(place, len(racers), f"heat of {racer.name}")
         last = place == len(racers) - 1
-        field.heat(racer, config["heat_steps"], config["form_seconds"], last=last)
+        steps = Steps(config["heat_steps"], config["steady_seconds"])
+        field.heat(racer, steps, config["form_seconds"], last=last)
     if {"peer", "ours"} - field.fastest.keys():
         said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
         raise CaseSkipped(f"no race: {said}")
@@ -140,7 +148,7 @@ class Field:
         forget_steps(entry.step)
         return entry
 
-    def heat(self, racer: Racer, steps: int, seconds: float, *, last: bool = False) -> None:
+    def heat(self, racer: Racer, steps: Steps, seconds: float, *, last: bool = False) -> None:
         """The last of all stays ready if it is the fastest of its side."""
         from stepscope.measure.patience import TookTooLong, at_most
 
@@ -168,14 +176,14 @@ class Field:
             del entry
         self._let_go(racer)
 
-    def _try(self, racer: Racer, steps: int, device: Device) -> tuple[Entry, Heat]:
+    def _try(self, racer: Racer, steps: Steps, device: Device) -> tuple[Entry, Heat]:
         began = time.monotonic()
         held = device.held_bytes()
         device.reset_peak()
         entry = self.entry(racer)
         first_s = time.monotonic() - began
-        _timed(entry, device, _WARM_UP, _WARM_UP_S)
-        samples = _timed(entry, device, steps, _HEAT_S, _STEADY_S)
+        _timed(entry, device, Steps(_WARM_UP), _WARM_UP_S)
+        samples = _timed(entry, device, steps, _HEAT_S)
         peak = device.peak_bytes()
         if held is None:
             # Tensors are not counted here, and the resident set is that of all forms.
@@ -214,14 +222,11 @@ class Field:
         return size([*step.model.parameters(), *step.model.buffers(), *state])
 
 
-def _timed(
-    entry: Entry, device: Device, steps: int, most_s: float, least_s: float = 0.0
-) -> list[float]:
-    """Milliseconds of so many steps, or of as many as begin within the most that they may take; of
-    more where they take less than the least."""
+def _timed(entry: Entry, device: Device, steps: Steps, most_s: float) -> list[float]:
+    """Milliseconds of each, of those that begin within the most that they may take."""
     samples: list[float] = []
-    while (len(samples) < steps and sum(samples) < most_s * 1e3) or (
-        len(samples) < _MOST_STEPS and sum(samples) < least_s * 1e3
+    while (len(samples) < steps.least and sum(samples) < most_s * 1e3) or (
+        len(samples) < _MOST_STEPS and sum(samples) < steps.seconds * 1e3
     ):
         device.synchronize()
         start = time.perf_counter()
