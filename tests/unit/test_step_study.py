@@ -264,6 +264,9 @@ class TestPage:
         assert (ours[0], ours[3], ours[7]) == ("xl-512", "b", "below")
         assert (narrow[0], narrow[3]) == ("xl-512, narrower formats", "c")
         assert narrow[6:8] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
+        held = self.blocks(record).values()
+        told = " ".join(each.text for each in held if isinstance(each, Finding))
+        assert "With narrower formats it takes 100 ms, the peer 1.40 times as long." in told
 
     def test_small_is_held_against_the_clock(self) -> None:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})

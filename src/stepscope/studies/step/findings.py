@@ -118,9 +118,16 @@ def _race(race: Race) -> Iterator[Finding]:
     rate = f", {percent(share)} of the rate of its format" if share is not None else ""
     faster = ratio.value >= 1
     times = number(ratio.value if faster else 1 / ratio.value, 3)
+    narrow, over = race.times("narrow"), race.ratio("narrow")
+    also = ""
+    if narrow is not None and over is not None:
+        also = (
+            f" With narrower formats it takes {duration(narrow.median)}, the peer"
+            f" {number(over.value, 3)} times as long."
+        )
     yield Finding(
         text=f"{race.name}: ours takes {duration(ours.median)}{rate}; that is {times} times as"
         f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"
-        f" ({race.form('peer')}).",
+        f" ({race.form('peer')}).{also}",
         tone="good" if faster else "warn",
     )
