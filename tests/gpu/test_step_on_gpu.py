@@ -228,10 +228,11 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
         {"joined": True, "keep": "inputs"},
         {"joined": True, "keep": "gates", "optimizer": ("stepscope-in-backward",)},
         {"joined": True, "optimizer": ("stepscope-in-backward",), "graph": True},
+        {"joined": True, "optimizer": ("stepscope-as-made",), "graph": True},
     ],
-    ids=["fused", "joined", "inputs kept", "in backward", "a graph"],
+    ids=["fused", "joined", "inputs kept", "in backward", "a graph", "gradients as made"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure"])
 def test_the_fused_pieces_learn_as_the_plain_ones(
     device: CudaDevice, dtype: str, more: dict[str, Any]
 ) -> None:
