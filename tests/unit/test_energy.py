@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -56,6 +58,7 @@ class Metered(FakeDevice):
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
     monkeypatch.setattr(energy, "time", made)
+    monkeypatch.setattr(energy, "_watched", nullcontext)
     return made
 
 
@@ -105,12 +108,33 @@ def test_a_host_that_looks_at_every_move_is_within_one_at_each_end(
     clock = FakeClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(energy, "time", clock)
+        patch.setattr(energy, "_watched", nullcontext)
         found = measured(Metered(clock), host_s, device_s)
     each_s = max(host_s, device_s)
     # Where host and device are equally fast, a look at the counter comes on top.
     assert found.step_ms == pytest.approx(1e3 * each_s, abs=1.1)
     spent_j = BUSY_W * device_s + IDLE_W * (each_s - device_s)
     assert found.joules == pytest.approx(spent_j, abs=2 * found.resolution + 0.0011 * IDLE_W)
+
+
+class Ticking(CpuDevice):
+    """Its counter moves at every look."""
+
+    joules = 0.0
+
+    def energy_j(self) -> float:
+        self.joules += 1.0
+        return self.joules
+
+
+def test_a_host_that_is_stuck_in_a_step_misses_no_move() -> None:
+    meter = energy._Meter(Ticking())
+    with energy._watched(meter):
+        time.sleep(0.3)
+    assert len(meter.moves) >= 3
+    after = len(meter.moves)
+    time.sleep(0.05)
+    assert len(meter.moves) == after
 
 
 @pytest.mark.parametrize(("step_s", "after_the_lead", "in_all"), [(5.0, 2, 3), (7.0, 1, 2)])

@@ -2,17 +2,20 @@
 
 The driver adds to its counter some tens of times a second, and a device at its power cap takes a
 moment to settle at a lower clock, from which every pause lets it recover. So there is none: the
-next steps are queued already while the host watches the counter. What counts ends with its last
-move and began a whole number of steps before, so that it has no phase of a step once too often.
+next steps are queued already while the host watches the counter, on a thread of its own too, since
+a host may be stuck in a step for as long as it takes. What counts ends with its last move and began
+a whole number of steps before, so that it has no phase of a step once too often.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +30,7 @@ _LEAST_STEPS = 2
 _AHEAD_S, _MOST_AHEAD = 0.02, 64
 """How much is queued while the host sleeps, one step at least."""
 _POLL_S, _READING_EVERY_S = 0.001, 0.1
+_LOOK_EVERY_S = 0.005
 
 
 class Energy(NamedTuple):
@@ -51,7 +55,7 @@ def measure_energy(
         return device.energy_missing
     meter = _Meter(device)
     device.synchronize()
-    with no_collection():
+    with no_collection(), _watched(meter):
         stretch = _run_on(step, device, meter, seconds)
     counted = _counted(meter.moves, stretch)
     if counted is None:
@@ -94,11 +98,16 @@ class _Meter:
         self._device = device
         self._said = device.energy_j()
         self._looked_s = self._read_s = time.monotonic()
+        self._one_at_a_time = threading.Lock()
         self.moves: list[tuple[float, float]] = []
         """When the counter was seen to have moved, and what it said then."""
         self.clocks: list[float] = []
 
     def look(self) -> None:
+        with self._one_at_a_time:
+            self._look()
+
+    def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked_s < _POLL_S:
             return
@@ -112,6 +121,26 @@ class _Meter:
             clock = self._device.read().sm_clock_mhz
             if clock is not None:
                 self.clocks.append(clock)
+
+
+@contextmanager
+def _watched(meter: _Meter) -> Iterator[None]:
+    """Looked at every few milliseconds, whatever the host does meanwhile."""
+    over = threading.Event()
+
+    def watch() -> None:
+        # What goes wrong here the host meets as well, and says so.
+        with suppress(Exception):
+            while not over.wait(_LOOK_EVERY_S):
+                meter.look()
+
+    watcher = threading.Thread(target=watch, name="energy counter", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def _run_on(step: Callable[[], object], device: Device, meter: _Meter, seconds: float) -> _Stretch:

@@ -41,7 +41,7 @@ def power_table(raced: Sequence[Race]) -> Iterator[Table]:
                 ),
             ),
             rows=tuple(rows),
-            caption="Each alone, step after step for one and a half seconds or two steps, after the"
+            caption="Each alone, step after step for 1.5 to 4 s or two steps, after the"
             " clock has settled; by the device's own counter, ± one move of it.",
         )
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
 """Steps of a heat, or fewer where they take longer than these seconds together."""
 _MOST_STEPS = 50
-_UNBROKEN_S = 1.5
+_UNBROKEN_S = 4.0
 """How long each side runs without a pause for its energy, after a lead."""
 _FORMS = 64
 """How often the same code is compiled here: more often than torch.compile thinks sensible."""
