@@ -1,0 +1,194 @@
+"""Which of cuBLAS's kernels lasts longest on a joule, for each product of a training step?
+
+    python benchmarks/products_at_the_cap.py
+    python benchmarks/products_at_the_cap.py xl-512 2.7b-2048 --seconds 0.4
+
+torch takes the first kernel that cuBLAS's rules name for a product. Here every named one runs
+without a pause for so long that the power cap acts; what is fastest then takes the least energy.
+Joined products of one block, forward and backward, in the formats of our step. Then the block as a
+whole, by torch's kernels and by the chosen ones, in turns, for time and joules. About half a minute
+for a race on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from cublaslt import Kernel, Plan, Product
+from torch import Tensor
+
+from stepscope.analysis.products import block_groups
+from stepscope.measure.device import Device, pick_device
+from stepscope.measure.energy import Energy, measure_energy
+from stepscope.model.config import ModelConfig
+from stepscope.model.kernels.products import wide_product
+from stepscope.studies.step.goals import GOALS, racers
+
+SETS = 3
+"""Of operands, so that none lies in the cache because of the launch before."""
+LEAD_S, WHOLE_S, TURNS = 0.1, 3.0, 2
+RACES = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
+
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """A product of one block."""
+
+    name: str
+    pairs: list[tuple[Tensor, Tensor]]
+    out: Tensor
+
+    def by_torch(self) -> None:
+        for a, b in self.pairs:
+            wide_product(a, b, self.out.dtype)
+
+    def by(self, plan: Plan, kernel: Kernel) -> Call:
+        def run() -> None:
+            for a, b in self.pairs:
+                plan.launch(kernel, a, b, self.out)
+
+        return run
+
+    @property
+    def flops(self) -> int:
+        a, b = self.pairs[0]
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
+    def drawn(rows: int, columns: int) -> list[Tensor]:
+        shape = (rows, columns)
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
+
+    def made(name: str, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Case:
+        pairs = list(zip(left, right, strict=True))
+        rows, columns = left[0].shape[0], right[0].shape[1]
+        return Case(name, pairs, torch.empty(rows, columns, device="cuda", dtype=dtype))
+
+    for group in block_groups(config, joined=True):
+        x, weight = drawn(tokens, group.into), drawn(group.out, group.into)
+        grad = drawn(tokens, group.out)
+        narrow, wide = torch.bfloat16, torch.float32
+        yield made(f"{group.name}, forward", x, [w.T for w in weight], narrow)
+        yield made(f"{group.name}, towards the input", grad, weight, narrow)
+        yield made(f"{group.name}, towards the weight", [g.T for g in grad], x, wide)
+
+
+def captured(work: Call) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    work()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def sustained_ms(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Of one replay among others like it, after a lead."""
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    each_s = time.perf_counter() - began
+    lead, counted = (max(2, int(s / each_s)) for s in (LEAD_S, seconds))
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(lead):
+        graph.replay()
+    first.record()
+    for _ in range(counted):
+        graph.replay()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / counted
+
+
+def chosen(case: Case, seconds: float) -> tuple[Call, str]:
+    """The kernel that is fastest at the cap, torch's own among them, and a line about it."""
+    usual = sustained_ms(captured(case.by_torch), seconds) / SETS
+    best: tuple[float, Call] = (usual, case.by_torch)
+    product = Product.of(*case.pairs[0], case.out)
+    assert product is not None
+    plan = Plan(product, case.out.device)
+    named = plan.kernels()
+    for kernel in named:
+        run = case.by(plan, kernel)
+        took = sustained_ms(captured(run), seconds) / SETS
+        if took < best[0]:
+            best = took, run
+    rates = [case.flops / ms * 1e-9 for ms in (usual, best[0])]
+    return best[1], (
+        f"{case.name:<30} {usual * 1e3:>8.1f} {rates[0]:>8.0f} {best[0] * 1e3:>8.1f}"
+        f" {rates[1]:>8.0f} {usual / best[0]:>7.3f}  of {len(named)}"
+    )
+
+
+def in_a_row(calls: list[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def compared(name: str, device: Device, seconds: float) -> None:
+    work = racers(name)[0].workload
+    held = list(cases(work.model(), work.batch * work.context))
+    print(f"\n{name}, a block{'':<17} {'torch µs':>8} {'TFLOP/s':>8} {'best µs':>8} {'TFLOP/s':>8}")
+    best: list[Call] = []
+    for case in held:
+        call, line = chosen(case, seconds)
+        best.append(call)
+        print(line, flush=True)
+    graphs = {
+        "torch": captured(in_a_row([case.by_torch for case in held])),
+        "chosen": captured(in_a_row(best)),
+    }
+    found: dict[str, list[Energy]] = {side: [] for side in graphs}
+    for _ in range(TURNS):
+        for side, graph in graphs.items():
+            taken = measure_energy(graph.replay, device, WHOLE_S)
+            if isinstance(taken, str):
+                print(taken)
+                return
+            found[side].append(taken)
+    for side, taken_by in found.items():
+        ms, joules, watts = (
+            statistics.mean(getattr(each, field) for each in taken_by)
+            for field in ("step_ms", "joules", "watts")
+        )
+        print(f"{side:<30} {ms / SETS:.3f} ms {joules / SETS:.3f} J {watts:.0f} W")
+    times = [statistics.mean(each.step_ms for each in found[side]) for side in graphs]
+    print(f"the chosen ones are {times[0] / times[1]:.3f} times as fast")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("races", nargs="*", default=list(RACES), help=f"of {', '.join(RACES)}")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each kernel (0.2)")
+    options = parser.parse_args()
+    unknown = [name for name in options.races if name not in GOALS]
+    if unknown:
+        print(f"no race: {', '.join(unknown)}; there are {', '.join(RACES)}")
+        return 2
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    device = pick_device("cuda")
+    print(f"{device.name}, torch {torch.__version__}")
+    for name in options.races:
+        compared(name, device, options.seconds)
+        device.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
