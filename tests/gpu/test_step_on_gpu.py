@@ -232,7 +232,9 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
     ],
     ids=["fused", "joined", "inputs kept", "in backward", "a graph", "gradients as made"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure", "bfloat16-master"]
+)
 def test_the_fused_pieces_learn_as_the_plain_ones(
     device: CudaDevice, dtype: str, more: dict[str, Any]
 ) -> None:

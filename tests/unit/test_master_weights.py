@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepscope.optim import AdamW, MasterWeights
+from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
 
 
 def model_of(dtype: torch.dtype) -> torch.nn.Linear:
@@ -93,3 +93,80 @@ def test_parameters_without_gradient_stay() -> None:
     optimizer.step()
     assert torch.equal(model.bias, before)
     assert model.bias not in optimizer.state
+
+
+@pytest.fixture(params=["kernel", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By the kernel, in the interpreter, which has float16; or where it does not run."""
+    if request.param == "plain":
+        for module in ("in_backward", "fused"):
+            monkeypatch.setattr(f"stepscope.optim.{module}.kernel_takes", lambda *_: False)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("form")
+def test_in_one_launch_it_is_the_same() -> None:
+    models = [model_of(torch.float16) for _ in range(2)]
+    around = MasterWeights(models[0].parameters(), AdamW, lr=1e-3)
+    fused = FusedAdamW(models[1].parameters(), lr=1e-3, master=True)
+    for seed in range(4):
+        for model, optimizer in zip(models, (around, fused), strict=True):
+            set_gradients(model, seed)
+            optimizer.step()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        held, made = around.state[a], fused.state[b]
+        assert set(held) == set(made)
+        assert {tensor.dtype for tensor in made.values()} == {torch.float32}
+        torch.testing.assert_close(made, held, rtol=2e-5, atol=1e-7)
+        assert torch.equal(b, made["master"].half())
+
+
+@pytest.mark.usefixtures("form")
+def test_in_the_backward_it_is_the_same() -> None:
+    x = torch.randn(3, 6, dtype=torch.float16)
+    models = [model_of(torch.float16) for _ in range(2)]
+    after = FusedAdamW(models[0].parameters(), lr=1e-2, master=True)
+    within = InBackwardAdamW(models[1].parameters(), lr=1e-2, master=True)
+    for _ in range(3):
+        for model, optimizer in zip(models, (after, within), strict=True):
+            model(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(after.state[a]["master"], within.state[b]["master"])
+
+
+@pytest.mark.usefixtures("form")
+def test_a_state_goes_from_one_to_the_other_without_being_rounded() -> None:
+    first, second = model_of(torch.float16), model_of(torch.float16)
+    around = MasterWeights(first.parameters(), AdamW, lr=1e-3)
+    for seed in range(3):
+        set_gradients(first, seed)
+        around.step()
+    second.load_state_dict(first.state_dict())
+    fused = FusedAdamW(second.parameters(), lr=1e-3, master=True)
+    fused.load_state_dict(copy.deepcopy(around.state_dict()))
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(fused.state[b]["master"], around.state[a]["master"])
+        assert torch.equal(fused.state[b]["exp_avg"], around.state[a]["exp_avg"])
+    for model, optimizer in ((first, around), (second, fused)):
+        set_gradients(model, 9)
+        optimizer.step()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_what_has_no_master_copy_is_updated_as_it_is() -> None:
+    plain, with_masters = model_of(torch.float32), model_of(torch.float32)
+    for model, optimizer in (
+        (plain, FusedAdamW(plain.parameters(), lr=1e-3)),
+        (with_masters, FusedAdamW(with_masters.parameters(), lr=1e-3, master=True)),
+    ):
+        set_gradients(model, 0)
+        optimizer.step()
+        assert all("master" not in state for state in optimizer.state.values())
+    for a, b in zip(plain.parameters(), with_masters.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="float32"):
+        FusedAdamW(plain.parameters(), master=True, stochastic_bfloat16_state=True)

@@ -65,7 +65,12 @@ class AdamW(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
             raise RuntimeError("AdamW needs dense gradients; use SparseAdam for sparse ones")
-        state = self._state_of(parameter, parameter.dtype)
+        self._apply_rule(parameter, gradient, self._state_of(parameter, parameter.dtype), group)
+
+    @staticmethod
+    def _apply_rule(
+        parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stepscope.optim.triton_adamw import Formats, Row, Settings, Table
 
 _LARGEST_SEED = (1 << 31) - 1
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
 class Copies(Protocol):
@@ -53,7 +54,9 @@ class FusedAdamW(AdamW):
     that small changes are kept on average: a quarter of the bytes of a step less, and not the same
     numbers. The chance comes from `seed` and the step, so a run repeats. `capturable` keeps the
     count of steps on the device, so that a step may be part of a CUDA graph. Where `copies` has one
-    of a parameter, it is written together with the parameter."""
+    of a parameter, it is written together with the parameter. `master` keeps 16-bit parameters in
+    float32 as well, in the state, and updates those: the state is that of `MasterWeights` around
+    AdamW, and no gradient is widened for it."""
 
     def __init__(
         self,
@@ -67,10 +70,14 @@ class FusedAdamW(AdamW):
         seed: int = 0,
         capturable: bool = False,
         copies: Copies | None = None,
+        master: bool = False,
     ) -> None:
         if capturable and stochastic_bfloat16_state:
             raise ValueError("a captured step would round by the same chance at every replay")
+        if master and stochastic_bfloat16_state:
+            raise ValueError("master weights have moments in float32")
         super().__init__(params, lr, betas, eps, weight_decay)
+        self._master = master
         self._by_chance = stochastic_bfloat16_state
         self._seed = seed
         self._capturable = capturable
@@ -114,8 +121,9 @@ class FusedAdamW(AdamW):
                         f" not {parameter.dtype} on {parameter.device}"
                     )
                 state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
-                place = len(gathered.get(_key(parameter, gradient, state, copy), ()))
-                key, row = _described(parameter, gradient, state, copy, place)
+                updated = self._updated(parameter)
+                place = len(gathered.get(_key(updated, gradient, state, copy), ()))
+                key, row = _described(updated, gradient, state, copy, place)
                 gathered.setdefault(key, []).append(parameter)
                 rows.setdefault(key, []).append(row)
                 groups.setdefault(key, []).append(group)
@@ -170,7 +178,8 @@ class FusedAdamW(AdamW):
                 steps = state["step"].add_(1).item()
                 seed = self._seed + int(steps)
                 own = settings.setdefault(_settings(group, steps), len(settings))
-                key, row = _described(parameter, gradient, state, self._copy_of(parameter), own)
+                updated, copy = self._updated(parameter), self._copy_of(parameter)
+                key, row = _described(updated, gradient, state, copy, own)
                 gathered.setdefault(key, []).append(row)
         for (device, formats), rows in gathered.items():
             self._launch(device, formats, tuple(rows), list(settings), seed)
@@ -194,9 +203,41 @@ class FusedAdamW(AdamW):
                 seed=seed % _LARGEST_SEED,
             )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if not self._master:
+            return
+        # The base class has rounded all of it to the format of the parameters.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name in (MASTER, *MOMENTS):
+                    made = value.to(parameter.device, torch.float32, copy=True)
+                    self.state[parameter][name] = made
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if not self._has_master(parameter):
+            super()._update(parameter, gradient, group)
+            return
+        state = self._state_for_kernel(parameter)
+        self._apply_rule(state[MASTER], gradient.to(state[MASTER].dtype), state, group)
+        parameter.copy_(state[MASTER])
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self._master and parameter.dtype in (torch.float16, torch.bfloat16)
+
+    def _updated(self, parameter: Tensor) -> Tensor:
+        """What the rule works on."""
+        return self.state[parameter][MASTER] if self._has_master(parameter) else parameter
+
     def _copy_of(self, parameter: Tensor) -> Tensor | None:
-        """Its copy, for the kernel to write. A parameter's version tells others that it changed:
-        the kernel writes past torch, so it is counted here, unless the copy changes along."""
+        """What the kernel writes beside what it updates: the parameter where that is a master copy,
+        else its own copy. A parameter's version tells others that it changed: the kernel writes
+        past torch, so it is counted here, unless the copy changes along."""
+        if self._has_master(parameter):
+            torch.autograd.graph.increment_version(parameter)
+            return parameter
         copy = self._copies.find(parameter) if self._copies is not None else None
         if copy is None or not copy.is_contiguous() or not format_taken(copy.dtype):
             torch.autograd.graph.increment_version(parameter)
@@ -204,9 +245,12 @@ class FusedAdamW(AdamW):
         return copy
 
     def _state_for_kernel(self, parameter: Tensor) -> dict[str, Tensor]:
-        moments = torch.bfloat16 if self._by_chance else parameter.dtype
+        wide = torch.float32 if self._has_master(parameter) else parameter.dtype
+        moments = torch.bfloat16 if self._by_chance else wide
         state = self._state_of(parameter, moments)
-        for name in ("exp_avg", "exp_avg_sq"):
+        if self._has_master(parameter) and MASTER not in state:
+            state[MASTER] = parameter.detach().to(wide, memory_format=torch.contiguous_format)
+        for name in MOMENTS:
             # A loaded state comes in the parameter's format and may be scattered.
             if state[name].dtype != moments or not state[name].is_contiguous():
                 state[name] = state[name].to(moments).contiguous()

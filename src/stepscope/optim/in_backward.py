@@ -57,10 +57,13 @@ class InBackwardAdamW(FusedAdamW):
         overlap: bool = True,
         attach: bool = True,
         as_made: bool = False,
+        master: bool = False,
     ) -> None:
         if as_made and attach:
             raise ValueError("as_made is for backwards within attached(): pass attach=False")
-        super().__init__(params, lr, betas, eps, weight_decay, capturable=True, copies=copies)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, capturable=True, copies=copies, master=master
+        )
         self._overlap = overlap
         self._as_made = as_made
         self._beside: dict[torch.device, Beside] = {}
@@ -180,13 +183,13 @@ class InBackwardAdamW(FusedAdamW):
         self.updated += 1
         crowd, row = self._places[parameter]
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
-        dense = gradient.contiguous()
+        updated, dense = self._updated(parameter), gradient.contiguous()
 
         def update() -> None:
             from stepscope.optim.triton_adamw import update_one
 
             mean, square = state["exp_avg"], state["exp_avg_sq"]
-            update_one(parameter, dense, mean, square, copy, crowd.settings.rows, row)
+            update_one(updated, dense, mean, square, copy, crowd.settings.rows, row)
 
         if crowd.beside is None:
             update()

@@ -4,6 +4,7 @@ A weight in bfloat16 has eight bits: an update of less than a 256th of it is rou
 optimizer works on a float32 copy of each weight with a float32 gradient, and the model gets the
 copy, rounded. For each parameter that is 4 bytes for the copy and 8 for AdamW's moments beside the
 2 of the weight and the 2 of its gradient, and 4 more for the wide gradient while the step runs.
+`FusedAdamW(master=True)` does the same for AdamW without that gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-MASTER = "master"
+from stepscope.optim.fused import MASTER
 
 
 class MasterWeights(Optimizer):

@@ -32,10 +32,6 @@ def make_optimizer(
 
     if name == "stepscope" and capturable:
         raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
-    if name == "stepscope-fused" and master and capturable:
-        raise CaseSkipped("master weights get their gradients within the step: no graph with ours")
-    if name in WITHIN_BACKWARD and master:
-        raise CaseSkipped("master weights are updated after the backward, from all gradients")
     kind: Callable[..., torch.optim.Optimizer] = {
         "stepscope": AdamW, "stepscope-fused": FusedAdamW,
         **dict.fromkeys(WITHIN_BACKWARD, InBackwardAdamW),
@@ -43,13 +39,14 @@ def make_optimizer(
     settings: dict[str, Any] = {"capturable": True} if capturable else {}
     if name in WITHIN_BACKWARD:
         settings = {"attach": False, "as_made": name == AS_MADE}
-    if name in ("stepscope-fused", *WITHIN_BACKWARD) and not master:
-        settings["copies"] = getattr(model, "copies", None)
+    has_kernel = name in ("stepscope-fused", *WITHIN_BACKWARD)
+    if has_kernel:
+        settings |= {"copies": getattr(model, "copies", None), "master": master}
     if name == "torch-fused":
         settings["fused"] = True
     made = (
         MasterWeights(model.parameters(), kind, **settings)
-        if master
+        if master and not has_kernel
         else kind(model.parameters(), **settings)
     )
     name_groups(made)

@@ -122,8 +122,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.optimizer} uses gradients before ranks could add theirs",
                 "with --ranks take stepscope-fused",
             )
-        form = precision(self.dtype)
-        if form.master or form.compute == "float16":
+        if precision(self.dtype).compute == "float16":
             raise UsageError(
                 f"{self.dtype} needs all gradients before one may be used",
                 f"with {self.dtype} take stepscope-fused",

@@ -274,7 +274,8 @@ class Play:
     def _update_by_kernel(self, gradient: Buffer, size: int) -> None:
         """`size`: bytes of the gradient, which may be a part of its buffer."""
         if not self.state:
-            self.state = self._moments(self._own_sizes())
+            sizes = self._own_sizes()
+            self.state = [*self._masters(sizes), *self._moments(sizes)]
         if self.plan.device == "cuda":
             self.beside.read(gradient, size)
 
@@ -291,9 +292,12 @@ class Play:
         on_all = optimizer == "torch" and plan.device == "cuda"
         temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
-        if self.master and first:
-            self.state = [memory.buffer(size, OPTIMIZER) for size in sizes]
-        wide = [memory.buffer(size) for size in sizes] if self.master else []
+        if first:
+            self.state = self._masters(sizes)
+        ours = plan.optimizer == "stepscope-fused"
+        # Ours widens a gradient in the kernel, or one after the other.
+        wide = [memory.buffer(size) for size in sizes] if self.master and not ours else []
+        temporaries += self.master and ours and temporaries > 0
         if first and not temporaries:
             self.state += self._moments(sizes)
         if on_all:
@@ -314,6 +318,9 @@ class Play:
         if first:
             self.state += self._moments([size])
         return [self.memory.buffer(size) for _ in range(temporaries)]
+
+    def _masters(self, sizes: Sequence[int]) -> list[Buffer]:
+        return [self.memory.buffer(size, OPTIMIZER) for size in sizes] if self.master else []
 
     def _moments(self, sizes: Sequence[int]) -> list[Buffer]:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]

@@ -50,8 +50,7 @@ RUNGS: dict[str, Rung] = {
         Rung(
             "master",
             "bfloat16 with float32 master weights",
-            # Their gradients are made within the optimizer's step, which our kernel cannot capture.
-            {"dtype": "bfloat16-master", "graph": False, "optimizer": "stepscope-fused"},
+            {"dtype": "bfloat16-master"},
             stays=False,
         ),
         Rung("checkpoint", "each block run again in backward", {"checkpoint": "1"}, stays=False),
