@@ -6,6 +6,7 @@ so bfloat16, which Triton's interpreter gets wrong, is counted too.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,12 @@ def test_without_kernels_an_update_in_the_backward_is_the_rule_written_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    for optimizer in ("stepscope-fused", "stepscope-in-backward"):
+    forms = itertools.product(
+        ("stepscope-fused", "stepscope-in-backward"), ("float32", "bfloat16-master")
+    )
+    for optimizer, dtype in forms:
         work = msgspec.structs.replace(
-            tiny("float32", "sdpa", mode="train-step", **WIDE), optimizer=optimizer
+            tiny(dtype, "sdpa", mode="train-step", **WIDE), optimizer=optimizer
         )
         told = prediction_for(work, "cpu")
         assert told is not None

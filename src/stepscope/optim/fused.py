@@ -211,10 +211,10 @@ class FusedAdamW(AdamW):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if name in (MASTER, *MOMENTS):
-                    made = value.to(parameter.device, torch.float32, copy=True)
-                    self.state[parameter][name] = made
+            held = state_dict["state"].get(number, {}) if self._has_master(parameter) else {}
+            for name in held.keys() & {MASTER, *MOMENTS}:
+                made = held[name].to(parameter.device, torch.float32, copy=True)
+                self.state[parameter][name] = made
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self._has_master(parameter):

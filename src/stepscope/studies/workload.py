@@ -77,11 +77,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         form = precision(self.dtype)
         if self.own:
             check_name(self.own)
-            if self.checkpoint not in (NONE, "1") or form.master or form.narrow_stream:
+            if self.checkpoint not in (NONE, "1"):
                 raise UsageError(
-                    f"{self.own} has no checkpoint={self.checkpoint} in {self.dtype}",
-                    "a model of your own has --checkpoint no or 1, no master weights, and the"
-                    " stream that its author gave it",
+                    f"{self.own} has no stretches of checkpoint={self.checkpoint}",
+                    "a model of your own has --checkpoint no or 1",
+                )
+            if form.master or form.narrow_stream:
+                raise UsageError(
+                    f"{self.own} does not run in {self.dtype}",
+                    "a model of your own has no master weights, and the residual stream that its"
+                    " author gave it",
                 )
         self.stretches()
         self._check_joined()

@@ -267,7 +267,8 @@ class Play:
     def _update_at_once(self, parameter: Value, gradient: Buffer) -> None:
         """In the backward, as soon as a gradient is there."""
         if not self.plan.has_kernels:
-            self._update_alone(parameter.bytes, _TEMPORARIES["stepscope"], self._first)
+            size = self._updated_bytes(parameter)
+            self._update_alone(size, _TEMPORARIES["stepscope"], self._first, alike=self.master)
         else:
             self._update_by_kernel(gradient, parameter.bytes)
 
@@ -292,12 +293,12 @@ class Play:
         on_all = optimizer == "torch" and plan.device == "cuda"
         temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
-        if first:
+        # Ours knows of master weights. Around any other all are made, and all gradients widened.
+        alike = self.master and plan.optimizer == "stepscope-fused"
+        around = self.master and not alike
+        if first and (around or not temporaries):
             self.state = self._masters(sizes)
-        ours = plan.optimizer == "stepscope-fused"
-        # Ours widens a gradient in the kernel, or one after the other.
-        wide = [memory.buffer(size) for size in sizes] if self.master and not ours else []
-        temporaries += self.master and ours and temporaries > 0
+        wide = [memory.buffer(size) for size in sizes] if around else []
         if first and not temporaries:
             self.state += self._moments(sizes)
         if on_all:
@@ -306,7 +307,7 @@ class Play:
             del roots
         last = None
         for size in sizes if temporaries else ():
-            made = self._update_alone(size, temporaries, first)
+            made = self._update_alone(size, temporaries, first, alike=alike)
             # A variable of torch's loop: the divisor stays until there is the next one.
             last = made[-1] if optimizer == "torch" else None
             del made
@@ -314,10 +315,13 @@ class Play:
         for parameter in self._parameters():
             parameter.gradient = None
 
-    def _update_alone(self, size: int, temporaries: int, first: bool) -> list[Buffer]:
+    def _update_alone(
+        self, size: int, temporaries: int, first: bool, *, alike: bool = False
+    ) -> list[Buffer]:
+        """`alike`: the master copy is made as the moments are, and one gradient widened."""
         if first:
-            self.state += self._moments([size])
-        return [self.memory.buffer(size) for _ in range(temporaries)]
+            self.state += [*(self._masters([size]) if alike else ()), *self._moments([size])]
+        return [self.memory.buffer(size) for _ in range(temporaries + int(alike))]
 
     def _masters(self, sizes: Sequence[int]) -> list[Buffer]:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes] if self.master else []
@@ -325,13 +329,13 @@ class Play:
     def _moments(self, sizes: Sequence[int]) -> list[Buffer]:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
 
+    def _updated_bytes(self, parameter: Value) -> int:
+        return parameter.kept * (FLOAT32 if self.master else parameter.width)
+
     def _own_sizes(self) -> list[int]:
         """Bytes of what this rank updates, parameters or their float32 copies: of all ranks the one
         with the most."""
-        sizes = [
-            parameter.kept * (FLOAT32 if self.master else parameter.width)
-            for parameter in self._parameters()
-        ]
+        sizes = [self._updated_bytes(parameter) for parameter in self._parameters()]
         if self.plan.sharding != "optimizer":
             return sizes
         shares: list[list[int]] = [[] for _ in range(self.plan.ranks)]

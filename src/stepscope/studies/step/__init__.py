@@ -53,7 +53,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, compile, fused-pieces, joined,
-    fused-optimizer, in-backward, graph, master, checkpoint."""
+    fused-optimizer, in-backward, graph, as-made, narrow-stream, master, checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Each change alone, and on top of those before it."""
     race: tuple[str, ...] = tuple(name for name in GOALS if name != "tiny-64")
