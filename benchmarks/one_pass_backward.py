@@ -42,6 +42,8 @@ from stepscope.attention.triton_memory import (
     zeros,
 )
 from stepscope.attention.triton_softmax import probabilities
+from stepscope.measure.device import pick_device
+from stepscope.measure.turns import time_in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from screen_tiles import HOPPER, SHARED_LIMIT, resources
@@ -51,37 +53,39 @@ CLOSE = 2e-2
 
 
 @triton.jit
+def _rows_of(H, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of a program: batch, head, its rows and columns, what of them is there, rows before it."""
+    bh = tl.program_id(1)
+    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_D)[None, :]
+    inside = (i < M)[:, None] & (j < D)
+    return (bh // H).to(tl.int64), (bh % H).to(tl.int64), i, j, inside, bh.to(tl.int64) * M
+
+
+@triton.jit
 def prepare_kernel(
     o, grad, delta, total, o_b, o_h, o_m, g_b, g_h, g_m, H, M, D,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """delta of each row, and zeros where dQ is added up."""
-    bh = tl.program_id(1)
-    batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, BLOCK_D)
-    inside = (i < M)[:, None] & (j < D)[None, :]
+    batch, head, i, j, inside, before = _rows_of(H, M, D, BLOCK_M, BLOCK_D)
     rows = i.to(tl.int64)[:, None]
-    made = tl.load(o + batch * o_b + head * o_h + rows * o_m + j[None, :], mask=inside, other=0.0)
-    g = tl.load(grad + batch * g_b + head * g_h + rows * g_m + j[None, :], mask=inside, other=0.0)
-    first = bh.to(tl.int64) * M
-    tl.store(delta + first + i, tl.sum(made.to(tl.float32) * g.to(tl.float32), 1), mask=i < M)
-    at = (first + rows) * D + j[None, :]
-    tl.store(total + at, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=inside)
+    made = tl.load(o + batch * o_b + head * o_h + rows * o_m + j, mask=inside, other=0.0)
+    g = tl.load(grad + batch * g_b + head * g_h + rows * g_m + j, mask=inside, other=0.0)
+    tl.store(delta + before + i, tl.sum(made.to(tl.float32) * g.to(tl.float32), 1), mask=i < M)
+    zero = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    tl.store(total + (before + rows) * D + j, zero, mask=inside)
 
 
 @triton.jit
-def finish_kernel(total, dq, scale, dq_b, dq_h, dq_m, H, M, D, BLOCK_M: tl.constexpr,
-                  BLOCK_D: tl.constexpr):  # fmt: skip
-    bh = tl.program_id(1)
-    batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, BLOCK_D)
-    inside = (i < M)[:, None] & (j < D)[None, :]
+def finish_kernel(
+    total, dq, scale, dq_b, dq_h, dq_m, H, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    batch, head, i, j, inside, before = _rows_of(H, M, D, BLOCK_M, BLOCK_D)
     rows = i.to(tl.int64)[:, None]
-    made = tl.load(total + (bh.to(tl.int64) * M + rows) * D + j[None, :], mask=inside, other=0.0)
-    to = dq + batch * dq_b + head * dq_h + rows * dq_m + j[None, :]
-    tl.store(to, (made * scale).to(dq.dtype.element_ty), mask=inside)
+    made = tl.load(total + (before + rows) * D + j, mask=inside, other=0.0) * scale
+    to = dq + batch * dq_b + head * dq_h + rows * dq_m + j
+    tl.store(to, made.to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -341,29 +345,15 @@ def compare(shape: Sequence[int], rounds: int) -> None:
             calls[f"one pass {tuple(tile)}"] = lambda tile=tile: held.one_pass(tile)
         else:
             print(f"{tuple(tile)}: wrong by {off:.1e}")
-    times = timed_in_turns(list(calls.values()), rounds)
+    timing = time_in_turns(calls, pick_device("cuda"), rounds=rounds, host_ahead=True)
+    times = {
+        series.name: statistics.median(series.values)
+        for series in timing.series
+        if series.clock == "device"
+    }
     print(f"\n{tuple(shape)}, backward")
-    for name, ms in sorted(zip(calls, times, strict=True), key=lambda row: row[1])[:12]:
+    for name, ms in sorted(times.items(), key=lambda row: row[1]):
         print(f"  {name:<44} {ms:.4f} ms")
-    for name, ms in zip(calls, times, strict=True):
-        if not name.startswith("one pass"):
-            print(f"  {name:<44} {ms:.4f} ms")
-
-
-def timed_in_turns(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each, one after the other in every round."""
-    spans: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, held in zip(calls, spans, strict=True):
-            # The queue stays full, so that no kernel waits for the host within its span.
-            torch.cuda._sleep(2_000_000)
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            torch.cuda.synchronize()
-            held.append(first.elapsed_time(last))
-    return [statistics.median(held[1:]) for held in spans]
 
 
 def main() -> int:

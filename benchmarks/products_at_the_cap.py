@@ -16,11 +16,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from cublaslt import Kernel, Plan, Product
+from energy_by_part import Call, repeated
 from torch import Tensor
 
 from stepscope.analysis.products import block_groups
@@ -34,8 +35,6 @@ SETS = 3
 """Of operands, so that none lies in the cache because of the launch before."""
 LEAD_S, WHOLE_S, TURNS = 0.1, 3.0, 2
 RACES = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")
-
-Call = Callable[[], object]
 
 
 class Case(NamedTuple):
@@ -81,39 +80,30 @@ def cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
         yield made(f"{group.name}, towards the weight", [g.T for g in grad], x, wide)
 
 
-def captured(work: Call) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    work()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def sustained_ms(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+def sustained_ms(replay: Call, seconds: float) -> float:
     """Of one replay among others like it, after a lead."""
     for _ in range(3):
-        graph.replay()
+        replay()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     each_s = time.perf_counter() - began
     lead, counted = (max(2, int(s / each_s)) for s in (LEAD_S, seconds))
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(lead):
-        graph.replay()
+        replay()
     first.record()
     for _ in range(counted):
-        graph.replay()
+        replay()
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / counted
 
 
-def chosen(case: Case, seconds: float) -> tuple[Call, str]:
+def chosen(case: Case, device: Device, seconds: float) -> tuple[Call, str]:
     """The kernel that is fastest at the cap, torch's own among them, and a line about it."""
-    usual = sustained_ms(captured(case.by_torch), seconds) / SETS
+    usual = sustained_ms(repeated(case.by_torch, device), seconds) / SETS
     best: tuple[float, Call] = (usual, case.by_torch)
     product = Product.of(*case.pairs[0], case.out)
     assert product is not None
@@ -121,7 +111,7 @@ def chosen(case: Case, seconds: float) -> tuple[Call, str]:
     named = plan.kernels()
     for kernel in named:
         run = case.by(plan, kernel)
-        took = sustained_ms(captured(run), seconds) / SETS
+        took = sustained_ms(repeated(run, device), seconds) / SETS
         if took < best[0]:
             best = took, run
     rates = [case.flops / ms * 1e-9 for ms in (usual, best[0])]
@@ -145,17 +135,17 @@ def compared(name: str, device: Device, seconds: float) -> None:
     print(f"\n{name}, a block{'':<17} {'torch µs':>8} {'TFLOP/s':>8} {'best µs':>8} {'TFLOP/s':>8}")
     best: list[Call] = []
     for case in held:
-        call, line = chosen(case, seconds)
+        call, line = chosen(case, device, seconds)
         best.append(call)
         print(line, flush=True)
     graphs = {
-        "torch": captured(in_a_row([case.by_torch for case in held])),
-        "chosen": captured(in_a_row(best)),
+        "torch": repeated(in_a_row([case.by_torch for case in held]), device),
+        "chosen": repeated(in_a_row(best), device),
     }
     found: dict[str, list[Energy]] = {side: [] for side in graphs}
     for _ in range(TURNS):
-        for side, graph in graphs.items():
-            taken = measure_energy(graph.replay, device, WHOLE_S)
+        for side, replay in graphs.items():
+            taken = measure_energy(replay, device, WHOLE_S)
             if isinstance(taken, str):
                 print(taken)
                 return

@@ -61,7 +61,8 @@ class TestInBackward:
         assert {dim for dim, _ in narrow} == {2}
         assert len(formats) == 2 * 2 * (2 * 9 + 3)
         # A GPU's compiler fuses other multiplications and additions for another format.
-        torch.testing.assert_close(made, rounded, rtol=1e-6, atol=1e-7)
+        near = {"rtol": 1e-6, "atol": 1e-7} if DEVICE == "cuda" else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(made, rounded, **near)
 
     def learnt(self, *, as_made: bool) -> dict[str, Tensor]:
         """Two steps in float16; without `as_made` gradients are rounded to it as autocast does."""

@@ -30,7 +30,7 @@ from stepscope.analysis.energy_parts import (
 )
 from stepscope.analysis.products import Product, head_chunks, step_products
 from stepscope.errors import UsageError
-from stepscope.model.config import ModelConfig
+from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters, rows_of_a_chunk
 from stepscope.model.memory import GATES
 from stepscope.model.sizes import SIZES, find_size, with_overrides
@@ -257,6 +257,8 @@ class TestForm:
             assert setting.gradients == torch.float32
             narrow = energy_by_part.our_racer(name, side=energy_by_part.NARROW_FORMATS)
             assert narrow in racers(name)
+            # The parts have a float32 stream.
+            assert not precision(narrow.workload.dtype).narrow_stream
             setting = energy_by_part.setting_of(narrow.workload, QuietBench.device)
             assert setting.gradients == torch.bfloat16
         assert set(energy_by_part.USUAL) <= set(energy_by_part.RACES)
