@@ -17,7 +17,7 @@
 #   tuned       the peer with max-autotune at context 512 (3 to 9 min)
 #
 # Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
-# loss:as-made,narrow-stream trains these rungs alone, with all below it.
+# loss:as-made,narrow-stream trains these rungs alone, each with all below it.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
 #   WORK        where they are kept meanwhile (stepscope-out/step)
