@@ -170,3 +170,14 @@ def test_what_has_no_master_copy_is_updated_as_it_is() -> None:
         assert torch.equal(a, b)
     with pytest.raises(ValueError, match="float32"):
         FusedAdamW(plain.parameters(), master=True, stochastic_bfloat16_state=True)
+
+
+def test_a_loaded_state_of_float64_keeps_its_digits() -> None:
+    models = [model_of(torch.float64) for _ in range(2)]
+    first, second = (FusedAdamW(model.parameters(), master=True) for model in models)
+    set_gradients(models[0], 0)
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first.state[a]["exp_avg_sq"], second.state[b]["exp_avg_sq"])
+        assert second.state[b]["exp_avg_sq"].dtype == torch.float64
