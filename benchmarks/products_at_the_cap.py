@@ -1,13 +1,12 @@
-"""Which of cuBLAS's kernels lasts longest on a joule, for each product of a training step?
+"""What do products gain by the kernels of cuBLAS that last longest on a joule?
 
     python benchmarks/products_at_the_cap.py
     python benchmarks/products_at_the_cap.py xl-512 2.7b-2048 --seconds 0.4
 
-torch takes the first kernel that cuBLAS's rules name for a product. Here every named one runs
-without a pause for so long that the power cap acts; what is fastest then takes the least energy.
-Joined products of one block, forward and backward, in the formats of our step. Then the block as a
-whole, by torch's kernels and by the chosen ones, in turns, for time and joules. About half a minute
-for a race on an H200.
+torch takes the first kernel that cuBLAS's rules name for a product; `model.kernels.search` tries
+all of them. The joined products of one block, forward and backward, in the formats of our step,
+each way without a pause for so long that the power cap acts. Then the block as a whole, both ways
+in turns, for time and joules. About half a minute for a race on an H200.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from cublaslt import Kernel, Plan, Product
 from energy_by_part import Call, repeated
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import Energy, measure_energy
 from stepscope.model.config import ModelConfig
 from stepscope.model.kernels.products import wide_product
+from stepscope.model.kernels.search import searched_products
 from stepscope.studies.step.goals import GOALS, racers
 
 SETS = 3
@@ -42,18 +41,15 @@ class Case(NamedTuple):
 
     name: str
     pairs: list[tuple[Tensor, Tensor]]
-    out: Tensor
+    dtype: torch.dtype
 
-    def by_torch(self) -> None:
+    def by_rule(self) -> None:
         for a, b in self.pairs:
-            wide_product(a, b, self.out.dtype)
+            wide_product(a, b, self.dtype)
 
-    def by(self, plan: Plan, kernel: Kernel) -> Call:
-        def run() -> None:
-            for a, b in self.pairs:
-                plan.launch(kernel, a, b, self.out)
-
-        return run
+    def searched(self) -> None:
+        with searched_products():
+            self.by_rule()
 
     @property
     def flops(self) -> int:
@@ -67,9 +63,7 @@ def cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
 
     def made(name: str, left: list[Tensor], right: list[Tensor], dtype: torch.dtype) -> Case:
-        pairs = list(zip(left, right, strict=True))
-        rows, columns = left[0].shape[0], right[0].shape[1]
-        return Case(name, pairs, torch.empty(rows, columns, device="cuda", dtype=dtype))
+        return Case(name, list(zip(left, right, strict=True)), dtype)
 
     for group in block_groups(config, joined=True):
         x, weight = drawn(tokens, group.into), drawn(group.out, group.into)
@@ -101,23 +95,16 @@ def sustained_ms(replay: Call, seconds: float) -> float:
     return first.elapsed_time(last) / counted
 
 
-def chosen(case: Case, device: Device, seconds: float) -> tuple[Call, str]:
-    """The kernel that is fastest at the cap, torch's own among them, and a line about it."""
-    usual = sustained_ms(repeated(case.by_torch, device), seconds) / SETS
-    best: tuple[float, Call] = (usual, case.by_torch)
-    product = Product.of(*case.pairs[0], case.out)
-    assert product is not None
-    plan = Plan(product, case.out.device)
-    named = plan.kernels()
-    for kernel in named:
-        run = case.by(plan, kernel)
-        took = sustained_ms(repeated(run, device), seconds) / SETS
-        if took < best[0]:
-            best = took, run
-    rates = [case.flops / ms * 1e-9 for ms in (usual, best[0])]
-    return best[1], (
-        f"{case.name:<30} {usual * 1e3:>8.1f} {rates[0]:>8.0f} {best[0] * 1e3:>8.1f}"
-        f" {rates[1]:>8.0f} {usual / best[0]:>7.3f}  of {len(named)}"
+def compared_line(case: Case, device: Device, seconds: float) -> str:
+    case.searched()
+    usual, best = (
+        sustained_ms(repeated(call, device), seconds) / SETS
+        for call in (case.by_rule, case.searched)
+    )
+    rates = [case.flops / ms * 1e-9 for ms in (usual, best)]
+    return (
+        f"{case.name:<30} {usual * 1e3:>8.1f} {rates[0]:>8.0f} {best * 1e3:>8.1f}"
+        f" {rates[1]:>8.0f} {usual / best:>7.3f}"
     )
 
 
@@ -132,15 +119,12 @@ def in_a_row(calls: list[Call]) -> Call:
 def compared(name: str, device: Device, seconds: float) -> None:
     work = racers(name)[0].workload
     held = list(cases(work.model(), work.batch * work.context))
-    print(f"\n{name}, a block{'':<17} {'torch µs':>8} {'TFLOP/s':>8} {'best µs':>8} {'TFLOP/s':>8}")
-    best: list[Call] = []
+    print(f"\n{name}, a block{'':<17} {'rule µs':>8} {'TFLOP/s':>8} {'best µs':>8} {'TFLOP/s':>8}")
     for case in held:
-        call, line = chosen(case, device, seconds)
-        best.append(call)
-        print(line, flush=True)
+        print(compared_line(case, device, seconds), flush=True)
     graphs = {
-        "torch": repeated(in_a_row([case.by_torch for case in held]), device),
-        "chosen": repeated(in_a_row(best), device),
+        "by rule": repeated(in_a_row([case.by_rule for case in held]), device),
+        "searched": repeated(in_a_row([case.searched for case in held]), device),
     }
     found: dict[str, list[Energy]] = {side: [] for side in graphs}
     for _ in range(TURNS):
@@ -157,7 +141,7 @@ def compared(name: str, device: Device, seconds: float) -> None:
         )
         print(f"{side:<30} {ms / SETS:.3f} ms {joules / SETS:.3f} J {watts:.0f} W")
     times = [statistics.mean(each.step_ms for each in found[side]) for side in graphs]
-    print(f"the chosen ones are {times[0] / times[1]:.3f} times as fast")
+    print(f"searched they are {times[0] / times[1]:.3f} times as fast")
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
 }
 
 race() { # RACE MODE: of the model that is compiled whole, which is tried last
-    run "$1" 340 step --part race --race "$1" --heat-seconds 130 --form-seconds 150 --min-seconds 6 \
+    run "$1" 400 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
         --forms "${forms[@]}" "peer: model $2 sdpa_cudnn"
     keep "step-$1" "$1"
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import torch
 
 from step_records import tiny_race_config
 from stepscope.measure.device import CudaDevice, pick_device
+from stepscope.model.kernels import search
+from stepscope.model.kernels.search import multiplied_into, searched_products
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step import StepFlags
@@ -210,6 +213,45 @@ def test_updates_beside_the_backward_keep_few_gradients(
     assert (device.peak_bytes() or 0) - before < 8 * 4 * 2**20
 
 
+@pytest.mark.parametrize("turned", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("wide", [False, True], ids=["same format", "float32"])
+def test_a_searched_product_is_torch_s(
+    turned: tuple[bool, bool], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever is fastest takes the place of torch's choice.
+    monkeypatch.setattr(search, "GAIN", 2.0)
+
+    def drawn(rows: int, columns: int, turn: bool) -> torch.Tensor:
+        shape = (columns, rows) if turn else (rows, columns)
+        made = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return made.T if turn else made
+
+    a, b = drawn(384, 640, turned[0]), drawn(640, 256, turned[1])
+    exact = a.double() @ b.double()
+    dtype = torch.float32 if wide else torch.bfloat16
+    # Part of a wider matrix, as a joined product's is.
+    room = torch.ones(384, 512, device="cuda", dtype=dtype)
+    out = room[:, 256:]
+    assert not multiplied_into(out, a, b)
+    with searched_products():
+        assert multiplied_into(out, a, b)
+        error = (out.double() - exact).norm() / exact.norm()
+        assert error < (1e-5 if wide else 3e-3)
+        assert room[:, :256].eq(1).all()
+        assert multiplied_into(out, a, b, adds=True)
+        assert ((out.double() - 2 * exact).norm() / exact.norm()) < (3e-5 if wide else 8e-3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            assert multiplied_into(out, a, b)
+            # Never met before, and a capture is no place to try.
+            assert not multiplied_into(room[:64, 256:], a[:64], b)
+        out.zero_()
+        graph.replay()
+        assert ((out.double() - exact).norm() / exact.norm()) == error
+        assert not multiplied_into(room[:, 250:506], a, b), "the address is not aligned"
+        assert not multiplied_into(room[:192, 256:], a[::2, ::2], b[::2])
+
+
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
     parameter = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = FusedAdamW([parameter], capturable=True)
@@ -228,9 +270,10 @@ def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:
         {"joined": True, "keep": "inputs"},
         {"joined": True, "keep": "gates", "optimizer": ("stepscope-in-backward",)},
         {"joined": True, "optimizer": ("stepscope-in-backward",), "graph": True},
-        {"joined": True, "optimizer": ("stepscope-as-made",), "graph": True},
+        {"joined": True, "optimizer": ("stepscope-in-backward",), "searched": True, "graph": True},
+        {"joined": True, "optimizer": ("stepscope-as-made",), "searched": True, "graph": True},
     ],
-    ids=["fused", "joined", "inputs kept", "in backward", "a graph", "gradients as made"],
+    ids=["fused", "joined", "inputs kept", "in backward", "a graph", "searched", "as made"],
 )
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "bfloat16-stream", "bfloat16-pure", "bfloat16-master"]

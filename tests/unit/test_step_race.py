@@ -52,10 +52,11 @@ class TestRacers:
         found = racers("small-512", forms=("block default sdpa_cudnn", "updates in backward"))
         assert [racer.name for racer in found] == [
             "ours: eager auto joined updates in backward graph",
-            "ours: eager triton joined updates in backward graph",
+            "ours: eager auto joined searched updates in backward graph",
+            "ours: eager triton joined searched updates in backward graph",
             "narrow: eager auto joined narrow updates in backward graph",
-            "narrow: eager auto joined narrow stream narrow updates in backward graph",
-            "narrow: eager triton joined narrow stream narrow updates in backward graph",
+            "narrow: eager auto joined searched narrow stream narrow updates in backward graph",
+            "narrow: eager triton joined searched narrow stream narrow updates in backward graph",
             "peer: block default sdpa_cudnn",
         ]
         chosen = StepFlags(part=("race",), race=("small-512",), forms=("peer: block", "graph"))
@@ -82,7 +83,7 @@ class TestRacers:
     def test_racers_travel_in_a_case(self) -> None:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         sent = json.loads(msgspec.json.encode(case.config))
-        assert [racer[0] for racer in sent["racers"]].count("ours") == 4
+        assert [racer[0] for racer in sent["racers"]].count("ours") == 5
 
 
 class Watched(CpuDevice):

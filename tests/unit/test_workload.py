@@ -287,6 +287,7 @@ def test_a_joined_step_makes_the_loss_of_the_plain_one(dtype: str, keep: str) ->
     [
         ({"joined": True}, "add --fused"),
         ({"fused": True, "keep": "gates"}, "without joined products"),
+        ({"fused": True, "searched": True}, "searched products belong to joined"),
         ({"fused": True, "joined": True, "compile": ("block",)}, "a compiled model has no joined"),
         ({"fused": True, "joined": True, "keep": "some"}, "keep 'some' does not exist"),
     ],

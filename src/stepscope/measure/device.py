@@ -124,6 +124,7 @@ class CpuDevice(Device):
         return {
             "tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32",
             "graph": "CUDA graphs exist on NVIDIA GPUs, not on a CPU",
+            "cublas": "cuBLAS multiplies on NVIDIA GPUs, not on a CPU",
         }
 
     def synchronize(self) -> None:

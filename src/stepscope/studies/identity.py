@@ -21,7 +21,8 @@ _ALWAYS = ("size", "context")
 _OF_OURS = ("context", "attention", "table")
 """What a model of one's own does not have."""
 _YES = {
-    "fused": "fused pieces", "joined": "joined products", "graph": "as a CUDA graph",
+    "fused": "fused pieces", "joined": "joined products", "searched": "searched kernels",
+    "graph": "as a CUDA graph",
 }  # fmt: skip
 _IDENTITY: dict[str, Column] = {
     "size": Column(title="size"),
@@ -35,6 +36,7 @@ _IDENTITY: dict[str, Column] = {
     "loss": Column(title="loss"),
     "fused": Column(title="fused pieces"),
     "joined": Column(title="joined", hint="one product where several read the same input"),
+    "searched": Column(title="searched", hint="the fastest kernel that cuBLAS has"),
     "keep": Column(title="keeps", hint="what a block keeps for the backward"),
     "graph": Column(title="graph"),
     "checkpoint": Column(title="checkpoint", hint="blocks of a stretch that runs again"),

@@ -187,7 +187,7 @@ class TrainingStep:
         from stepscope.ranges import named
 
         self._mark_graph_step()
-        with named("forward"), self._autocast():
+        with named("forward"), self._autocast(), self._products():
             if self.workload.fuses_loss:
                 self.loss = self.model(self.tokens, self.targets)
             else:
@@ -210,8 +210,15 @@ class TrainingStep:
         from stepscope.ranges import named
 
         assert self.loss is not None
-        with named("backward"), self._listening():
+        with named("backward"), self._listening(), self._products():
             self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _products(self) -> AbstractContextManager[None]:
+        if not self.workload.searched:
+            return nullcontext()
+        from stepscope.model.kernels.search import searched_products
+
+        return searched_products()
 
     def _listening(self) -> AbstractContextManager[None]:
         """Where the optimizer works in the backward, it does in this step's alone."""

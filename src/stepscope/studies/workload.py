@@ -60,6 +60,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     name and `context` 0."""
     joined: bool = False
     keep: str = ALL
+    searched: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -96,6 +97,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"{self.optimizer} is for the models here", "take stepscope-fused")
         self.kept()
         check_forms(self.fused, self.joined, self.keep)
+        if self.searched and not self.joined:
+            raise UsageError("searched products belong to joined ones", "add --fused --joined")
         if self.joined and self.compile != "no":
             raise UsageError("a compiled model has no joined products", "leave one of both out")
 
@@ -132,7 +135,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"adamw={self.optimizer}")
         # A forward alone makes the logits.
         parts += ["loss=fused"] if self.fuses_loss else []
-        parts += [name for name in ("fused", "joined", "graph") if getattr(self, name)]
+        parts += [name for name in ("fused", "joined", "searched", "graph") if getattr(self, name)]
         parts += [] if self.keep == ALL else [f"keep={self.keep}"]
         if self.checkpoint != NONE:
             parts.append(f"checkpoint={self.checkpoint}")
@@ -151,6 +154,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *(["fused loss"] if self.fuses_loss else []),
             *(["fused pieces"] if self.fused else []),
             *(["joined products"] if self.joined else []),
+            *(["searched kernels"] if self.searched else []),
             *([] if self.keep == ALL else [f"keeps {self.keep}"]),
             *(["as a graph"] if self.graph else []),
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
@@ -164,11 +168,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.loss == "fused" and self.mode != "forward"
 
     def needs(self) -> tuple[str, ...]:
-        """What the device must have for this: a number format, a compiler, graphs."""
+        """What the device must have for this: a number format, a compiler, graphs,
+        cuBLAS."""
         return (
             precision(self.dtype).compute,
             *([] if self.compile == "no" else ["compiler"]),
             *(["graph"] if self.graph or self.compile_mode == "reduce-overhead" else []),
+            *(["cublas"] if self.searched else []),
         )
 
     def run_again(self) -> float:
@@ -212,6 +218,7 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             overrides=overrides,
             fused=flags.fused,
             joined=flags.joined,
+            searched=flags.searched,
             keep=flags.keep,
             graph=flags.graph,
             own=flags.model,

@@ -59,6 +59,9 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     keep: str = ALL
     """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
     inputs of the first blocks, such as inputs-12."""
+    searched: bool = False
+    """With --joined, on a GPU: of the kernels that cuBLAS has for a product the one that is fastest
+    here, tried out in the first step, which takes up to half a minute."""
     graph: bool = False
     """Replay the step as a CUDA graph; only on a GPU."""
     checkpoint: tuple[str, ...] = (NONE,)
@@ -80,7 +83,7 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
         """A model of one's own has its shape, attention and loss from its author."""
         fixed = {
             "size", "table", "context", "attention", "loss", "fused", "joined", "keep", "graph",
-            "d_model", "d_ff", "layers", "heads", "vocab",
+            "searched", "d_model", "d_ff", "layers", "heads", "vocab",
         }  # fmt: skip
         for field in msgspec.structs.fields(WorkloadFlags):
             if field.name in fixed and getattr(self, field.name) != field.default:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import kernels_take, product_format
 from stepscope.model.kernels.norm import Normed
-from stepscope.model.kernels.products import Kept, Learned, product, product_back
+from stepscope.model.kernels.products import Kept, Learned, product, product_back, wide_product
 from stepscope.model.memory import ALL, INPUTS
 
 
@@ -46,7 +46,7 @@ class _FeedForward(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         gates = product(flat, first)
         gated = gated_by(gates)
-        out = gated @ second.T
+        out = wide_product(gated, second.T, gated.dtype)
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
         ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
         ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
@@ -57,7 +57,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, (*first, second), held = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_gated = flat @ second
+        grad_gated = wide_product(flat, second, flat.dtype)
         gates = held[0] if held else product(x, tuple(first))
         gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
         # Gates that were made for this alone give their room to their gradient.

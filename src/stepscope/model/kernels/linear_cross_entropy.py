@@ -21,7 +21,7 @@ from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
 from stepscope.model.kernels import plain_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.kernels.launching import kernels_take
-from stepscope.model.kernels.products import add_product, wide_product
+from stepscope.model.kernels.products import add_product, product_into, wide_product
 from stepscope.ranges import named
 
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -92,12 +92,12 @@ def _make(
         part = slice(start, start + chunk_rows)
         read = x[part].to(compute)
         logits = held[: read.shape[0], :vocab]
-        torch.mm(read, narrow.T, out=logits)
+        product_into(logits, read, narrow.T)
         form.write_losses(
             logits, targets[part], losses[part], ignore_index, gradient=learns, share=early
         )
         if needs_x:
-            torch.mm(logits, narrow, out=grad_x[part])
+            product_into(grad_x[part], logits, narrow)
         if start + chunk_rows >= rows:
             # A copy made here need not be there while the gradient of the weight is made.
             del narrow

@@ -20,6 +20,7 @@ from stepscope.beside import taker_of
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import Normed
+from stepscope.model.kernels.search import multiplied_into, searching
 
 
 def joined_product(
@@ -95,7 +96,8 @@ class Learned:
         taker = taker_of(weights, x.dtype)
         if taker is None:
             return torch.split(wide_product(grad.T, x, self._dtype), self._rows)
-        for weight, made in zip(weights, torch.split(grad.T @ x, self._rows), strict=True):
+        narrow = wide_product(grad.T, x, x.dtype)
+        for weight, made in zip(weights, torch.split(narrow, self._rows), strict=True):
             assert weight is not None
             taker.take(weight, made)
         return (None,) * len(weights)
@@ -104,12 +106,12 @@ class Learned:
 def product(x: Tensor, narrow: Weights) -> Tensor:
     """x times each transposed, side by side."""
     if len(narrow) == 1:
-        return x @ narrow[0].T
+        return wide_product(x, narrow[0].T, x.dtype)
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
     start = 0
     for weight in narrow:
         end = start + weight.shape[0]
-        torch.mm(x, weight.T, out=out[:, start:end])
+        product_into(out[:, start:end], x, weight.T)
         start = end
     return out
 
@@ -117,16 +119,20 @@ def product(x: Tensor, narrow: Weights) -> Tensor:
 def product_back(grad: Tensor, narrow: Weights) -> Tensor:
     """The gradient towards the input, summed over the weights."""
     if len(narrow) == 1:
-        return grad @ narrow[0]
+        return wide_product(grad, narrow[0], grad.dtype)
     parts = torch.split(grad, [weight.shape[0] for weight in narrow], dim=1)
-    out = parts[0] @ narrow[0]
+    out = wide_product(parts[0], narrow[0], grad.dtype)
     for part, weight in zip(parts[1:], narrow[1:], strict=True):
-        out.addmm_(part, weight)
+        add_product(out, part, weight)
     return out
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in a format that may be wider than theirs, rounded once."""
+    if searching():
+        out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+        if multiplied_into(out, a, b):
+            return out
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda and _writes_wide():
@@ -134,8 +140,15 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if not multiplied_into(out, a, b):
+        torch.mm(a, b, out=out)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, where total may be wider."""
+    if multiplied_into(total, a, b, adds=True):
+        return
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and _writes_wide():

@@ -114,6 +114,7 @@ class Group(NamedTuple):
             *(["fused loss"] if w.loss == "fused" else []),
             *(["fused pieces"] if w.fused else []),
             *(["joined"] if w.joined else []),
+            *(["searched"] if w.searched else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["graph"] if w.graph else []),
             *(f"{name} {value}" for name, value in sorted(w.overrides.items())),

@@ -101,6 +101,7 @@ class Racer(NamedTuple):
             *([] if w.compile == "no" else [w.compile_mode]),
             w.attention,
             *(["joined"] if w.joined else ["fused pieces"] if w.fused else []),
+            *(["searched"] if w.searched else []),
             *(["narrow stream"] if precision(w.dtype).narrow_stream else []),
             *([] if w.keep == ALL else [f"keeps {w.keep}"]),
             *(["checkpointed"] if w.checkpoint != NONE else []),
@@ -168,7 +169,8 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
         return
     keep = ALL if wanted.memory is None else GATES
     yield _racer("ours", beside, keep=keep, graph=True)
-    yield _racer("ours", beside, keep=keep, graph=True, attention=wanted.other_attention)
+    for attention in ("auto", wanted.other_attention):
+        yield _racer("ours", beside, keep=keep, graph=True, searched=True, attention=attention)
     yield _racer("ours", joined, keep=keep, graph=True)
     if wanted.memory is not None:
         yield _racer("ours", beside, keep=keep)
@@ -176,8 +178,9 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     # Gradients in another format than the peer's, and a stream: no forms of the same row.
     made = msgspec.structs.replace(beside, keep=keep, graph=True, optimizer=AS_MADE)
     yield _racer("narrow", made)
+    made = msgspec.structs.replace(made, dtype=f"{wanted.dtype}-stream", searched=True)
     for attention in ("auto", wanted.other_attention):
-        yield _racer("narrow", made, dtype=f"{wanted.dtype}-stream", attention=attention)
+        yield _racer("narrow", made, attention=attention)
     if wanted.spare:
         yield _racer("spare", beside, keep=INPUTS)
 

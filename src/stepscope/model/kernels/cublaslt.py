@@ -47,6 +47,11 @@ class Product(NamedTuple):
     out: Matrix
     adds: bool
 
+    @property
+    def flops(self) -> int:
+        inner = self.left.rows if self.left.turned else self.left.columns
+        return 2 * self.out.rows * self.out.columns * inner
+
     @classmethod
     def of(cls, a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> Product | None:
         """out = a b by rows, as cuBLAS sees it; None where it cannot."""
@@ -95,7 +100,7 @@ class Plan:
         self._layouts = [self._layout(m) for m in (product.left, product.right, product.out)]
 
     def kernels(self) -> list[Kernel]:
-        """Those that cuBLAS names, what it would take itself first."""
+        """Those that cuBLAS names, first what torch takes."""
         wishes = self._made("cublasLtMatmulPreferenceCreate")
         most = ctypes.c_uint64(WORKSPACE)
         self._call("cublasLtMatmulPreferenceSetAttribute", wishes, _MOST_WORKSPACE, *_value(most))
