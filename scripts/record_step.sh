@@ -14,7 +14,7 @@
 #   compile-by  the same by size and number format, and attention alone (5 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
 #   energy      the joules of our step by part (4 min)
-#   tuned       the peer with max-autotune at context 512 (3 to 9 min)
+#   tuned       2.7b at context 512 against max-autotune by block (4 min)
 #
 # Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
 # loss:as-made,narrow-stream trains these rungs alone, each with all below it.
@@ -113,8 +113,9 @@ part() { # NAME, or NAME:SOME,OF,IT
             ${only:-xl-512 2.7b-512 xl-2048 2.7b-2048} --out "$results/energy-by-part_h200.jsonl"
         ;;
     tuned)
-        run tuned 560 step --part race --race 2.7b-512 --modes max-autotune \
-            --forms 'peer: block' 'updates in backward'
+        run tuned 400 step --part race --race 2.7b-512 --modes reduce-overhead max-autotune \
+            --attentions sdpa_cudnn --form-seconds 250 --heat-seconds 300 --min-seconds 6 \
+            --forms 'peer: block' 'ours: eager auto joined updates in backward graph'
         keep step-tuned tuned
         ;;
     *)

@@ -53,7 +53,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences per step."""
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Changes, in the ladder's order: tf32, bf16, flash, fused-loss, compile, fused-pieces, joined,
-    fused-optimizer, in-backward, searched, graph, as-made, narrow-stream, master, checkpoint."""
+    fused-optimizer, in-backward, graph, searched, as-made, narrow-stream, master, checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Each change alone, and on top of those before it."""
     race: tuple[str, ...] = tuple(name for name in GOALS if name != "tiny-64")
@@ -165,9 +165,8 @@ class Step(Study[StepFlags]):
             for place in (first_place, *compiled, *rest[-1:]):
                 effort = _effort(flags) | {"traced": 2}
                 case = self._case("waterfall", place, f"waterfall-{place.key}", effort)
-                # It is traced kernel by kernel; the replay comes on top where there is one, and
-                # products are searched where there is cuBLAS.
-                needs = tuple(need for need in case.needs if need not in ("graph", "cublas"))
+                # It is traced kernel by kernel; the replay comes on top where there is one.
+                needs = tuple(need for need in case.needs if need != "graph")
                 yield msgspec.structs.replace(case, needs=needs)
 
     def _races(self, flags: StepFlags) -> Iterator[Case]:

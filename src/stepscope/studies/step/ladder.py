@@ -39,12 +39,13 @@ RUNGS: dict[str, Rung] = {
         Rung("joined", "one product for each input, kept casts", {"fused": True, "joined": True}),
         Rung("fused-optimizer", "AdamW in one launch", {"optimizer": "stepscope-fused"}),
         Rung("in-backward", "AdamW beside the backward", {"optimizer": IN_BACKWARD}),
+        Rung("graph", "the step as a CUDA graph", {"graph": True}),
         Rung(
             "searched",
             "the fastest kernel that cuBLAS has for each product",
             {"fused": True, "joined": True, "searched": True},
+            stays=False,
         ),
-        Rung("graph", "the step as a CUDA graph", {"graph": True}),
         Rung("as-made", "gradients as products make them", {"optimizer": AS_MADE}, stays=False),
         Rung(
             "narrow-stream",
