@@ -2,21 +2,22 @@
 # Records what docs/step.md and docs/compile.md are made of on one H200, part by part.
 #
 #   scripts/record_step.sh race-512 pieces      two parts
-#   scripts/record_step.sh                      all of them: about 50 minutes
+#   scripts/record_step.sh                      all of them: about an hour
 #
-#   race-512    xl, 2.7b and small at context 512 (8 min, most of it the compiler's)
-#   race-2048   2.7b and xl at context 2048 (7 min)
+#   race-512    xl, 2.7b and small at context 512 (11 min, most of it the compiler's)
+#   race-2048   2.7b and xl at context 2048 (10 min)
 #   race-long   8b at 32,768 tokens (5 min)
 #   loss        300 steps of every rung, three seeds side by side (4 min)
 #   ladder      small: each change alone and on top of the others, waterfalls (2 min)
 #   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
 #   compile     torch.compile against eager: small, by block and whole (2 min)
-#   compile-by  the same by size and number format, and attention alone (5 min)
+#   compile-by  the same by size in bf16 and in fp32, and attention alone (4 + 4 + 3 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
 #   energy      the joules of our step by part (4 min)
 #   tuned       2.7b at context 512 against max-autotune by block (4 min)
 #
-# Races, energy and loss take names after a colon, to record some of it: race-512:xl-512,small-512;
+# Races, energy, compile-by and loss take names after a colon, to record some of it:
+# race-512:xl-512,small-512; compile-by:fp32;
 # loss:as-made,narrow-stream trains these rungs alone, each with all below it.
 #
 #   RESULTS     where the records go (results); each part has a file until all are joined there
@@ -98,11 +99,16 @@ part() { # NAME, or NAME:SOME,OF,IT
         keep compile-small compile
         ;;
     compile-by)
-        run compile-bf16 140 compile --part model --compile block --size medium large xl 2.7b \
-            --dtype bfloat16 --attention auto
-        run compile-fp32 160 compile --part model --compile block --size small large 2.7b
-        run compile-attention 90 compile --part attention --head 64 128 --seq 1024 4096 16384
-        keep compile-by compile-bf16 compile-fp32 compile-attention
+        for name in ${only:-bf16 fp32 attention}; do
+            case $name in
+            bf16) words='--part model --compile block --size medium large xl 2.7b --dtype bfloat16 --attention auto' ;;
+            fp32) words='--part model --compile block --size small large 2.7b' ;;
+            *) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
+            esac
+            # shellcheck disable=SC2086 # several words
+            run "compile-$name" 270 compile $words
+            keep "compile-$name" "compile-$name"
+        done
         ;;
     pieces)
         timeout --signal=INT --kill-after=20 300 \

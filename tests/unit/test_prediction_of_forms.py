@@ -124,15 +124,17 @@ def test_without_kernels_an_update_in_the_backward_is_the_rule_written_out(
 
 
 def races() -> list[tuple[str, Workload, float]]:
-    """What ran without a compiler in the races on an H200: name, step, peak."""
+    """What ran without a compiler in the races on an H200: name, step, peak. Not searched products,
+    which had a second place there for each result that torch makes after all."""
     found = []
     for record in read_records(RACES):
         for racer in msgspec.convert(record.config.get("racers", []), list[Racer]):
             note = record.notes.get(f"heat.{racer.name}")
-            if note is not None and racer.workload.compile == "no":
+            work = racer.workload
+            if note is not None and work.compile == "no" and not work.searched:
                 peak = msgspec.json.decode(note, type=Heat).peak_bytes
                 assert peak is not None
-                found.append((f"{record.config['race']} {racer.name}", racer.workload, peak))
+                found.append((f"{record.config['race']} {racer.name}", work, peak))
     return found
 
 
@@ -141,7 +143,7 @@ def test_the_races_of_the_h200_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     was there before: cuBLAS's work space of the default stream."""
     found = races()
     assert {name.split()[0] for name, *_ in found} == set(GOALS) - {"tiny-64"}
-    assert len(found) == 25
+    assert len(found) == 26
     usual = cost.LOSS_CHUNK_ROWS
     for name, work, peak in found:
         # As it was recorded: with a chunk of 8b's loss that had 768 rows.

@@ -21,6 +21,7 @@ from stepscope.studies.step import StepFlags, race
 from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
 from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.rows import races
+from stepscope.studies.step.speed import heat_table
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
 
@@ -180,3 +181,19 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
     ratio = only.ratio()
     assert ratio is not None
     assert ratio.value == pytest.approx(1.5, rel=0.05)
+    assert [other.record.id for other in only.others] == ["race-4.0", "race-5.0"]
+
+
+def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> None:
+    slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}
+    records = [
+        step_race_record("tiny-64", {"peer: a": 3.0, "ours: b": 2.0}, id="nearest"),
+        step_race_record("tiny-64", slower, id="other"),
+    ]
+    (table,) = heat_table(races(records))
+    told = [(row[2], row[3], row[-1]) for row in table.rows if row[3] is not None]
+    assert told == [
+        ("a", 3.0, "raced"),
+        ("b", 2.0, "raced"),
+        ("tuned", 4.5, "another run, where the fastest was a with 4.000 ms"),
+    ]

@@ -133,6 +133,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
         if multiplied_into(out, a, b):
             return out
+        del out
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda and _writes_wide():

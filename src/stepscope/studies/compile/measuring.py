@@ -62,7 +62,11 @@ def compiled_form(config: dict[str, Any], device: Device, eager: Any) -> Form:
 
 
 def first_run_s(form: Form, device: Device) -> float:
-    """A first step, from the call until the device is done with it."""
+    """A first step, from the call until the device is done with it. Loading the compiler takes
+    seconds, and whatever else has used it before decides whether they would be in here."""
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
     device.synchronize()
     start = time.perf_counter()
     form.run()

@@ -200,7 +200,8 @@ def _times_table(timed: Sequence[Row]) -> Table:
             ),
         ),
         rows=tuple(row_cells(row) for row in timed),
-        caption="Medians of steps that alternate, after all compiling was done.",
+        caption="Medians of steps that alternate, after all compiling was done. Cold and warm are"
+        " without the seconds that a process takes to load the compiler.",
     )  # fmt: skip
 
 

@@ -161,6 +161,8 @@ class Race(NamedTuple):
     record: Record
     name: str
     goal: Goal
+    others: tuple[Race, ...] = ()
+    """Of the same step, in other runs."""
 
     def best(self, side: str) -> str | None:
         return self.record.notes.get(f"best.{side}")
@@ -220,7 +222,12 @@ def races(records: Sequence[Record]) -> list[Race]:
         if record.config["kind"] == "race" and record.config["race"] in GOALS:
             name = record.config["race"]
             held.setdefault(name, []).append(Race(record, name, GOALS[name]))
-    return [min(held[name], key=_lead) for name in GOALS if name in held]
+    found = []
+    for name in GOALS:
+        if name in held:
+            first, *others = sorted(held[name], key=_lead)
+            found.append(first._replace(others=tuple(others)))
+    return found
 
 
 def _lead(race: Race) -> float:

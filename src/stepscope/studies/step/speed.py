@@ -117,18 +117,7 @@ def _outcome(reached: bool) -> str:
 
 
 def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
-    rows: list[tuple[Cell, ...]] = []
-    for race in raced:
-        chosen = {race.best(side) for side in SIDES}
-        for name, heat in race.heats().items():
-            side, _, form = name.partition(": ")
-            if isinstance(heat, Heat):
-                raced_on = "raced" if name in chosen else None
-                rows.append(
-                    (race.name, side, form, heat.ms, heat.first_s, heat.peak_bytes, raced_on)
-                )
-            else:
-                rows.append((race.name, side, form, None, None, None, heat))
+    rows = [row for race in raced for row in _heat_rows(race)]
     if rows:
         yield Table(
             name="step-heats",
@@ -148,3 +137,30 @@ def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
             caption="The fastest of each side raced. A peak counts what a form shares with the"
             " others (weights, moments) as its own.",
         )
+
+
+def _heat_rows(race: Race) -> Iterator[tuple[Cell, ...]]:
+    """Of the race that counts, then the forms that only others had."""
+    told: set[str] = set()
+    for run in (race, *race.others):
+        chosen = {run.best(side) for side in SIDES}
+        heats = run.heats()
+        for name, heat in heats.items():
+            if name in told:
+                continue
+            side, _, form = name.partition(": ")
+            if isinstance(heat, Heat):
+                outcome = "raced" if name in chosen else None
+                if run is not race:
+                    outcome = _elsewhere(run, side)
+                yield race.name, side, form, heat.ms, heat.first_s, heat.peak_bytes, outcome
+            else:
+                yield race.name, side, form, None, None, None, heat
+        told |= set(heats)
+
+
+def _elsewhere(run: Race, side: str) -> str:
+    best = run.heats().get(run.best(side) or "")
+    if not isinstance(best, Heat):
+        return "another run"
+    return f"another run, where the fastest was {run.form(side)} with {number(best.ms, 4)} ms"
