@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.course import Course
+from stepscope.measure.modules import model_names
 from stepscope.measure.tensors import Held, TensorBytes
 from stepscope.records.memory import (
     GRADIENTS,
@@ -88,9 +89,9 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         """Everything that lives so far is put on its line, and modules tell where they begin."""
         self.count_existing(models, optimizers)
         with ExitStack() as stack:
-            for model in models:
+            for model, root in zip(models, model_names(models), strict=True):
                 for name, module in model.named_modules():
-                    for handle in self._hook(name, module):
+                    for handle in self._hook(f"{root}/{name}".strip("/"), module):
                         stack.callback(handle.remove)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
@@ -263,10 +264,10 @@ class _FunctionNames(TorchFunctionMode):
 
 def _part(module: str) -> str:
     """Modules of all blocks together: `blocks.3.attention.query` is `attention`."""
-    words = module.split(".")
-    if len(words) > 2 and words[1].isdigit():
-        return words[2]
-    return words[0] or "model"
+    root, slash, below = module.rpartition("/")
+    words = below.split(".")
+    part = words[2] if len(words) > 2 and words[1].isdigit() else words[0]
+    return f"{root}{slash}{part}" or "model"
 
 
 def _called_by(file: str, depth: int = 6) -> bool:

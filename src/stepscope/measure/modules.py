@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.autograd.profiler import record_function
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes by which torch.compile, DDP and FSDP hold the module that they wrap."""
+_NOT_OF_THE_PROGRAM = ("stepscope.", "torch.")
 
 
 def trained_models(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
@@ -31,6 +34,38 @@ def _holds(module: torch.nn.Module, wanted: set[int]) -> bool:
     except Exception:
         # Made halfway, or with `parameters` of its own: then it is not what is trained.
         return False
+
+
+def model_names(models: Sequence[torch.nn.Module]) -> list[str]:
+    """Words that tell models apart: none for one alone, or their classes. Where several have the
+    same class, what the program calls them as well, or their number."""
+    if len(models) < 2:
+        return [""] * len(models)
+    kinds = [type(_unwrapped(model)).__name__ for model in models]
+    called = _called(models)
+    names: list[str] = []
+    for model, kind in zip(models, kinds, strict=True):
+        name = kind if kinds.count(kind) == 1 else f"{kind} {called.get(id(model), '')}".strip()
+        alike = sum(other.partition(" #")[0] == name for other in names)
+        names.append(f"{name} #{alike + 1}" if alike else name)
+    return names
+
+
+def _called(models: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """Their variables in the functions that are under way, and attributes of what these are
+    methods of. The outermost function decides: further in, all are called `model`."""
+    wanted = {id(model) for model in models}
+    found: dict[int, str] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_NOT_OF_THE_PROGRAM):
+            variables = dict(frame.f_locals)
+            owner = variables.pop("self", None)
+            held = (*variables.items(), *getattr(owner, "__dict__", {}).items())
+            # In each the name that came first.
+            found |= {id(value): name for name, value in reversed(held) if id(value) in wanted}
+        frame = frame.f_back
+    return found
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -63,10 +98,8 @@ class ModuleRanges:
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            several = len(self._models) > 1
-            for model in self._models:
-                first = type(_unwrapped(model)).__name__ if several else ""
-                for handle in self._hook_root(model, first):
+            for model, name in zip(self._models, model_names(self._models), strict=True):
+                for handle in self._hook_root(model, name):
                     stack.callback(handle.remove)
                 for handle in self._hook_parts(model):
                     stack.callback(handle.remove)

@@ -73,6 +73,8 @@ class SavedTensor(Part, frozen=True):
     bytes: int
     code: str
     """File and line of the model that ran the operator."""
+    times: int = 1
+    """Others like it in the same step, and itself."""
 
 
 class Remedy(Part, frozen=True):

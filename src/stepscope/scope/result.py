@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -116,12 +117,16 @@ def usual_steps(evaluations: Sequence[int]) -> list[int]:
 
 
 def _evaluations(recorder: Recorder) -> dict[str, str]:
-    """How many steps hold more of them than the others."""
+    """How many timed steps hold more of them than the others, and which of the traced."""
     odd = len(recorder.evaluations) - len(usual_steps(recorder.evaluations))
-    traced = sum(count > min(recorder.evaluations, default=0)
-                 for count in recorder.traced_evaluations[-recorder.traced :])  # fmt: skip
-    found = {"left_out": odd, "traced_evaluations": traced if recorder.traced else 0}
-    return {name: str(count) for name, count in found.items() if count}
+    found = {"left_out": str(odd)} if odd else {}
+    if recorder.traced:
+        counts = recorder.traced_evaluations[-recorder.traced :]
+        usual = recorder.usual_evaluations
+        places = [place for place, count in enumerate(counts) if count > usual]
+        if places:
+            found["traced_validations"] = _json(places)
+    return found
 
 
 def _setting(recorder: Recorder) -> Setting:
@@ -175,7 +180,11 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.T
 
 
 def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    return sorted(saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+    """Those that are alike once: each forward of a step saves them anew."""
+    alike = [
+        msgspec.structs.replace(tensor, times=times) for tensor, times in Counter(saved).items()
+    ]
+    return sorted(alike, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
 
 
 def _case(name: str, rank: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from stepscope.analysis.trace.files import read_trace
@@ -21,11 +22,15 @@ def summarize_file(path: Path) -> Summary:
     return summarize(read_trace(path), str(path))
 
 
-def summarize(trace: Trace, where: str = "the trace") -> Summary:
+def summarize(
+    trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
+) -> Summary:
+    """Without the steps at these places, unless they are all."""
     work = find_work(trace)
-    steps = find_steps(work)
-    if not steps:
+    found = find_steps(work)
+    if not found:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
+    steps = tuple(step for place, step in enumerate(found) if place not in leave_out) or found
     account = total(ledgers(work, steps))
     held = instances(work, steps)
     in_ms = 1e6 * len(steps)

@@ -11,7 +11,14 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.studies.energy_view import energy_finding
-from stepscope.studies.inspected.rows import Watched, last_to_come, lateness, slowest, wait_worth
+from stepscope.studies.inspected.rows import (
+    Watched,
+    last_to_come,
+    lateness,
+    slowest,
+    traced_validations,
+    wait_worth,
+)
 from stepscope.studies.trace_findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
 
 _MISSING = {
@@ -78,21 +85,22 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
 
 
 def _evaluations(lead: Watched) -> Iterator[Finding]:
-    """The notes are how many steps also ran the model without gradients, and others did not."""
+    """Of steps that also ran the model without gradients, where others did not."""
     left_out, traced = (
-        int(lead.record.notes.get(name, 0)) for name in ("left_out", "traced_evaluations")
+        int(lead.record.notes.get("left_out", 0)),
+        len(traced_validations(lead.record)),
     )
     if left_out:
         yield Finding(
             text=f"Of the timed steps {left_out} also ran the model without gradients, as for a"
             " validation: they are left out of the time of a step."
         )
-    if traced:
-        yield Finding(
-            text=f"Of the traced steps {traced} also ran the model without gradients: that work is"
-            " in the account of the time.",
-            tone="warn",
-        )
+    if traced and lead.summary is not None:
+        text = f"Of the traced steps {traced} also ran the model without gradients"
+        if traced < int(lead.record.config["traced"]):
+            yield Finding(text=f"{text}: they are left out of the account of the time.")
+        else:
+            yield Finding(text=f"{text}: that work is in the account of the time.", tone="warn")
 
 
 def _issue(lead: Watched) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from stepscope.analysis.trace.summary import encode
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
+from stepscope.studies.inspected.rows import traced_validations
 
 PART = "rank-*.jsonl"
 
@@ -25,7 +26,7 @@ def with_profile(record: Record, folder: Path) -> Record:
     if "trace" in notes:
         try:
             events = read_trace(trace)
-            summary = summarize(events, str(trace))
+            summary = summarize(events, str(trace), leave_out=traced_validations(record))
             if record.config["ranks"] > 1:
                 starts = collective_starts(events)
                 notes["collectives"] = msgspec.json.encode(starts).decode()

@@ -138,3 +138,8 @@ def slowest(ranks: Sequence[Watched]) -> Watched | None:
 
 def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {one.rank: held for one in ranks if (held := one.collectives) is not None}
+
+
+def traced_validations(record: Record) -> list[int]:
+    """Places of traced steps that also ran the model without gradients, where others did not."""
+    return msgspec.json.decode(record.notes.get("traced_validations", "[]"), type=list[int])

@@ -139,6 +139,8 @@ def saved_table(
     case: Account, title: str = "Saved for backward by the first block and the ends"
 ) -> Table:
     """Every tensor that the record lists."""
+    repeated = any(tensor.times > 1 for tensor in case.saved)
+    often = Column(title="times", kind="count", hint="in a step; not all of them at once")
     return Table(
         name="memory-saved",
         title=f"{title}: {case.name}",
@@ -147,13 +149,15 @@ def saved_table(
             Column(title="operator"),
             Column(title="shape"),
             Column(title="dtype"),
-            Column(title="bytes", kind=_BYTES),
+            *((often,) if repeated else ()),
+            Column(title="bytes", kind=_BYTES, hint="of each"),
             Column(title="line of code"),
         ),
         rows=tuple(
             (
-                tensor.module, tensor.operator, "×".join(map(str, tensor.shape)) or "scalar",
-                tensor.dtype, tensor.bytes, tensor.code,
+                tensor.module or "model", tensor.operator,
+                "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype,
+                *((tensor.times,) if repeated else ()), tensor.bytes, tensor.code,
             )
             for tensor in case.saved
         ),
