@@ -163,3 +163,16 @@ def raises() -> None:
 
 
 not_a_function = 3
+
+
+def inputs_and_targets() -> object:
+    """A batch as a data set gives it, which the model does not take as a whole."""
+
+    def make_batch(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 4, device=device), torch.zeros(size, device=device)
+
+    return (
+        torch.nn.Linear(4, 1),
+        make_batch,
+        lambda out, batch: (out[:, 0] - batch[1]).square().mean(),
+    )

@@ -151,6 +151,18 @@ def test_a_crash_in_the_warm_up_is_told_with_its_steps(command: CommandLine, scr
     assert "ended with exit code 1 after 3 optimizer steps, before any was recorded" in last
 
 
+def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
+    command: CommandLine, script: Path
+) -> None:
+    script.write_text(TRAINING.replace("sys.exit(7)", "raise RuntimeError('planned')"))
+    done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "6")
+    assert done.returncode == 1
+    why = "the program ended after 6 of the 12 steps that it takes; it ended with exit code 1"
+    said = done.stderr.splitlines()[-2]
+    assert said == f"stepscope: not all of it was recorded: {why}"
+    assert why in (command.out / "train.html").read_text()
+
+
 def test_an_interrupt_reaches_the_script_and_ends_us_alike(
     command: CommandLine, script: Path, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
         (0.8, ("Under the profiler it takes 25.0 % more.",
                "A traced step takes 1.00 ms (800 µs without the profiler): the device works")),
         (1.01, ("half lie between", "A step takes 1.00 ms: the device works")),
-        (1.25, ("Under the profiler it takes 20.0 % less: the machine was not the same",
+        (1.25, ("Under the profiler it takes 20.0 % less: what the script does",
                 "A traced step takes 1.00 ms (1.25 ms without the profiler): the device works")),
     ],
 )  # fmt: skip

@@ -45,6 +45,10 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "wide-spread": [
         ({"series": step_of(80.0, 120.0, 85.0, 115.0, 100.0, 90.0, 110.0)}, "spreads by 16%"),
         ({"series": step_of(*STEADY * 9, 151.0)}, "a sample 51% off the median of 100 ms"),
+        (
+            {"series": step_of(*(250.0 if n % 4 == 2 else 100.0 for n in range(12)))},
+            "one in 4 samples of step takes 250 ms, the others 100 ms: something comes every 4",
+        ),
     ],
     "first-call-inside": [
         ({"series": step_of(2500.0, *STEADY)}, "first sample of step took 2500 ms, the others 100")

@@ -61,6 +61,7 @@ def test_a_setting_applies(changes: dict[str, tuple[str, ...]]) -> None:
         ("no_batch", "the make_batch that own_models:no_batch returned is nothing"),
         ("nothing_to_train", "has no parameter to train"),
         ("no_loss", r"a tensor of shape \(2, 10\), which gives no loss"),
+        ("inputs_and_targets", "a batch of 2 parts is 2 arguments"),
         ("not_a_function", "it must be a function"),
         ("missing", "own_models has no missing"),
     ],

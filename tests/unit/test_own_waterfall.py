@@ -63,8 +63,24 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         "outside of the model": 0.125,
         "idle: host launches late": 2.0,
         "not explained": 0.125,
-        "without the profiler": pytest.approx(1.5),
+        "not in the traced steps": pytest.approx(1.5),
     }
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "late", "waits", "slower"),
+    [(8.0, 3.0, 1.0, 0.0), (6.0, 1.5, 0.5, 0.0), (3.0, 0.0, 0.0, -1.0)],
+)
+def test_what_the_profiler_adds_is_idle_time(
+    step_ms: float, late: float, waits: float, slower: float
+) -> None:
+    assert SUMMARY is not None
+    lines = ("forward", "matmul", 4.0), ("idle", "host launches late", 3.0), ("idle", "waits", 1.0)
+    beyond = beyond_ms(with_lines(SUMMARY, *lines), {"products": 2.0}, step_ms)
+    assert beyond["idle: host launches late"] == pytest.approx(late)
+    assert beyond["idle: waits"] == pytest.approx(waits)
+    rest = beyond.get("slower under the profiler", beyond.get("not in the traced steps"))
+    assert rest == pytest.approx(slower)
 
 
 SUMMARY = Watched(watched()).summary

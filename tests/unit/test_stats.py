@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from stepscope.records import stats
 from stepscope.records.stats import (
     decide,
+    far_above,
     mann_whitney,
     paired_ratio,
     ratio_interval,
     stability,
     summarize,
+    turns_of,
 )
 
 positive = st.floats(1e-6, 1e6)
@@ -274,3 +276,21 @@ def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
     assert not ratio_interval(base, new).excludes_one
     with pytest.raises(ValueError, match="above zero"):
         paired_ratio([1.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "places", "every"),
+    [
+        ((10.0, 11.0, 30.0), [2], None),
+        ((10.0, 11.0), [], None),
+        ((10.0, 14.9, 12.0), [], None),
+        ((10.0, 30.0, 30.0, 10.0), [], None),
+        ((30.0, 10.0, 10.0, 30.0, 10.0, 10.0, 30.0, 10.0, 10.0), [0, 3, 6], 3),
+        ((30.0, 10.0, 10.0, 30.0, 10.0, 30.0, 10.0, 10.0, 10.0), [0, 3, 5], None),
+    ],
+)
+def test_samples_far_above_the_others(
+    values: tuple[float, ...], places: list[int], every: int | None
+) -> None:
+    assert far_above(values) == places
+    assert turns_of(places) == every

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from stepscope.measure.modules import model_names, trained_models
+from stepscope.measure.modules import all_named_parts, model_names, trained_models
 from stepscope.records.schema import Record
 from stepscope.scope.result import usual_steps
 from stepscope.scope.stages import Effort
@@ -20,7 +20,13 @@ from stepscope.scope.watching import Watcher
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.gather import gather, parts
 from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress
-from stepscope.studies.inspected.rows import Watched, lateness, programs, slowest
+from stepscope.studies.inspected.rows import (
+    Watched,
+    lateness,
+    programs,
+    slowest,
+    traced_longer,
+)
 from stepscope.studies.memory.view import saved_table
 from watched_models import Network, batch, network_flops, train
 
@@ -178,6 +184,26 @@ def test_the_memory_is_counted_in_a_step_without_a_validation(
     assert found.summary is not None, "it goes on after that"
 
 
+def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = Watcher(tmp_path, Effort(warmup=2, timed=5, traced=3), "train.py", [], stop=False)
+    watcher.start()
+    for step in range(16):
+        train(model, optimizer)
+        if step == 10:
+            time.sleep(0.5)
+    watcher.finish()
+    found = only(tmp_path)
+    assert found.summary is not None
+    assert len(found.summary.steps) == 2
+    assert found.summary.wall_ms < 500
+    (longer,) = traced_longer(found.record)
+    assert longer > 500
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert "Of the traced steps 1 took 5" in said
+
+
 def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,6 +282,16 @@ class TestModelNames:
         models = [Network(), torch.nn.Identity(), Network(), Network()]
         assert model_names(models) == ["Network", "Identity", "Network #2", "Network #3"]
 
+    def test_layers_in_a_row_go_by_their_class(self) -> None:
+        mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        alike = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        whole = torch.nn.ModuleDict({"mixed": mixed, "alike": alike})
+        names = [name for name, _ in all_named_parts(whole)]
+        assert names == [
+            "", "mixed", "mixed.0 Linear", "mixed.1 ReLU", "alike", "alike.0", "alike.1",
+        ]  # fmt: skip
+        assert [module for _, module in all_named_parts(whole)] == list(whole.modules())
+
     def test_the_outermost_function_decides(self) -> None:
         def inner(model: Network, other: Network) -> list[str]:
             return model_names([model, other])
@@ -281,9 +317,14 @@ def test_a_script_that_ends_while_it_is_traced_keeps_what_there_is(tmp_path: Pat
         # 2 left out, 5 timed, 1 counted, 1 lead-in, 1 traced, and the step before the first edge.
         for _ in range(11):
             train(model, optimizer)
-    summary = only(tmp_path).summary
-    assert summary is not None
-    assert len(summary.steps) == 1
+    found = only(tmp_path)
+    assert found.summary is not None
+    assert len(found.summary.steps) == 1
+    assert found.micro_batches == 1
+    missing = found.record.notes["cut_short"]
+    assert missing == "the program ended after 11 of the 12 steps that it takes"
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert f"The recording is not whole: {missing}." in said
 
 
 def test_a_script_that_ends_while_it_is_timed_has_its_times(tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from stepscope.analysis.limits import (
     products_ceiling,
 )
 from stepscope.records.schema import Lint, Reading, Record, Series
-from stepscope.records.stats import FAR_EXTREME, MIN_SAMPLES, WIDE_STD, ratio_interval, summarize
+from stepscope.records.stats import (
+    FAR_EXTREME,
+    MIN_SAMPLES,
+    WIDE_STD,
+    far_above,
+    ratio_interval,
+    summarize,
+    turns_of,
+)
 
 __all__ = ["codes", "lint_group", "lint_record"]
 
@@ -98,6 +106,14 @@ def _wide_spread(record: Record) -> str | None:
     off = abs(farthest - summary.median) / summary.median if summary.median else 0.0
     if spread < WIDE_STD and off < FAR_EXTREME:
         return None
+    far = far_above(values)
+    every = turns_of(far)
+    if every is not None and every > 1:
+        longer = summarize([values[place] for place in far]).median
+        return (
+            f"one in {every} samples of {series.name} takes {longer:.4g} ms, the others"
+            f" {summary.median:.4g} ms: something comes every {every} steps, such as a checkpoint"
+        )
     return (
         f"{series.name} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the median"
         f" of {summary.median:.4g} ms; end other work on this machine and measure again"

@@ -18,6 +18,7 @@ from stepscope.cli.common import Place, json_line, parse, write_text
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import write_records
+from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
 from stepscope.studies.inspected.order import Order
 
@@ -57,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     peak_bytes: float | None = None
     reason: str = ""
-    """Why there is no page."""
+    """Why there is no page, or not all in it."""
 
 
 def main(words: list[str]) -> int:
@@ -127,7 +128,10 @@ def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions)
 
     def write_when_there() -> None:
         nonlocal outcome
-        if page is not None and outcome is None and len(parts(folder)) == ranks:
+        if page is None or outcome is not None or len(parts(folder)) < ranks:
+            return
+        # Where it is not whole, how the script ends is to be told too.
+        if read_progress(folder).whole:
             outcome = _write(folder, page, options)
 
     text = msgspec.json.encode(order).decode()
@@ -137,7 +141,7 @@ def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions)
     if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
         if parts(folder):
-            outcome = _write(folder, page, options)
+            outcome = _write(folder, page, options, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
             why = why_nothing(read_progress(folder), order.name, describe_end(status), stepped)
@@ -158,8 +162,9 @@ def _wait_for_parts(folder: Path, ranks: int) -> None:
         time.sleep(0.1)
 
 
-def _write(folder: Path, page: Path, options: InspectOptions) -> Outcome:
-    """The page and the records; whatever fails here is said and takes nothing from the script."""
+def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") -> Outcome:
+    """The page and the records; whatever fails here is said and takes nothing from the script.
+    `ending` says how the script ended, if it has."""
     from stepscope.report.html import html_page
     from stepscope.studies.inspected.gather import gather
     from stepscope.studies.inspected.rows import Watched
@@ -167,7 +172,7 @@ def _write(folder: Path, page: Path, options: InspectOptions) -> Outcome:
 
     kept = page.with_suffix(".jsonl")
     try:
-        records = gather(folder)
+        records = [_with_ending(record, ending) for record in gather(folder)]
         write_text(page, html_page(make_page(records)))
         write_records(records, kept)
         if options.keep:
@@ -180,12 +185,23 @@ def _write(folder: Path, page: Path, options: InspectOptions) -> Outcome:
     outcome = Outcome(
         page=page.resolve(), records=kept.resolve(),
         step_ms=max(times, default=None), peak_bytes=max(peaks, default=None),
+        reason=next((why for record in records if (why := record.notes.get("cut_short"))), ""),
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):
             _say(told)
+        if outcome.reason:
+            _say(f"not all of it was recorded: {outcome.reason}")
         _say(f"page: {outcome.page}")
     return outcome
+
+
+def _with_ending(record: Record, ending: str) -> Record:
+    why = record.notes.get("cut_short")
+    if why is None or not ending:
+        return record
+    whole = f"{why}; it {ending}"
+    return msgspec.structs.replace(record, notes=record.notes | {"cut_short": whole})
 
 
 def _in_short(outcome: Outcome, ranks: int) -> str:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.course import Course
-from stepscope.measure.modules import model_names
+from stepscope.measure.modules import all_named_parts, model_names
 from stepscope.measure.tensors import Held, TensorBytes
 from stepscope.records.memory import (
     GRADIENTS,
@@ -90,7 +90,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self.count_existing(models, optimizers)
         with ExitStack() as stack:
             for model, root in zip(models, model_names(models), strict=True):
-                for name, module in model.named_modules():
+                for name, module in all_named_parts(model):
                     for handle in self._hook(f"{root}/{name}".strip("/"), module):
                         stack.callback(handle.remove)
                 for parameter in model.parameters():

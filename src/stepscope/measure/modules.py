@@ -166,7 +166,7 @@ def _called_parts(
     """
     if is_compiled(module):
         return
-    for name, part in module.named_children():
+    for name, part in named_parts(module):
         if name in _WRAPPERS and not words:
             yield from _called_parts(part, ())
             continue
@@ -175,6 +175,27 @@ def _called_parts(
             continue
         yield part, (*words, name)
         yield from _called_parts(part, ())
+
+
+def named_parts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Its children. Numbers in a row of layers come with the class, unless all are alike."""
+    children = dict(module.named_children())
+    mixed = isinstance(module, torch.nn.Sequential) and len(set(map(type, children.values()))) > 1
+    for name, part in children.items():
+        yield (f"{name} {type(part).__name__}" if mixed and name.isdigit() else name), part
+
+
+def all_named_parts(
+    module: torch.nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As `named_modules`, with these names."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, part in named_parts(module):
+        yield from all_named_parts(part, f"{path}.{name}" if path else name, seen)
 
 
 def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack | None:

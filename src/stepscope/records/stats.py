@@ -7,6 +7,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,6 +29,9 @@ FAR_EXTREME = 0.50
 MEAN_KNOWN_TO = 0.05
 SIGNIFICANCE = 0.002
 """Chance of a false alarm that a verdict accepts, for one comparison among hundreds."""
+
+FAR_ABOVE = 1.5
+"""Times the median: a sample beyond holds something that the others do not."""
 
 _RESAMPLES = 2000
 _SEED = 336
@@ -52,6 +56,21 @@ class Summary(Part, frozen=True):
     @property
     def iqr(self) -> float:
         return self.q3 - self.q1
+
+
+def far_above(values: Sequence[float]) -> list[int]:
+    """Places of samples far above the median; none where they are no exceptions."""
+    if len(values) < 3:
+        return []
+    middle = float(np.median(values))
+    found = [place for place, value in enumerate(values) if value > FAR_ABOVE * middle]
+    return found if len(found) <= len(values) // 3 else []
+
+
+def turns_of(places: Sequence[int]) -> int | None:
+    """Every how many samples one of these comes, where they come at all evenly."""
+    gaps = {after - before for before, after in itertools.pairwise(places)}
+    return gaps.pop() if len(gaps) == 1 else None
 
 
 class Ratio(Part, frozen=True):

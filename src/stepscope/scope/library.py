@@ -45,7 +45,7 @@ class Scope:
         timed: int = 10,
         traced: int = 3,
         memory: bool = True,
-        name: str = "your step",
+        name: str = "your program",
     ) -> None:
         models = _several(model, torch.nn.Module, "model", "an nn.Module")
         optimizers = _several(

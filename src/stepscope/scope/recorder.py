@@ -32,6 +32,8 @@ ENERGY_WITHIN_S = 1.0
 """Steps that take less together have no energy: one move of the counter would be a tenth of it."""
 MOST_RECOUNTS = 8
 """Of the step whose memory is counted, where it also validates."""
+_BROKEN_OFF = {"recording_failed", "trace_missing"}
+"""Notes that say why a recording ended before the program."""
 ENERGY_MOVES_S = 0.1
 """How seldom a driver moves its counter at most."""
 
@@ -174,6 +176,7 @@ class Recorder:
         elif stage is Stage.TRACED and self._tracer is not None:
             self.traced += 1
             if self._ranges is not None:
+                self.forwards = self._ranges.forwards
                 self.traced_evaluations.append(self._ranges.evaluations)
             if not self._by_edges:
                 self._open_step.close()
@@ -182,6 +185,15 @@ class Recorder:
             if self._by_edges and self._tracer is not None:
                 self._mark_trace()
             self.finish()
+
+    @property
+    def cut_short(self) -> str:
+        """How far it came, where the program ended before all of it was recorded."""
+        if self.steps >= self.effort.steps or self.notes.keys() & _BROKEN_OFF:
+            return ""
+        # The first step ends at the first edge.
+        made, needed = (steps + self._by_edges for steps in (self.steps, self.effort.steps))
+        return f"the program ended after {made} of the {needed} steps that it takes"
 
     @property
     def usual_evaluations(self) -> int:
@@ -293,8 +305,6 @@ class Recorder:
 
     def _conclude(self) -> None:
         if self._tracer is not None:
-            if self._ranges is not None:
-                self.forwards = self._ranges.forwards
             self.device.synchronize()
             tracer, self._tracer = self._tracer, None
             with self._others.ours():

@@ -35,6 +35,8 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     """`name` and `words` are the script and its arguments, or whatever names the program."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     notes = recorder.notes | _evaluations(recorder)
+    if recorder.cut_short:
+        notes["cut_short"] = recorder.cut_short
     quantities: dict[str, Quantity] = {}
     _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(quantities, "B", peak_bytes=recorder.peak_bytes)

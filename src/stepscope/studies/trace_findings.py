@@ -18,12 +18,15 @@ _WORTH = 0.05
 _TENSOR = "tensor cores"
 
 
-def trace_findings(summary: Summary, step_ms: float | None = None) -> tuple[Finding, ...]:
-    """`step_ms` is the step without the profiler, where it was timed."""
+def trace_findings(
+    summary: Summary, step_ms: float | None = None, loading_ms: float | None = None
+) -> tuple[Finding, ...]:
+    """`step_ms` is the step without the profiler, where it was timed, and `loading_ms` what of it
+    is spent in a DataLoader."""
     return (
         _account(summary, step_ms),
         *_idle(summary, step_ms),
-        *_data(summary),
+        *_data(summary, step_ms, loading_ms),
         *_matmul(summary),
         *_top_kernel(summary),
         *_units(summary),
@@ -106,12 +109,14 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         )
 
 
-def _data(summary: Summary) -> Iterator[Finding]:
-    share = summary.data_ms / summary.wall_ms
-    if share >= _WORTH:
+def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> Iterator[Finding]:
+    spent, whole = summary.data_ms, summary.wall_ms
+    if step_ms and loading_ms is not None:
+        spent, whole = loading_ms, step_ms
+    if spent / whole >= _WORTH:
         yield Finding(
-            text=f"The loop spends {duration(summary.data_ms)} of each step, {percent(share)}, in"
-            " its DataLoader: more workers, or batches made ahead, would hide that.",
+            text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
+            " DataLoader: batches made ahead would hide that, where cores are free to make them.",
             tone="warn",
         )
 
@@ -147,7 +152,7 @@ def _top_kernel(summary: Summary) -> Iterator[Finding]:
     unit = f" on {about.unit}" if about.unit else ""
     yield Finding(
         text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {count(times)}"
-        f" calls, {percent(ms / total)} of all"
+        f" {'call' if times == 1 else 'calls'}, {percent(ms / total)} of all"
         f" {'kernel' if summary.on_device else 'operator'} time."
     )
 

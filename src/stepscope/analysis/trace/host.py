@@ -29,8 +29,11 @@ STEP_MARK = re.compile(r"^(?:ProfilerStep#|step )\d+$")
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER_MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
-_MACHINERY = ("## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph")
-"""Ranges that torch.compile puts around what it runs: they name no part of the model."""
+_MACHINERY = (
+    "## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph",
+    "DistributedDataParallel.forward",
+)  # fmt: skip
+"""Ranges that torch.compile and DDP put around what they run: they name no part of the model."""
 _LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss",
            "aten::binary_cross_entropy_with_logits", "aten::kl_div"}  # fmt: skip
 _PHASE_RANGES = {"forward": FORWARD, "loss": LOSS, "backward": BACKWARD, "optimizer": OPTIMIZER,

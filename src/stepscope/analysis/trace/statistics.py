@@ -17,7 +17,7 @@ from stepscope.analysis.trace.steps import Step, step_of
 from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import Work
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
 _MOST_NUMBERS = 1 << 62
 _GROUP = re.compile(r"group \d+(/|$)")
 

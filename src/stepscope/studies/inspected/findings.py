@@ -16,6 +16,7 @@ from stepscope.studies.inspected.rows import (
     last_to_come,
     lateness,
     slowest,
+    traced_longer,
     traced_validations,
     wait_worth,
 )
@@ -26,6 +27,7 @@ _MISSING = {
     "memory_missing": "The memory was not accounted for",
     "snapshot_missing": "No snapshot of the allocator was taken",
     "recording_failed": "The recording broke off",
+    "cut_short": "The recording is not whole",
 }
 _SEVERAL = 4
 _COUNTED_IN = "counted operator by operator"
@@ -38,7 +40,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *_verdict(lead),
         *_issue(lead),
         *_ranks(ranks),
-        *(() if lead.summary is None else trace_findings(lead.summary, lead.step_ms)),
+        *_trace(lead),
         *memory_finding(lead),
         *rate_finding(lead),
         *energy_finding(lead.record, lead.name),
@@ -66,8 +68,8 @@ def _time(lead: Watched) -> Iterator[Finding]:
             text += f" Under the profiler it takes {percent(more)} more."
         elif more < -TRACED_APART:
             text += (
-                f" Under the profiler it takes {percent(-more)} less: the machine was not the same"
-                " meanwhile."
+                f" Under the profiler it takes {percent(-more)} less: what the script does, or the"
+                " machine, was not the same meanwhile."
             )
     yield Finding(text=text)
 
@@ -81,6 +83,19 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
             text=f"This step is not launch-bound: its {count(lead.summary.launches)} kernels are"
             f" launched in time for {percent(1 - idle)} of it.",
             tone="good",
+        )
+
+
+def _trace(lead: Watched) -> Iterator[Finding]:
+    if lead.summary is None:
+        return
+    yield from trace_findings(lead.summary, lead.step_ms, lead.loading_ms)
+    longer = traced_longer(lead.record)
+    if longer:
+        usual = duration(lead.summary.wall_ms)
+        yield Finding(
+            text=f"Of the traced steps {len(longer)} took {', '.join(map(duration, longer))} where"
+            f" the others take {usual}: left out of the account of the time."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,11 +10,13 @@ import msgspec
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.trace.collectives import collective_starts
 from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import encode
+from stepscope.analysis.trace.summary import Summary, encode
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
+from stepscope.records.stats import far_above
 from stepscope.studies.inspected.rows import traced_validations
 
 PART = "rank-*.jsonl"
@@ -26,7 +29,9 @@ def with_profile(record: Record, folder: Path) -> Record:
     if "trace" in notes:
         try:
             events = read_trace(trace)
-            summary = summarize(events, str(trace), leave_out=traced_validations(record))
+            summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
+            if longer:
+                notes["traced_longer"] = msgspec.json.encode(longer).decode()
             if record.config["ranks"] > 1:
                 starts = collective_starts(events)
                 notes["collectives"] = msgspec.json.encode(starts).decode()
@@ -37,6 +42,21 @@ def with_profile(record: Record, folder: Path) -> Record:
             series = (*series, Series(name="traced", unit="ms", values=summary.steps))
     whole = msgspec.structs.replace(record, notes=notes, series=series)
     return msgspec.structs.replace(whole, lints=lint_record(whole))
+
+
+def _of_usual_steps(
+    events: Trace, where: str, leave_out: Sequence[int]
+) -> tuple[Summary, list[float]]:
+    """Without those at these places and those that something else made far longer, such as a
+    checkpoint; and how long these took."""
+    found = summarize(events, where, leave_out=leave_out)
+    far = far_above(found.steps)
+    if not far:
+        return found, []
+    places = [place for place in range(len(found.steps) + len(leave_out)) if place not in leave_out]
+    odd = [places[number] for number in far]
+    longer = [found.steps[number] for number in far]
+    return summarize(events, where, leave_out=(*leave_out, *odd)), longer
 
 
 def parts(folder: Path) -> list[Path]:

@@ -26,6 +26,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     """What ended the recording, and not the script."""
 
+    @property
+    def whole(self) -> bool:
+        return self.recorded and self.steps >= self.needed
+
 
 def write_progress(folder: Path, progress: Progress) -> None:
     path = folder / _FILE.format(rank=os.environ.get("RANK", "0"))
@@ -55,8 +59,9 @@ def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool)
         )
     if not progress.optimizer_steps:
         return (
-            f"{name} {ending} without an optimizer step: a step is told by the `step` of a"
-            " torch.optim.Optimizer, or mark it yourself with stepscope.Scope"
+            f"{name} {ending} without an optimizer step in this process: a step is told by the"
+            " `step` of a torch.optim.Optimizer, or mark it yourself with stepscope.Scope; where a"
+            " script starts processes that train (mp.spawn), start its ranks with torchrun instead"
         )
     made = counted(progress.optimizer_steps, "optimizer step")
     return (

@@ -65,6 +65,11 @@ class Watched:
         }
 
     @property
+    def loading_ms(self) -> float | None:
+        """What a step without the profiler spends in a DataLoader."""
+        return median_ms(self.record, "loading")
+
+    @property
     def micro_batches(self) -> int:
         """Forwards of the model in a step: more than one where gradients are accumulated."""
         return round(self.record.quantity("forwards") or 0)
@@ -143,3 +148,8 @@ def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
 def traced_validations(record: Record) -> list[int]:
     """Places of traced steps that also ran the model without gradients, where others did not."""
     return msgspec.json.decode(record.notes.get("traced_validations", "[]"), type=list[int])
+
+
+def traced_longer(record: Record) -> list[float]:
+    """Milliseconds of traced steps that took far longer than the others."""
+    return msgspec.json.decode(record.notes.get("traced_longer", "[]"), type=list[float])

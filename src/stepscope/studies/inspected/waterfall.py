@@ -19,6 +19,7 @@ from stepscope.studies.inspected.rows import Watched
 _UPDATE_BYTES = 28
 """Of AdamW for each parameter in float32: read weight, gradient and moments, write three."""
 _SHOWN_FROM = 0.001
+_IDLE = "idle: "
 
 
 def least_ms(lead: Watched) -> dict[str, float]:
@@ -43,12 +44,20 @@ def beyond_ms(summary: Summary, least: dict[str, float], step_ms: float) -> dict
     spent["products beyond that"] -= products
     spent["the optimizer beyond that"] -= update
     rest = step_ms - products - update - sum(spent.values())
-    return {**spent, "without the profiler": rest}
+    if rest >= 0:
+        return {**spent, "not in the traced steps": rest}
+    # The profiler takes its time between operators and launches: that much of it is not the step's.
+    idle = {cause: ms for cause, ms in spent.items() if cause.startswith(_IDLE) and ms > 0}
+    total = sum(idle.values())
+    taken = min(total, -rest)
+    for cause, ms in idle.items():
+        spent[cause] = ms - taken * ms / total
+    return {**spent, "slower under the profiler": rest + taken}
 
 
 def _cause(phase: str, kind: str) -> str:
     if phase == "idle":
-        return f"idle: {kind}"
+        return f"{_IDLE}{kind}"
     if kind == "residual":
         return "not explained"
     if kind == "communication":
@@ -93,7 +102,7 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
             lanes=tuple(lanes),
             x_label="ms",
             caption="What the step takes beyond its least time, by cause; the parts add up to the"
-            " measured time. The last is what the profiler's steps were slower by, below zero.",
+            " measured time. What traced steps were slower by is taken off their idle time.",
         ),
     )
 

@@ -36,7 +36,8 @@ class OwnFlags(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """package.module:function, importable from here (see PYTHONPATH). It is called without
     arguments and returns an nn.Module, a function make_batch(size, device), and, where the model
-    does not give the loss itself, a function loss(outputs, batch)."""
+    does not give the loss itself, a function loss(outputs, batch). A batch that is a tuple is
+    several arguments of the model, a dictionary its keywords."""
     batch: tuple[int, ...] = (8,)
     """The size that make_batch is asked for."""
     dtype: tuple[str, ...] = ("float32",)

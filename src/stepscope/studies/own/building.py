@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.errors import UsageError
@@ -72,8 +73,25 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
+        _check_arguments(model, batch)
         return model(*batch)
     return model(batch)
+
+
+def _check_arguments(model: torch.nn.Module, batch: Sequence[Any]) -> None:
+    try:
+        taken = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        taken.bind(*batch)
+    except TypeError as error:
+        raise UsageError(
+            f"a batch of {len(batch)} parts is {len(batch)} arguments, which the model's"
+            f" forward{taken} does not take: {error}",
+            "let make_batch return what the model is called with; `loss(outputs, batch)` gets the"
+            " same, and a dictionary becomes keywords",
+        ) from None
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None, name: str) -> torch.Tensor:

@@ -133,8 +133,8 @@ def _ladder_table(ladder: Ladder, suffix: str) -> Table:
         caption="Alone: the start with this one change. On those before: on top of every change"
         " above it that stays; torch.compile, searched kernels, narrower formats, master weights"
         " and checkpointing do not. What is no graph where the rung before is one is not held"
-        " against it. Both: the two are the same. MFU is of the rate of each step's own format, so a faster format can"
-        " lower it.",
+        " against it. Both: the two are the same. MFU is of the rate of each step's own format,"
+        " so a faster format can lower it.",
     )
 
 
