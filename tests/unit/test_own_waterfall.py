@@ -36,8 +36,8 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 
 def test_the_least_time_is_of_products_and_the_update() -> None:
     assert least_ms(Watched(watched())) == {
-        "products at the rate measured here": pytest.approx(2.0),
-        "the update's bytes, moved once": pytest.approx(0.28),
+        "products at the limit": pytest.approx(2.0),
+        "the update's bytes, once": pytest.approx(0.28),
     }
     assert least_ms(Watched(watched(ceilings=()))) == {}
     assert least_ms(Watched(watched(flops=0))) == {}
@@ -59,7 +59,7 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         "operations that move memory": 0.5,
         "copies and casts": 0.25,
         "the optimizer beyond that": pytest.approx(0.72),
-        "communication that nothing hides": 0.5,
+        "exposed communication": 0.5,
         "outside of the model": 0.125,
         "idle: host launches late": 2.0,
         "not explained": 0.125,

@@ -28,10 +28,10 @@ def least_ms(lead: Watched) -> dict[str, float]:
     flops, rate = record.quantity("flops"), matrix_ceiling(record)
     if not flops or rate is None or rate.value <= 0:
         return {}
-    found = {"products at the rate measured here": 1e3 * flops / rate.value}
+    found = {"products at the limit": 1e3 * flops / rate.value}
     parameters, bandwidth = record.quantity("parameters"), record.ceiling("memory.copy")
     if parameters and bandwidth is not None and bandwidth.value > 0:
-        found["the update's bytes, moved once"] = 1e3 * parameters * _UPDATE_BYTES / bandwidth.value
+        found["the update's bytes, once"] = 1e3 * parameters * _UPDATE_BYTES / bandwidth.value
     return found
 
 
@@ -61,7 +61,7 @@ def _cause(phase: str, kind: str) -> str:
     if kind == "residual":
         return "not explained"
     if kind == "communication":
-        return "communication that nothing hides"
+        return "exposed communication"
     if phase == "optimizer":
         return "the optimizer beyond that"
     if kind in ("matmul", "attention"):
