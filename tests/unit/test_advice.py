@@ -41,6 +41,27 @@ def test_the_first_changes_that_were_tried_are_counted() -> None:
     assert first_right(own, []) == (0, 0)
 
 
+def test_a_change_that_was_not_made_is_no_evidence() -> None:
+    own = advice("fused-attention", 40.0)
+    made = tried(30.0, own, notes={"without_effect": "nothing was changed by it"})
+    one = Tried(made)
+    assert one.verified() is None
+    assert first_right([own], [one]) == (0, 0)
+    texts = [block.text for block in trial_blocks([made]) if isinstance(block, Finding)]
+    assert texts == ["No change that was tried is worth it here."]
+
+
+@pytest.mark.parametrize(
+    ("changed_ms", "gain", "vague"),
+    [(30.0, 40.0, False), (49.9, 0.2, True), (49.9, 40.0, False), (40.0, 0.2, False)],
+)
+def test_an_interval_wider_than_what_it_is_about_is_vague(
+    changed_ms: float, gain: float, vague: bool
+) -> None:
+    """Half a millisecond to each side."""
+    assert Tried(tried(changed_ms, advice(gain=gain))).is_vague is vague
+
+
 def test_advice_without_a_trial_has_a_reason() -> None:
     own = (
         advice("bfloat16"), advice("compile", compile="model"),
@@ -48,7 +69,7 @@ def test_advice_without_a_trial_has_a_reason() -> None:
     )  # fmt: skip
     texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
     assert texts == [
-        "Not tried: the change compile; no time was left for it.",
+        "Not tried: the change compile; --only left it out, or there was no time.",
         "Not tried: the change fused-loss; the loss is inside.",
     ]
 
@@ -192,7 +213,7 @@ def test_the_command_lists_advice_from_records(
     assert main(["advise", str(file), "--out", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert all(one["lines"] for one in told["advice"])
-    assert "Advice for own_models:causal_lm" in (tmp_path / "advice.html").read_text()
+    assert "Advice for own_models:causal_lm" in (tmp_path / "own-advice.html").read_text()
 
 
 class StandIn:
@@ -231,6 +252,11 @@ def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
     assert main(["advise", "--json", "--out", str(tmp_path), str(script)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert "bfloat16" in {one["code"] for one in told["advice"]}
+    # Each program has a page of its own, whether it or its records are named.
+    page = str(tmp_path / "train-advice.html")
+    assert told["report"] == page
+    assert main(["advise", "--json", "--out", str(tmp_path), "latest"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == page
 
 
 @pytest.mark.parametrize(
@@ -267,12 +293,15 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert [one["code"] for one in told["advice"]] == ["fused-optimizer"]
     (tried_once,) = told["tried"]
+    low, high = tried_once["interval_ms"]
+    assert low <= tried_once["realised_ms"] <= high
     assert tried_once["change"] == "fused-optimizer"
     assert tried_once["predicted_ms"] > 0
     assert not tried_once["verdict"].startswith("not tried")
-    assert "Predicted against realised" in (command.out / "advice.html").read_text()
-    history = (tmp_path / "cache" / "stepscope" / "advice.jsonl").read_text()
-    assert len(history.splitlines()) == 1
+    assert (
+        "Predicted against realised"
+        in (command.out / "own_models-conv_net-advice.html").read_text()
+    )
 
 
 def test_a_trial_runs_both_steps_on_the_same_data() -> None:

@@ -12,6 +12,7 @@ from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernel_names import describe
 from stepscope.analysis.trace.summary import decode, encode
 from stepscope.records.jsonl import read_records
+from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.inspected.findings import inspected_findings
@@ -131,3 +132,24 @@ def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:
     (waited,) = (w.classes["between"] for w in alone.phases if w.name == "optimizer")
     assert waited > 1
     assert among.phase_ms("optimizer") == pytest.approx(alone.phase_ms("optimizer") - waited)
+
+
+def test_what_runs_again_counts_for_every_stretch_that_keeps_its_input() -> None:
+    """Of two micro-batches with four stretches each, four inputs are there at one time."""
+    mib = 1 << 20
+    kept = SavedTensor(
+        module="checkpoint", operator="input", shape=(8, 64), dtype="float32", bytes=mib,
+        code="net.py:1", times=8,
+    )  # fmt: skip
+    forward, backward = (
+        PhasePeak(phase=phase, allocated=sum(lines.values()), lines=lines, operator="mm")
+        for phase, lines in (
+            ("forward", {f"{SAVED}{KEPT_INPUT}": 4 * mib}),
+            ("backward", {f"{SAVED}{KEPT_INPUT}": 3 * mib, RECOMPUTED: 5 * mib}),
+        )
+    )
+    notes = inspected_record().notes | {
+        "ledger": msgspec.json.encode([forward, backward]).decode(),
+        "saved": msgspec.json.encode([kept]).decode(),
+    }
+    assert facts_of(inspected_record(notes=notes)).recomputed_bytes == 20 * mib

@@ -106,6 +106,29 @@ def test_written_out_attention() -> None:
     assert after.class_ms("attention") == 29.0
 
 
+def test_what_is_listed_for_its_memory_says_so() -> None:
+    step = facts(loss_ms=1.0, logit_bytes=1 << 30, peak_bytes=4 << 30)
+    (alone,) = advise(step)
+    assert alone.code == "fused-loss"
+    assert alone.gain_ms < WORTH * step.step_ms
+    assert alone.why.endswith("Listed for its memory alone")
+    (faster,) = advise(msgspec.structs.replace(step, loss_ms=10.0))
+    assert "memory alone" not in faster.why
+
+
+def test_the_update_on_a_cpu_has_no_device_and_time_between_operators() -> None:
+    step = facts({"matmul": 30.0}, {"matmul": 50.0}, fused_optimizer=False, optimizer_ms=20.0)
+    (on_gpu,) = advise(step)
+    assert "takes 20 ms of the device; moving" in on_gpu.why
+    between = Work(name="optimizer", classes={"optimizer": 5.0, "between": 15.0})
+    host = msgspec.structs.replace(step, on_gpu=False, phases=(*step.phases[:2], between))
+    (on_cpu,) = advise(host)
+    assert "takes 20 ms, 15 ms of it between operators; moving" in on_cpu.why
+    by_tensor = msgspec.structs.replace(host, optimizer="", loops_over_tensors=True)
+    (foreach,) = advise(by_tensor)
+    assert "20 ms, 15 ms of it between operators, tensor by tensor" in foreach.why
+
+
 def test_the_peak_falls_no_lower_than_that_of_the_update() -> None:
     step = facts(
         {"matmul": 30.0}, {"matmul": 50.0}, dtype="float32", peak_bytes=10 << 30,

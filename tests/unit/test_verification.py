@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import textwrap
 import time
@@ -29,7 +30,7 @@ from stepscope.studies.advice.advised import advice_given, with_advice
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.measuring import APART
 from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
-from stepscope.studies.advice.view import trial_blocks
+from stepscope.studies.advice.view import Tried, trial_blocks
 from stepscope.studies.base import Case
 from stepscope.studies.inspected.order import Order
 from stepscope.studies.runner import new_run
@@ -45,7 +46,8 @@ CHANGED_MS = {
 
 
 class PlantedRunner:
-    """Every trial comes out as planted, and takes so long. One that is called `breaks` fails."""
+    """Every trial comes out as planted, and takes so long. One that is called `breaks` fails, and
+    `unmade` changes nothing."""
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.asked: list[str] = []
@@ -63,7 +65,8 @@ class PlantedRunner:
             if "breaks" in trial.code:
                 store.add(tried(0, *trial.advice, id="broken", run=run.id, status="error"))
                 continue
-            store.add(tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id))
+            notes = {"without_effect": "nothing was changed"} if "unmade" in trial.code else {}
+            store.add(tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id, notes=notes))
 
 
 def verify(
@@ -180,6 +183,26 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert [one.code for one in read_history()] == ["bfloat16", "fused-optimizer"]
+
+
+def test_only_evidence_corrects_later_predictions(tmp_path: Path) -> None:
+    unmade = advice("unmade", 30.0, optimizer="adamw-fused")
+    asked = verify(tmp_path, FORMAT, unmade, advice("vague", 0.1, compile="block"))
+    assert asked == ["bfloat16", "unmade", "vague"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert [one.code for one in read_history()] == ["bfloat16"]
+
+
+def test_the_outcome_has_its_interval() -> None:
+    vague = advice("vague", 0.2)
+    said = verification.outcome(Tried(tried(49.9, vague)))
+    assert re.fullmatch(
+        r"vague: 100 µs \[-\d+ µs, \d+ µs\] gained of 100 µs predicted; dropped: no gain shown",
+        said,
+    )
+    unmade = tried(49.9, vague, notes={"without_effect": "nothing was changed"})
+    assert verification.outcome(Tried(unmade)) == "vague: dropped: nothing was changed"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +342,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     assert trial["change"] == "fused-optimizer"
     assert trial["predicted_ms"] > 0
     assert not trial["verdict"].startswith("not tried")
-    page = (command.out / "advice.html").read_text()
+    page = (command.out / "train-advice.html").read_text()
     assert "Advice for train.py" in page
     assert "Predicted against realised" in page
     assert command.left_behind() == []

@@ -258,7 +258,7 @@ def test_several_optimizers_make_one_step_of_a_turn(tmp_path: Path) -> None:
             train(first, one)
             train(second, two)
     found = only(tmp_path)
-    assert found.micro_batches == 2
+    assert found.micro_batches == 1
     assert found.record.quantity("flops") == 2 * network_flops(8)
     assert found.setting is not None
     assert sorted(o.name for o in found.setting.optimizers) == ["AdamW", "SGD"]

@@ -11,7 +11,7 @@ from stepscope.analysis.advice.calibration import Verified
 from stepscope.analysis.advice.changes import Advice
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Page, Section, Table
+from stepscope.report.blocks import Interval, Page, Section, Table
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
@@ -52,19 +52,19 @@ def advice_page(
 
 
 def conclude(
-    out: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
+    path: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
 ) -> int:
     """Write the page, print the tables or one line of JSON; the exit code."""
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
 
-    path = out / "advice.html"
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
     if as_json:
         facts = {
             "advice": advice,
             "tried": [{"change": t.trial.code, "predicted_ms": t.predicted_ms,
-                       "realised_ms": t.realised_ms, "verdict": t.verdict}
+                       "realised_ms": t.realised_ms, "interval_ms": _ends(t.realised),
+                       "verdict": t.verdict}
                       for t in _tried(records)],
             "report": path,
         }  # fmt: skip
@@ -76,6 +76,10 @@ def conclude(
         print("No change that is known here is predicted to gain 3 % or more.")
     print(f"page: {path.resolve()}")
     return 0
+
+
+def _ends(gain: Interval | None) -> tuple[float, float] | None:
+    return None if gain is None else (gain.low, gain.high)
 
 
 def _tried(records: Sequence[Record]) -> list[Tried]:

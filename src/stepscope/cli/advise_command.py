@@ -152,7 +152,20 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
         raise StepscopeError(
             f"{options.source} has no step to advise on", "use records of `inspect` or `run own`"
         )
-    return conclude(options.out, options.json, meant[0], _advice(meant[0]), records)
+    is_file = Path(options.source).is_file()
+    page = _page(options, Path(options.source).stem if is_file else _subject(meant[0]))
+    return conclude(page, options.json, meant[0], _advice(meant[0]), records)
+
+
+def _page(options: AdviseOptions, name: str) -> Path:
+    """Beside the page of `inspect`, for each program its own."""
+    return options.out / f"{name}-advice.html"
+
+
+def _subject(record: Record) -> str:
+    """The script or the function that builds the model, as part of the name of a file."""
+    subject = str(record.config.get("script") or record.config["model"])
+    return subject.removesuffix(".py").replace(":", "-")
 
 
 def _find_run(
@@ -216,7 +229,9 @@ def _advise_script(
                 within_s=options.within, only=_codes(options, advice),
             ))  # fmt: skip
         records = store.records(run.id)
-    return conclude(options.out, options.json, base, advice, records)
+    # A script and a module of one name are two programs.
+    page = _page(options, f"{target}-module" if options.module else Path(target).stem)
+    return conclude(page, options.json, base, advice, records)
 
 
 def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
@@ -246,7 +261,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
                 within_s=options.within, only=_codes(options, advice),
             ))  # fmt: skip
         records = store.records(run.id)
-    return conclude(options.out, options.json, base, advice, records)
+    return conclude(_page(options, _subject(base)), options.json, base, advice, records)
 
 
 def _codes(options: AdviseOptions, advice: Sequence[Advice]) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ class Verification:
         if not done:
             say(outcome(tried))
             found = tried.verified()
-            add_to_history([found] if found is not None else [])
+            add_to_history([found] if found is not None and not tried.is_vague else [])
         return tried
 
     def _record(self, study: str, key: str) -> Record:
@@ -170,11 +170,12 @@ def _ranked(kept: Sequence[Tried]) -> tuple[Advice, ...]:
 
 
 def outcome(tried: Tried) -> str:
-    if tried.realised_ms is None or tried.predicted_ms is None:
+    gain = tried.realised
+    if gain is None or tried.predicted_ms is None or tried.without_effect:
         return f"{tried.trial.code}: {tried.verdict}"
     return (
-        f"{tried.trial.code}: {duration(tried.realised_ms)} gained of"
-        f" {duration(tried.predicted_ms)} predicted; {tried.verdict}"
+        f"{tried.trial.code}: {duration(gain.value)} [{duration(gain.low)}, {duration(gain.high)}]"
+        f" gained of {duration(tried.predicted_ms)} predicted; {tried.verdict}"
     )
 
 

@@ -90,16 +90,16 @@ class ModuleRanges:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
         self._here = threading.local()
-        self.forwards = 0
-        """Calls of a whole model with gradients on."""
+        self._called = [0] * len(models)
         self.evaluations = 0
-        """And with gradients off."""
+        """Calls of a whole model with gradients off."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for model, name in zip(self._models, model_names(self._models), strict=True):
-                for handle in self._hook_root(model, name):
+            for place, name in enumerate(model_names(self._models)):
+                model = self._models[place]
+                for handle in self._hook_root(place, name):
                     stack.callback(handle.remove)
                 for handle in self._hook_parts(model):
                     stack.callback(handle.remove)
@@ -109,13 +109,19 @@ class ModuleRanges:
                 while self._open():
                     self._leave()
 
-    def _hook_root(self, model: torch.nn.Module, name: str) -> list[Any]:
+    @property
+    def forwards(self) -> int:
+        """Calls with gradients on: as many as every model had that had any."""
+        return min((times for times in self._called if times), default=0)
+
+    def _hook_root(self, place: int, name: str) -> list[Any]:
+        model = self._models[place]
         if _compiled_in_place(model):
             return []
 
         def enter(*_: Any) -> None:
             if torch.is_grad_enabled():
-                self.forwards += 1
+                self._called[place] += 1
             else:
                 self.evaluations += 1
             self._enter("forward")

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.analysis.advice import loop, memory, ranks, work
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, worth
+from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, is_faster, worth
 from stepscope.analysis.advice.timeline import wall_ms
 
 __all__ = ["RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible"]
@@ -28,8 +28,12 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
-            found.append(advice)
+            found.append(advice if is_faster(advice, facts) else _for_memory(advice))
     return tuple(sorted(found, key=lambda one: (-one.gain_ms, one.code)))
+
+
+def _for_memory(advice: Advice) -> Advice:
+    return msgspec.structs.replace(advice, why=f"{advice.why}. Listed for its memory alone")
 
 
 def afterwards(facts: Facts, codes: Sequence[str]) -> Facts:

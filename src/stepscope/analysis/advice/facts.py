@@ -8,6 +8,8 @@ import msgspec
 
 QUEUE = "queue"
 """Between two kernels that were both launched in time: as good as work of the device."""
+BETWEEN = "between"
+"""On a CPU, while no operator runs: the host is the device, and this is its work too."""
 OF_MODEL = ("forward", "loss", "backward")
 CAST_BYTES = 6
 """Of a weight, read in four bytes and written in two; its gradient the other way."""
@@ -80,6 +82,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """
     attention: tuple[Work, ...] = ()
     """The part of each phase that is attention written out: products, softmax, masks."""
+    attention_called: bool = False
+    """Torch's attention is called, and wrote it out."""
     launch_ms: float = 0.0
     """Of the host, for one launch: an operator of torch with all that belongs to it."""
     waits: str = ""

@@ -48,8 +48,13 @@ def judge(judge: Judge) -> Judge:
     return judge
 
 
+def is_faster(advice: Advice, facts: Facts) -> bool:
+    """By enough to be worth it for that alone."""
+    return advice.gain_ms >= WORTH * facts.step_ms
+
+
 def worth(advice: Advice, facts: Facts) -> bool:
-    if advice.gain_ms >= WORTH * facts.step_ms:
+    if is_faster(advice, facts):
         return True
     if not facts.peak_bytes or advice.gain_bytes < WORTH * facts.peak_bytes:
         return False

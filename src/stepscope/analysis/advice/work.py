@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import OF_MODEL, QUEUE, Facts, Work
+from stepscope.analysis.advice.facts import BETWEEN, OF_MODEL, QUEUE, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernel_names import MEMORY_BOUND
@@ -29,6 +29,7 @@ in the reference model, 1.2 to 1.25 in a GPT with biases). It is one kernel and 
 sums over another dimension, casts of weights. Kernels that are alone gain next to nothing.
 Operators of a CPU follow the same rule: the longest, such as GELU's backward, compute more than
 they move, and compiled they compute the same."""
+_OTHER_ORDER = "numerics: sums in another order"
 _CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
 """Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
@@ -131,18 +132,49 @@ def _flash(facts: Facts) -> Judged | None:
         return replace(work, classes=left, launches=max(0.0, launches))
 
     after = replace(facts.with_work(as_one_kernel), attention=())
+    takes = (
+        f"{written:.3g} ms, of which its products are {products:.3g} ms; it keeps its scores for"
+        " backward"
+    )
     advice = Advice(
         code="fused-attention",
         title="attention as one kernel",
         gain_ms=gain_ms(facts, after),
         gain_bytes=facts.lower_peak(facts.score_bytes),
-        why=f"attention is written out: {written:.3g} ms, of which its products are"
-        f" {products:.3g} ms; it keeps its scores for backward",
-        risk="numerics: sums in another order",
+        why=f"attention is not one kernel: {takes}",
+        risk=_OTHER_ORDER,
         setting={"attention": "fused"},
-        lines=("out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",),
+        lines=(
+            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+            "# is_causal, attn_mask and dropout_p as your attention has them",
+        ),
     )
-    return Judged(advice, after)
+    return Judged(_on_fast_path(advice, facts, takes) if facts.attention_called else advice, after)
+
+
+def _on_fast_path(advice: Advice, facts: Facts, takes: str) -> Advice:
+    """Where torch's attention is called already. The fast kernels of a GPU take dropout."""
+    causes = "need_weights=True, or a mask or a format that the fast kernels do not take"
+    lines: tuple[str, ...] = (
+        "attention(q, k, v, need_weights=False)",
+        "# is_causal=True in the place of a mask",
+    )
+    risk = _OTHER_ORDER
+    if not facts.on_gpu:
+        causes = f"dropout in training, {causes}"
+        lines = ("layer.self_attn.dropout = 0.0", "# or dropout_p=0.0 where you call it", *lines)
+        risk = f"dropout regularises: without it a model may overfit; {risk}"
+    return replace(
+        advice,
+        code="attention-fast-path",
+        title="torch's attention as one kernel",
+        why=f"torch's attention is called, but writes it out: {takes}. Likely causes: {causes}",
+        risk=risk,
+        setting={},
+        by_author="only you know whether the training can do without what keeps it from its fast"
+        " kernels",
+        lines=lines,
+    )
 
 
 def _over_products(facts: Facts) -> float:
@@ -171,12 +203,13 @@ def _optimizer(facts: Facts) -> Judged | None:
         ),
         ("optimizer",),
     )
+    where = " of the device" if facts.on_gpu else _between(facts)
     name = facts.optimizer_name or {"adam": "AdamW", "sgd": "SGD"}[facts.optimizer]
     advice = Advice(
         code="fused-optimizer",
         title="the optimizer in one kernel",
         gain_ms=gain_ms(facts, after),
-        why=f"the update takes {takes:.3g} ms of the device"
+        why=f"the update takes {takes:.3g} ms{where}"
         + (f" in {launches:.4g} kernels" if launches else "")
         + f"; moving its bytes once takes {ideal:.3g} ms at the bandwidth measured here",
         risk="numerics: none beyond rounding"
@@ -186,6 +219,12 @@ def _optimizer(facts: Facts) -> Judged | None:
         setting={"optimizer": "adamw-fused" if facts.optimizer == "adam" else "sgd-fused"},
     )
     return Judged(advice, replace(after, fused_optimizer=True))
+
+
+def _between(facts: Facts) -> str:
+    """An account of a CPU has this time on a line of its own, and not on the optimizer's."""
+    ms = facts.class_ms(BETWEEN, among=("optimizer",))
+    return f", {ms:.3g} ms of it between operators" if ms else ""
 
 
 def _as_compiled(facts: Facts) -> Facts:
@@ -231,7 +270,7 @@ def _compile_blocks(facts: Facts) -> Judged | None:
         gain_ms=_BLOCKS_OF_WHOLE * whole.advice.gain_ms,
         why=f"{facts.blocks} blocks are alike, and one is compiled for all: most of what compiling"
         " the whole model gains, for less time to compile",
-        risk="numerics: sums in another order",
+        risk=_OTHER_ORDER,
         lines=("for block in model.blocks:", "    block.compile()"),
         setting={"compile": "block"},
     )
@@ -277,7 +316,7 @@ def _foreach(facts: Facts) -> Judged | None:
         code="foreach-optimizer",
         title="the optimizer over all tensors at once",
         gain_ms=gain_ms(facts, after),
-        why=f"the update takes {takes:.3g} ms, tensor by tensor",
+        why=f"the update takes {takes:.3g} ms{_between(facts)}, tensor by tensor",
         risk="memory: temporaries as large as the parameters",
         lines=("optimizer = …(model.parameters(), …, foreach=True)",),
         setting={"optimizer": "foreach"},
@@ -299,7 +338,7 @@ def _fused_loss(facts: Facts) -> Judged | None:
         gain_bytes=facts.lower_peak(facts.logit_bytes),
         why=f"from logits to loss and back takes {facts.loss_ms:.3g} ms, and"
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are kept in between",
-        risk="numerics: sums in another order",
+        risk=_OTHER_ORDER,
         lines=("from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy",
                "loss = linear_cross_entropy(hidden, head.weight, targets)"),
         by_author="the loss has to be given what the head is given, and not its logits",

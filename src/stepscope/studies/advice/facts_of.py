@@ -7,15 +7,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import AT_COPIES, AT_END, QUEUE, Facts, Runs, Work
+from stepscope.analysis.advice.facts import AT_COPIES, AT_END, BETWEEN, QUEUE, Facts, Runs, Work
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernel_names import FILL
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.summary import Summary, Use
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
-from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED
+from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
+from stepscope.studies.advice.attention_facts import attention_work, is_called, score_bytes
 from stepscope.studies.inspected import STUDY_NAME as INSPECTED
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.setting import Setting
@@ -57,7 +58,8 @@ def facts_of(
         dtype=_format(record, summary, setting),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
-        attention=() if compiled else _attention(summary, phases),
+        attention=() if compiled else attention_work(summary, phases),
+        attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
         data_ms=summary.data_ms,
@@ -149,7 +151,7 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
             share = launches.get(phase, 0.0) / total if total else 0.0
             held[QUEUE] = share * summary.idle_of("queue")
         elif ranks == 1:
-            held["between"] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
+            held[BETWEEN] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
     if summary.data_ms:
         classes.setdefault(_OUTSIDE, {})
     found = [
@@ -227,7 +229,7 @@ def account_facts(account: Account) -> dict[str, Any]:
         "model_peak_bytes": max(others, default=0),
         "floor_bytes": max(update, default=0),
         "saved_bytes": account.kept,
-        "score_bytes": _scores(account),
+        "score_bytes": score_bytes(account),
         "logit_bytes": _logits(account),
         "recomputed_bytes": _recomputed(account),
         "state_bytes": account.line(OPTIMIZER),
@@ -258,48 +260,9 @@ def _logits(account: Account) -> int:
 
 def _recomputed(account: Account) -> int:
     """What one stretch makes again, for every stretch that keeps its input."""
-    if not account.line(RECOMPUTED):
-        return 0
-    stretches = sum(KEPT_INPUT in tensor.operator for tensor in account.saved)
-    return account.line(RECOMPUTED) * max(1, stretches)
-
-
-def _attention(summary: Summary, phases: Sequence[Work]) -> tuple[Work, ...]:
-    """What runs beside a softmax that has products beside it: attention that is written out.
-
-    Linear layers are modules of their own, and their products have a role. Where the softmax is a
-    module too, what is beside it is in the part of the model around it.
-    """
-    uses = [use for use in summary.uses if use.module and use.phase in ("forward", "backward")]
-    core: list[Use] = []
-    for module in dict.fromkeys(use.module for use in uses if use.kind == "softmax"):
-        around = module.rpartition("/")[0]
-        for own in (
-            [use for use in uses if use.module == module],
-            [use for use in uses if around and use.module.startswith(f"{around}/")],
-        ):
-            if any(use.kind == "matmul" and not use.role for use in own):
-                core += [use for use in own if not use.role and use not in core]
-                break
-    found = []
-    for phase in dict.fromkeys(use.phase for use in core):
-        own = [use for use in core if use.phase == phase]
-        classes: dict[str, float] = {}
-        for use in own:
-            classes[use.kind] = classes.get(use.kind, 0.0) + use.ms
-        launches = sum(use.count for use in own) if summary.on_device else 0.0
-        runs = next((work.runs for work in phases if work.name == phase), None)
-        found.append(Work(name=phase, classes=classes, launches=launches, runs=runs))
-    return tuple(found)
-
-
-def _scores(account: Account) -> int:
-    """Bytes kept for backward of tensors that have a row and a column for each position."""
-    return sum(
-        tensor.bytes
-        for tensor in account.saved
-        if len(tensor.shape) >= 3 and tensor.shape[-1] == tensor.shape[-2] > 1
-    )
+    inputs = [s.bytes for s in account.saved if f"{s.module}, {s.operator}" == KEPT_INPUT]
+    stretches = account.line(f"{SAVED}{KEPT_INPUT}") / max(inputs) if inputs else 1
+    return round(account.line(RECOMPUTED) * stretches)
 
 
 def _cleared(summary: Summary) -> float:

@@ -58,9 +58,30 @@ class Tried:
 
     @property
     def realised_ms(self) -> float | None:
-        if self.ratio is None or self.base_ms is None:
+        return None if self.realised is None else self.realised.value
+
+    @property
+    def realised(self) -> Interval | None:
+        """The gain in milliseconds, with its interval."""
+        ratio, base = self.ratio, self.base_ms
+        if ratio is None or base is None:
             return None
-        return self.base_ms * (1 - self.ratio.value)
+        value, low, high = (base * (1 - one) for one in (ratio.value, ratio.high, ratio.low))
+        return Interval(value=value, low=low, high=high)
+
+    @property
+    def without_effect(self) -> str:
+        """Why nothing was changed; empty where something was."""
+        return self.record.notes.get("without_effect", "")
+
+    @property
+    def is_vague(self) -> bool:
+        """Chance moves the gain by more than was predicted and found: a prediction is not to be
+        corrected by it."""
+        predicted, found = self.predicted_ms, self.realised
+        if predicted is None or found is None:
+            return True
+        return (found.high - found.low) / 2 > max(abs(predicted), abs(found.value))
 
     @property
     def loss_off(self) -> float | None:
@@ -82,8 +103,8 @@ class Tried:
     def verdict(self) -> str:
         if self.record.status != "ok" or self.ratio is None:
             return f"not tried: {self.record.reason or self.record.status}"
-        if self.record.notes.get("without_effect"):
-            return f"dropped: {self.record.notes['without_effect']}"
+        if self.without_effect:
+            return f"dropped: {self.without_effect}"
         lost = self.record.quantity("loss_lost.changed")
         if lost is not None and self.record.quantity("loss_lost.base") is None:
             return f"dropped: the loss is no number from step {lost:.0f} on"
@@ -99,8 +120,8 @@ class Tried:
         return self.verdict.startswith("kept")
 
     def verified(self) -> Verified | None:
-        """For the calibration: single changes only."""
-        if len(self.trial.advice) != 1:
+        """For the calibration: single changes only, which were made."""
+        if len(self.trial.advice) != 1 or self.without_effect:
             return None
         if self.realised_ms is None or self.predicted_ms is None or self.base_ms is None:
             return None
@@ -125,7 +146,7 @@ def not_tried(
     reasons: dict[str, list[str]] = {}
     for one in left:
         no_way = one.by_author or "it cannot be made from outside"
-        why = "no time was left for it" if one in reachable else no_way
+        why = "--only left it out, or there was no time" if one in reachable else no_way
         reasons.setdefault(why, []).append(one.title)
     return tuple(
         Finding(text=f"Not tried: {', '.join(titles)}; {why}.") for why, titles in reasons.items()
@@ -136,8 +157,10 @@ def first_right(
     advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3
 ) -> tuple[int, int]:  # fmt: skip
     """Of the first changes that were advised and tried: how many gained within a third of what was
-    predicted, and how many these are. A trial that failed is one that was not right."""
-    alone = {one.trial.code: one for one in tried if len(one.trial.advice) == 1}
+    predicted, and how many these are. A trial that failed is one that was not right; one that
+    changed nothing is none."""
+    single = [one for one in tried if len(one.trial.advice) == 1]
+    alone = {one.trial.code: one for one in single if not one.without_effect}
     counted = [alone[one.code] for one in advice if one.code in alone][:most]
     right = [one for one in counted if (v := one.verified()) is not None and is_right(v)]
     return len(right), len(counted)
@@ -202,20 +225,13 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 
 def _trial_table(tried: Sequence[Tried]) -> Table:
     def row(one: Tried) -> tuple[Cell, ...]:
-        ratio, base = one.ratio, one.base_ms
-        gain: Cell = None
-        if ratio is not None and base is not None:
-            gain = Interval(
-                value=base * (1 - ratio.value), low=base * (1 - ratio.high),
-                high=base * (1 - ratio.low),
-            )  # fmt: skip
         peaks = [one.record.quantity(f"peak.{name}") for name in (BASE, CHANGED)]
         return (
             " + ".join(a.title for a in one.trial.advice),
-            base,
+            one.base_ms,
             one.predicted_ms,
-            gain,
-            1 / ratio.value if ratio else None,
+            one.realised,
+            1 / one.ratio.value if one.ratio else None,
             one.loss_off,
             peaks[1] - peaks[0] if peaks[0] is not None and peaks[1] is not None else None,
             one.verdict,

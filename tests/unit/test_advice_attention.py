@@ -1,0 +1,170 @@
+"""Attention that is not one kernel: its scores among what a step keeps, and who wrote it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from test_advice_rules import facts
+
+from own_records import inspected_record
+from quiet_bench import QuietBench
+from sample_records import environment, record
+from stepscope.analysis.advice.changes import advise
+from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
+from stepscope.studies.advice import OF_SCRIPTS
+from stepscope.studies.advice.attention_facts import is_called, score_bytes
+from stepscope.studies.advice.facts_of import facts_of
+from stepscope.studies.memory.rows import Account
+from stepscope.studies.own import STUDY as OWN
+from stepscope.studies.own import OwnFlags
+
+MIB = 1 << 20
+
+
+def saved(operator: str, *shape: int, module: str = "Net/0.attend", times: int = 1) -> SavedTensor:
+    return SavedTensor(
+        module=module, operator=operator, shape=shape, dtype="float32", bytes=MIB, code="net.py:1",
+        times=times,
+    )  # fmt: skip
+
+
+def account(tensors: Sequence[SavedTensor], micro_batches: int = 1) -> Account:
+    """Of all that a step saves, one micro-batch is live at the peak."""
+    lines: dict[str, int] = {"parameters": 7 * MIB}
+    for one in tensors:
+        line = f"{SAVED}attend, {one.operator}"
+        lines[line] = lines.get(line, 0) + one.bytes * one.times // micro_batches
+    peak = PhasePeak(phase="forward", allocated=sum(lines.values()), lines=lines, operator="mm")
+    notes = {
+        "ledger": msgspec.json.encode([peak]).decode(),
+        "saved": msgspec.json.encode(list(tensors)).decode(),
+    }
+    return Account(inspected_record(notes=notes))
+
+
+def summary() -> Summary:
+    return decode(inspected_record().notes["profile"])
+
+
+def test_only_what_a_softmax_has_beside_it_is_scores() -> None:
+    scores = (
+        saved("softmax", 8, 4, 64, 64), saved("dropout", 8, 4, 64, 64, module="Net/0.attend.drop"),
+        saved("matmul", 32, 64, 64), saved("matmul", 32, 64, 16),
+    )  # fmt: skip
+    others = (
+        saved("layer_norm", 8, 64, 64, module="Net/0.norm"), saved("gelu", 8, 64, 64),
+        saved("conv2d", 8, 3, 224, 224, module="Net/stem"),
+        saved("log_softmax", 8, 64, 64, module="loss"),
+    )  # fmt: skip
+    assert score_bytes(account((*scores, *others))) == 3 * MIB
+    assert score_bytes(account(others)) == 0
+
+
+def test_one_head_as_wide_as_the_context_is_told_from_the_activations_around_it() -> None:
+    one_head = (
+        saved("softmax", 8, 64, 64), saved("matmul", 8, 64, 64),
+        saved("layer_norm", 8, 64, 64, module="Net/0.norm"),
+    )  # fmt: skip
+    assert score_bytes(account(one_head)) == MIB
+
+
+@pytest.mark.parametrize("part", ["Net/0.attend.", "attend.", "Net/", ""])
+def test_a_softmax_that_is_a_module_has_its_scores_around_it(part: str) -> None:
+    tensors = (
+        saved("softmax", 8, 4, 64, 64, module=f"{part}softmax"),
+        saved("dropout", 8, 4, 64, 64, module=f"{part}drop"),
+    )
+    other = saved("dropout", 8, 4, 64, 64, module="Other/0.drop")
+    assert score_bytes(account(tensors)) == 2 * MIB
+    assert score_bytes(account((*tensors, other))) == (2 if part else 3) * MIB
+
+
+def test_scores_of_one_micro_batch_are_live_at_a_time() -> None:
+    together = (saved("softmax", 8, 4, 64, 64, times=4),)
+    each = (saved("softmax", 8, 4, 64, 64),) * 4
+    assert score_bytes(account(together, 4)) == score_bytes(account(each, 4)) == MIB
+
+
+@pytest.mark.parametrize(("width", "expected"), [(16, 2 * MIB), (64, 0)])
+def test_scores_that_torchs_attention_keeps(width: int, expected: int) -> None:
+    """Where heads are as wide as there are positions, nothing tells scores from values."""
+    operator = "multi_head_attention_forward"
+    kept = account(
+        (saved(operator, 8, 4, 64, 64), saved(operator, 32, 64, 64), saved(operator, 32, 64, width))
+    )
+    assert score_bytes(kept) == expected
+    assert is_called(summary(), kept) is bool(expected)
+
+
+def test_attention_that_a_model_writes_out_is_not_torchs() -> None:
+    assert not is_called(summary(), account((saved("softmax", 8, 4, 64, 64),)))
+    assert not is_called(summary(), None)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(
+            32, 2, 64, dropout=dropout, batch_first=True
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def _batch(size: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(size, 24, 32, device=device)
+
+
+def with_dropout() -> tuple[torch.nn.Module, object]:
+    return Encoder(0.1), _batch
+
+
+def without_dropout() -> tuple[torch.nn.Module, object]:
+    return Encoder(0.0), _batch
+
+
+def measured(build: str) -> Facts:
+    flags = OwnFlags(model=f"{__name__}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
+    (case,) = OWN.cases(flags)
+    found = OWN.measure(case.config, QuietBench())
+    made = record(
+        study="own", case=case.key, series=found.series, quantities=found.quantities,
+        notes=found.notes, environment=environment(device_kind="cpu", device_name="a CPU"),
+    )  # fmt: skip
+    return facts_of(msgspec.structs.replace(made, config=case.config))
+
+
+def test_dropout_keeps_torchs_attention_from_its_kernel_for_a_cpu() -> None:
+    found = measured("with_dropout")
+    assert found.attention
+    assert found.attention_called
+    # Scores, the mask of their dropout, and what it leaves: 2 samples, 2 heads, 24 positions.
+    assert found.score_bytes == 3 * 2 * 2 * 24 * 24 * 4
+    fused = measured("without_dropout")
+    assert fused.attention == ()
+    assert fused.score_bytes == 0
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_torchs_attention_is_to_take_its_fast_path(on_gpu: bool) -> None:
+    written = Work(name="forward", classes={"matmul": 10.0, "softmax": 20.0})
+    step = facts(
+        {"matmul": 30.0, "softmax": 20.0}, {"matmul": 50.0}, attention=(written,),
+        attention_called=True, on_gpu=on_gpu,
+    )  # fmt: skip
+    (found,) = advise(step)
+    assert found.code == "attention-fast-path"
+    assert "torch's attention is called, but writes it out" in found.why
+    assert not set(found.setting) & OF_SCRIPTS
+    assert "only you know" in found.by_author
+    said = " ".join((found.why, found.risk, *found.lines))
+    assert "scaled_dot_product_attention(q, k, v" not in said
+    assert ("dropout regularises" in said) is ("dropout = 0.0" in said) is (not on_gpu)
+    (own,) = advise(msgspec.structs.replace(step, attention_called=False))
+    assert own.why.startswith("attention is not one kernel")
