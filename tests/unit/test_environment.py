@@ -141,8 +141,8 @@ def test_a_cpu_describes_itself() -> None:
     assert (found.driver, found.cuda, found.power_limit_w) == (None, None, None)
 
 
-def test_a_cpu_has_no_tf32() -> None:
-    assert list(CpuDevice().lacks()) == ["tf32", "graph"]
+def test_a_cpu_has_nothing_of_a_gpu() -> None:
+    assert list(CpuDevice().lacks()) == ["tf32", "graph", "cublas"]
     assert "use float32" in CpuDevice().lacks()["tf32"]
 
 
