@@ -112,6 +112,7 @@ def test_one_line_of_json_leaves_standard_output_to_the_script(
         "page": str((command.out / "train.html").resolve()),
         "records": str((command.out / "train.jsonl").resolve()),
         "step_ms": Watched(record).step_ms,
+        "traced_ms": Watched(record).summary.wall_ms,  # type: ignore[union-attr]
         "peak_bytes": record.quantity("peak_bytes"),
         "reason": "",
         "exit_code": 7,
@@ -161,6 +162,17 @@ def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
     said = done.stderr.splitlines()[-2]
     assert said == f"stepscope: not all of it was recorded: {why}"
     assert why in (command.out / "train.html").read_text()
+
+
+def test_steps_that_change_while_they_are_recorded_are_told(
+    command: CommandLine, script: Path
+) -> None:
+    slow = "    import time; time.sleep(0.2 if _ < 8 else 0.0)\n"
+    script.write_text(TRAINING.replace('print("threads', f'{slow}print("threads'))
+    words = ("--no-memory", "--warmup", "1", "--timed", "5", "--traced", "2", str(script), "14")
+    done = command("inspect", *words)
+    (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]
+    assert "others than the timed)" in short
 
 
 def test_an_interrupt_reaches_the_script_and_ends_us_alike(

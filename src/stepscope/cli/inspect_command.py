@@ -23,6 +23,8 @@ from stepscope.report.format import bytes_, duration
 from stepscope.studies.inspected.order import Order
 
 _OTHER_RANKS_WITHIN_S = 60.0
+_ALIKE = 0.7, 3.0
+"""Traced steps as a share of timed ones: a profiler makes short operators take twice as long."""
 
 
 class InspectOptions(Place, frozen=True, kw_only=True):
@@ -56,6 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     page: Path | None = None
     records: Path | None = None
     step_ms: float | None = None
+    traced_ms: float | None = None
     peak_bytes: float | None = None
     reason: str = ""
     """Why there is no page, or not all in it."""
@@ -180,11 +183,14 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
     except StepscopeError as error:
         return _failed(str(error), options)
-    times = [ms for record in records if (ms := Watched(record).step_ms) is not None]
+    ranks = [Watched(record) for record in records]
+    times = [ms for one in ranks if (ms := one.step_ms) is not None]
+    traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
     outcome = Outcome(
         page=page.resolve(), records=kept.resolve(),
-        step_ms=max(times, default=None), peak_bytes=max(peaks, default=None),
+        step_ms=max(times, default=None), traced_ms=max(traced, default=None),
+        peak_bytes=max(peaks, default=None),
         reason=next((why for record in records if (why := record.notes.get("cut_short"))), ""),
     )  # fmt: skip
     if not options.json:
@@ -207,7 +213,11 @@ def _with_ending(record: Record, ending: str) -> Record:
 def _in_short(outcome: Outcome, ranks: int) -> str:
     parts = []
     if outcome.step_ms is not None:
-        parts.append(f"a step takes {duration(outcome.step_ms)}")
+        took = f"a step takes {duration(outcome.step_ms)}"
+        traced = outcome.traced_ms
+        if traced and not _ALIKE[0] < traced / outcome.step_ms < _ALIKE[1]:
+            took += f" (the traced ones {duration(traced)}: others than the timed)"
+        parts.append(took)
     if outcome.peak_bytes is not None:
         parts.append(f"peak memory {bytes_(outcome.peak_bytes)}")
     return ", ".join(parts) + (f" (the most of {ranks} ranks)" if parts and ranks > 1 else "")
