@@ -103,7 +103,11 @@ part() { # NAME, or NAME:SOME,OF,IT
             case $name in
             bf16) words='--part model --compile block --size medium large xl 2.7b --dtype bfloat16 --attention auto' ;;
             fp32) words='--part model --compile block --size small large 2.7b' ;;
-            *) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
+            attention) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
+            *)
+                echo "$name is no part of compile-by" >&2
+                exit 2
+                ;;
             esac
             # shellcheck disable=SC2086 # several words
             run "compile-$name" 270 compile $words

@@ -65,6 +65,14 @@ def test_gains_costs_and_when_they_are_paid_back() -> None:
     assert memory.rows[0][3:] == (4e9, 3e9, 8e9, 6e9)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_caption_says_where_loading_is_not_in_it(apart: bool) -> None:
+    newer = compile_record(quantities={"load_s": 3.0})
+    table = blocks(newer, newer if apart else compile_record())["compile-times"]
+    assert isinstance(table, Table)
+    assert ("to load the compiler" in table.caption) is apart
+
+
 def test_slower_cases_breaks_and_late_compiling_are_told() -> None:
     slow = compile_record("attention", eager=10.0, compiled=20.0)
     late = compile_record(

@@ -48,8 +48,8 @@ class InspectOptions(Place, frozen=True, kw_only=True):
     module: bool = False
     """What follows is a module, as for `python -m` (also: -m)."""
     json: bool = False
-    """Print one line of JSON when the script has ended: page, records, step, peak, exit code. On
-    standard error, since standard output is the script's."""
+    """Print one line of JSON when the script has ended: page, records, step, traced step, peak,
+    what is missing, exit code. On standard error, since standard output is the script's."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

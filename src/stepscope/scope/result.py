@@ -126,8 +126,10 @@ def _evaluations(recorder: Recorder) -> dict[str, str]:
         counts = recorder.traced_evaluations[-recorder.traced :]
         usual = recorder.usual_evaluations
         places = [place for place, count in enumerate(counts) if count > usual]
-        if places:
-            found["traced_validations"] = _json(places)
+        if len(places) < recorder.traced:
+            found |= {"traced_validations": _json(places)} if places else {}
+        else:
+            found["validates_throughout"] = "yes"
     return found
 
 

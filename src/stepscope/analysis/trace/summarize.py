@@ -25,12 +25,11 @@ def summarize_file(path: Path) -> Summary:
 def summarize(
     trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
 ) -> Summary:
-    """Without the steps at these places, unless they are all."""
+    """Without the steps at these places."""
     work = find_work(trace)
-    found = find_steps(work)
-    if not found:
+    steps = tuple(s for place, s in enumerate(find_steps(work)) if place not in leave_out)
+    if not steps:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
-    steps = tuple(step for place, step in enumerate(found) if place not in leave_out) or found
     account = total(ledgers(work, steps))
     held = instances(work, steps)
     in_ms = 1e6 * len(steps)

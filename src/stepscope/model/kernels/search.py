@@ -1,7 +1,7 @@
 """Of the kernels that cuBLAS has for a product, the one that is fastest here.
 
 torch takes the first that cuBLAS's rules name. As `torch.backends.cudnn.benchmark` does for
-convolutions, all of them are tried where a shape is first met, for up to three seconds, and the
+convolutions, all of them are tried where a shape is first met, for up to four seconds, and the
 fastest serves from then on. So it is for steps whose shapes stay. Heavy products are tried for as
 long as the power cap needs to act: what is fastest in a burst need not take the least energy. In a
 capture nothing can be tried: run a step before it.

@@ -11,12 +11,18 @@ import sys
 
 def main() -> None:
     from stepscope.measure.device import pick_device
-    from stepscope.studies.compile.measuring import compiled_form, eager_form, first_run_s
+    from stepscope.studies.compile.measuring import (
+        compiled_form,
+        eager_form,
+        first_run_s,
+        load_compiler,
+    )
 
     config = json.load(sys.stdin)
     device = pick_device(sys.argv[1])
     eager, source = eager_form(config, device)
     eager.run()
+    load_compiler()
     first_s = first_run_s(compiled_form(config, device, source), device)
     sys.stdout.write(json.dumps({"first_s": first_s}) + "\n")
 

@@ -61,12 +61,18 @@ def compiled_form(config: dict[str, Any], device: Device, eager: Any) -> Form:
     return Form("compiled", shared.phases(), shared.reset)
 
 
-def first_run_s(form: Form, device: Device) -> float:
-    """A first step, from the call until the device is done with it. Loading the compiler takes
-    seconds, and whatever else has used it before decides whether they would be in here."""
+def load_compiler() -> float:
+    """Seconds of it. Whatever else has used the compiler before decides whether they would be in a
+    first step."""
+    start = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
 
+    return time.perf_counter() - start
+
+
+def first_run_s(form: Form, device: Device) -> float:
+    """A first step, from the call until the device is done with it."""
     device.synchronize()
     start = time.perf_counter()
     form.run()
@@ -88,6 +94,7 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     eager.run()
     compiled = compiled_form(config, device, source)
     bench.progress(0, 3, "compiling")
+    load_s = load_compiler()
     cold_s = first_run_s(compiled, device)
     for form in (eager, compiled):
         for _ in range(config["warmup"]):
@@ -97,6 +104,7 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     series = _in_turns((eager, compiled), device, config["rounds"], bench)
     late = len(compilations()) - len(seen)
     quantities = {
+        "load_s": Quantity(value=load_s, unit="s"),
         "cold_s": Quantity(value=cold_s, unit="s"),
         "recompiled_while_timed": Quantity(value=late, unit="graphs"),
         **_counted(),

@@ -184,6 +184,11 @@ def _times_table(timed: Sequence[Row]) -> Table:
             Column(title="gain", kind="number", unit="×"),
         )
     ]
+    without_loading = (
+        " Cold and warm are without the seconds that a process takes to load the compiler."
+        if all(row.record.quantity("load_s") is not None for row in timed)
+        else ""
+    )
     return Table(
         name="compile-times",
         title="Eager and compiled, in turns",
@@ -200,8 +205,7 @@ def _times_table(timed: Sequence[Row]) -> Table:
             ),
         ),
         rows=tuple(row_cells(row) for row in timed),
-        caption="Medians of steps that alternate, after all compiling was done. Cold and warm are"
-        " without the seconds that a process takes to load the compiler.",
+        caption="Medians of steps that alternate, after all compiling was done." + without_loading,
     )  # fmt: skip
 
 

@@ -111,11 +111,16 @@ def _evaluations(lead: Watched) -> Iterator[Finding]:
             " validation: they are left out of the time of a step."
         )
     if traced and lead.summary is not None:
-        text = f"Of the traced steps {traced} also ran the model without gradients"
-        if traced < int(lead.record.config["traced"]):
-            yield Finding(text=f"{text}: they are left out of the account of the time.")
-        else:
-            yield Finding(text=f"{text}: that work is in the account of the time.", tone="warn")
+        yield Finding(
+            text=f"Of the traced steps {traced} also ran the model without gradients: they are left"
+            " out of the account of the time."
+        )
+    if "validates_throughout" in lead.record.notes and lead.summary is not None:
+        yield Finding(
+            text="All traced steps also ran the model without gradients: that work is in the"
+            " account of the time.",
+            tone="warn",
+        )
 
 
 def _issue(lead: Watched) -> Iterator[Finding]:

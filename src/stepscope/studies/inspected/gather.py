@@ -29,10 +29,7 @@ def with_profile(record: Record, folder: Path) -> Record:
     if "trace" in notes:
         try:
             events = read_trace(trace)
-            validating = traced_validations(record)
-            if len(validating) == record.config["traced"]:
-                validating = []
-            summary, longer = _of_usual_steps(events, str(trace), validating)
+            summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
             if longer:
                 notes["traced_longer"] = msgspec.json.encode(longer).decode()
             if record.config["ranks"] > 1:

@@ -1,0 +1,129 @@
+"""Steps that are not like the others: they validate, save, or have several forwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.scope.result import usual_steps
+from stepscope.studies.inspected.findings import inspected_findings
+from stepscope.studies.inspected.rows import traced_longer
+from stepscope.studies.memory.view import saved_table
+from watched_models import Network, batch, network_flops, train
+from watched_programs import only, watching
+
+
+def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = batch()
+    with watching(tmp_path):
+        for step in range(16):
+            train(model, optimizer)
+            if step in (5, 9):
+                with torch.no_grad():
+                    time.sleep(0.2)
+                    model(x)
+    found = only(tmp_path)
+    series = found.record.find("step")
+    assert series is not None
+    assert len(series.values) == 4
+    assert max(series.values) < 200
+    assert found.record.notes["left_out"] == "1"
+    assert found.record.notes["traced_validations"] == "[0]"
+    assert found.summary is not None
+    assert len(found.summary.steps) == 1
+    assert found.summary.wall_ms < 200
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert "Of the timed steps 1 also ran the model without gradients" in said
+    assert "Of the traced steps 1 also ran the model without gradients: they are left out" in said
+
+
+def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path, traced=3):
+        for step in range(16):
+            train(model, optimizer)
+            if step > 8:
+                with torch.no_grad():
+                    model(batch()[0])
+            if step == 10:
+                time.sleep(0.5)
+    found = only(tmp_path)
+    assert found.summary is not None
+    assert len(found.summary.steps) == 2, "one was far longer"
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert "All traced steps also ran the model without gradients: that work is in the" in said
+
+
+@pytest.mark.parametrize(
+    "validating", [(7,), (7, 8), range(7, 30)], ids=["once", "twice", "always"]
+)
+def test_the_memory_is_counted_in_a_step_without_a_validation(
+    tmp_path: Path, validating: Collection[int]
+) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        for step in range(30):
+            train(model, optimizer)
+            if step in validating:
+                with torch.no_grad():
+                    model(batch()[0])
+    found = only(tmp_path)
+    flops = found.record.quantity("flops")
+    assert flops is not None
+    if len(validating) > 2:
+        assert flops > network_flops(8)
+    else:
+        assert flops == network_flops(8)
+    assert found.summary is not None, "it goes on after that"
+
+
+def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path, traced=3):
+        for step in range(16):
+            train(model, optimizer)
+            if step == 10:
+                time.sleep(0.5)
+    found = only(tmp_path)
+    assert found.summary is not None
+    assert len(found.summary.steps) == 2
+    assert found.summary.wall_ms < 500
+    (longer,) = traced_longer(found.record)
+    assert longer > 500
+    said = " ".join(finding.text for finding in inspected_findings([found]))
+    assert "Of the traced steps 1 took 5" in said
+
+
+def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(tmp_path):
+        for _ in range(16):
+            for _micro_batch in range(3):
+                x, y = batch()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    account = only(tmp_path).account
+    assert account is not None
+    rows = [(s.module, s.operator, s.shape, s.dtype, s.code) for s in account.saved]
+    assert len(set(rows)) == len(rows)
+    assert {saved.times % 3 for saved in account.saved} == {0}
+    assert saved_table(account).rows[0][4] == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [((0, 0, 3, 0), [0, 1, 3]), ((1, 1, 1), [0, 1, 2]), ((2, 0, 2, 2), [0, 1, 2, 3]), ((), [])],
+)
+def test_steps_count_where_most_are_alike(counts: tuple[int, ...], expected: list[int]) -> None:
+    assert usual_steps(counts) == expected

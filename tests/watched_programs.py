@@ -1,0 +1,29 @@
+"""A program that is watched from within its own process, and the one record that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stepscope.scope.stages import Effort
+from stepscope.scope.watching import Watcher
+from stepscope.studies.inspected.gather import gather
+from stepscope.studies.inspected.rows import Watched
+
+
+@contextmanager
+def watching(folder: Path, stop: bool = False, traced: int = 2) -> Iterator[Watcher]:
+    watcher = Watcher(
+        folder, Effort(warmup=2, timed=5, traced=traced), "train.py", ["--fast"], stop=stop
+    )
+    watcher.start()
+    try:
+        yield watcher
+    finally:
+        watcher.finish()
+
+
+def only(folder: Path) -> Watched:
+    (record,) = gather(folder)
+    return Watched(record)
