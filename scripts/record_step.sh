@@ -11,7 +11,7 @@
 #   ladder      small: each change alone and on top of the others, waterfalls (2 min)
 #   ladder-xl   xl: each change on top of the others, waterfalls (4 min)
 #   compile     torch.compile against eager: small, by block and whole (2 min)
-#   compile-by  the same by size in bf16 and in fp32, and attention alone (4 + 4 + 3 min)
+#   compile-by  the same by size in bf16 and in fp32, attention alone, small by mode (4 + 4 + 3 + 3 min)
 #   pieces      our kernels alone against eager and torch.compile (4 min)
 #   energy      the joules of our step by part (4 min)
 #   tuned       2.7b at context 512 against max-autotune by block (4 min)
@@ -99,10 +99,11 @@ part() { # NAME, or NAME:SOME,OF,IT
         keep compile-small compile
         ;;
     compile-by)
-        for name in ${only:-bf16 fp32 attention}; do
+        for name in ${only:-bf16 fp32 attention modes}; do
             case $name in
             bf16) words='--part model --compile block --size medium large xl 2.7b --dtype bfloat16 --attention auto' ;;
             fp32) words='--part model --compile block --size small large 2.7b' ;;
+            modes) words='--part model --compile block --compile-mode reduce-overhead max-autotune --dtype bfloat16 --attention auto' ;;
             attention) words='--part attention --head 64 128 --seq 1024 4096 16384' ;;
             *)
                 echo "$name is no part of compile-by" >&2
