@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from command_line import CommandLine
+from sample_records import times
 from step_records import compile_record
 from stepscope.errors import UsageError
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.compile import CompileFlags
 from stepscope.studies.compile.view import rows_of
 from stepscope.studies.registry import find_study
@@ -86,6 +88,65 @@ def test_slower_cases_breaks_and_late_compiling_are_told() -> None:
     table = held["compile-graphs"]
     assert isinstance(table, Table)
     assert [row[7] for row in table.rows] == [None, "2× call to print"]
+
+
+def test_what_compiling_brings_where_the_device_waits_for_the_host_is_told() -> None:
+    waits = tuple(
+        times(f"{form}.{phase}", ms, clock=clock)
+        for form, ms in {"eager": 30.0, "compiled": 15.0}.items()
+        for phase in ("forward", "backward", "step")
+        for clock in ("device", "host")
+    )
+    held = blocks(compile_record(series=waits), compile_record())
+    assert any(
+        "In 1 of 2 cases the device waits for the host when eager" in text
+        and text.endswith("in 1 of them it still waits.")
+        for text in texts(held)
+    )
+    table = held["compile-times"]
+    assert isinstance(table, Table)
+    assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (None, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted", "shown"),
+    [
+        ("cuda", ("compiled.peak_bytes",), (4e9, None, 8e9, 6e9)),
+        ("cuda", (), (4e9, None, 8e9, None)),
+        ("cpu", (), (4e9, 3e9, 8e9, 6e9)),
+    ],
+)
+def test_memory_of_torchs_own_graphs_is_what_was_set_aside_for_them(
+    kind: str, counted: tuple[str, ...], shown: tuple[float | None, ...]
+) -> None:
+    made = compile_record()
+    quantities = dict(made.quantities)
+    if counted:
+        del quantities["compiled.before_backward"]
+    replayed = msgspec.structs.replace(
+        made,
+        config={**made.config, "compile_mode": "reduce-overhead"},
+        quantities=quantities,
+        environment=msgspec.structs.replace(made.environment, device_kind=kind),
+    )
+    memory = blocks(replayed)["compile-memory"]
+    assert isinstance(memory, Table)
+    assert memory.rows[0][3:] == shown
+    assert ("set aside" in memory.caption) is (kind == "cuda")
+
+
+def test_bars_are_named_by_what_tells_the_cases_apart() -> None:
+    one = compile_record()
+    size = {**one.config, "size": "medium"}
+    mode = {**one.config, "compile_mode": "reduce-overhead"}
+    others = [
+        msgspec.structs.replace(one, config=config, case=str(place))
+        for place, config in enumerate((size, mode))
+    ]
+    figure = blocks(one, *others)["compile-gain-model"]
+    assert isinstance(figure, Figure)
+    assert figure.x_label == "size, mode"
+    assert figure.curves[0].x == ("small", "medium", "small reduce-overhead")
 
 
 def test_a_compiled_case_that_never_pays_says_so_by_a_dash() -> None:

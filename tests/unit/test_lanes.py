@@ -82,6 +82,23 @@ def test_a_name_that_does_not_fit_is_in_the_tip_only() -> None:
     assert "too narrow for this: 0.500 ms" in [tip for tip, *_ in boxes(drawing)]
 
 
+def test_a_stretch_alone_in_its_lane_is_named_beside_itself_where_there_is_room() -> None:
+    early, late = stretch(0, 0.5, "early and short"), stretch(99.5, 100, "late and short")
+    drawing = lanes_svg(timeline(
+        Lane(label="a", stretches=(stretch(0, 100, "all of it"),)),
+        Lane(label="b", stretches=(early,)), Lane(label="c", stretches=(late,)),
+        Lane(label="d", stretches=(stretch(0, 100, "far too long for any lane " * 5),)),
+    ))  # fmt: skip
+    anchors = {
+        text.text: text.get("text-anchor")
+        for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")
+    }
+    assert anchors["all of it"] == "middle"
+    assert anchors["early and short"] == "start"
+    assert anchors["late and short"] == "end"
+    assert [text for text in anchors if text and text.startswith("far") and text.endswith("…")]
+
+
 @pytest.mark.parametrize(
     "lanes",
     [

@@ -175,6 +175,18 @@ class TestView:
         assert isinstance(finding, Finding)
         assert "What recovers it: " in finding.text
 
+    def test_the_slowest_is_drawn_beside_the_fastest_that_does_the_same(self) -> None:
+        (slow,), (fast,) = self.falls(step=40.0), self.falls(step=20.0)
+        (other,) = self.falls(step=10.0, context=64)
+
+        def drawn(*falls: object) -> list[str]:
+            made = waterfall_blocks(falls, "profile")  # type: ignore[arg-type]
+            ends = [block.lanes[-1] for block in made if isinstance(block, Timeline)]
+            return [lane.stretches[0].label.partition(",")[0] for lane in ends]
+
+        assert drawn(fast, other, slow) == ["40.0 ms", "20.0 ms"]
+        assert drawn(other, slow) == ["40.0 ms", "10.0 ms"]
+
     def test_without_ceilings_there_is_none(self) -> None:
         assert self.falls(ceilings=()) == [None]
         assert waterfall_blocks([], "profile") == ()

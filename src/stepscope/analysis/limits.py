@@ -11,7 +11,7 @@ import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.records.schema import Ceiling, Clock, Part, Record
+from stepscope.records.schema import Ceiling, Clock, Part, Record, Series
 from stepscope.records.stats import Summary, summarize
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -102,20 +102,25 @@ def phase_sums(record: Record) -> tuple[float, ...]:
     return tuple(sum(parts) for parts in zip(*(series.values for series in held), strict=False))
 
 
-def host_bound(record: Record) -> HostShare | None:
-    """Whether the device waited for the host. On a CPU there is no queue, so no answer.
+def host_bound(record: Record, form: str = "") -> HostShare | None:
+    """Whether the device waited for the host. On a CPU there is no queue, so no answer. Where a
+    record holds several forms of a step, of the one that is named.
 
     A sample starts with both at rest. What the device's clock is behind the host's at the end of a
     phase is therefore work still queued; a phase that ends with an empty queue was only as fast as
     the host issued it. How long the host took says little: a full queue stops the host as well.
     """
+
+    def found(name: str, clock: Clock) -> Series | None:
+        return record.find(f"{form}.{name}" if form else name, clock)
+
     pairs = [
         (name, on_device.values, on_host.values)
         for name in PHASES
-        if (on_device := record.find(name, "device")) and (on_host := record.find(name, "host"))
+        if (on_device := found(name, "device")) and (on_host := found(name, "host"))
     ]
     if not pairs:
-        step, issue = record.find("step", "device"), record.find("issue", "host")
+        step, issue = found("step", "device"), found("issue", "host")
         if step is None or issue is None:
             return None
         pairs = [("step", step.values, issue.values)]

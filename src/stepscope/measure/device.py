@@ -19,6 +19,8 @@ from stepscope.records.schema import Reading
 
 _CYCLES_PER_MS = 2_000_000
 """About the highest clock of a GPU of these years; a slower one is kept busy for longer."""
+_COMMON_POOL = (0, 0)
+"""Of the allocator: what a graph was captured in is a pool of its own."""
 
 
 class Mark:
@@ -66,6 +68,10 @@ class Device(ABC):
     def held_bytes(self) -> int | None:
         """Memory in use now; None where the system does not count tensors."""
         return None
+
+    def replayed_bytes(self) -> int:
+        """Memory that captured graphs keep for their replays and that counts as held by nothing."""
+        return 0
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -205,6 +211,14 @@ class CudaDevice(Device):
 
     def held_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def replayed_bytes(self) -> int:
+        return sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == self.torch_device.index
+            and segment.get("segment_pool_id", _COMMON_POOL) != _COMMON_POOL
+        )
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -1,7 +1,8 @@
 """A timeline as inline SVG: one lane below the other, the time along the bottom.
 
 Every stretch names itself and its length where the pointer rests; one that is wide enough says its
-name. Widths are those of `names.py`: estimated from the number of letters.
+name, and one that is alone in its lane says it beside itself. Widths are those of `names.py`:
+estimated from the number of letters.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def lanes_svg(timeline: Timeline, prefix: str = "timeline") -> str:
             for stretch in lane.stretches:
                 x = left + (stretch.start - first) * scale
                 wide = (stretch.end - stretch.start) * scale
-                root.append(_box(lane, stretch, x, y, wide, colours, timeline.x_label))
+                box = _box(lane, stretch, x, y, wide, colours, timeline.x_label)
+                box.extend(_name(lane, stretch, x, y, wide, left, colours))
+                root.append(box)
     else:
         root.append(_text("no data", WIDTH / 2, height / 2, SOFT, "middle"))
     drawing = ElementTree.tostring(root, encoding="unicode")
@@ -126,13 +129,32 @@ def _box(
     length = number(float(stretch.end - stretch.start), 3)
     tip.text = f"{clean(stretch.label)}: {length} {clean(unit)}"
     group.append(tip)
-    letters = int((wide - 4) / LETTER)
-    text = clean(stretch.label)
-    if letters >= min(len(text), 5) and text:
-        light = not named and colour != GRID
-        fitting = text if len(text) <= letters else f"{text[: letters - 1]}…"
-        group.append(_text(fitting, x + wide / 2, y + _LANE / 2, PAPER if light else INK, "middle"))
     return group
+
+
+def _name(
+    lane: Lane,
+    stretch: Stretch,
+    x: float,
+    y: float,
+    wide: float,
+    left: float,
+    colours: dict[tuple[str, str], str],
+) -> Iterator[Element]:
+    """Within its box; beside it where it does not fit and nothing else is there; else cut."""
+    text, middle = clean(stretch.label), y + _LANE / 2
+    letters, needed = int((wide - 4) / LETTER), width_of([text])
+    if len(text) > letters and len(lane.stretches) == 1 and lane.look == "grouped":
+        if x + wide + 4 + needed <= WIDTH:
+            yield _text(text, x + wide + 4, middle, INK)
+            return
+        if x - 4 - needed >= left:
+            yield _text(text, x - 4, middle, INK, "end")
+            return
+    if letters >= min(len(text), 5) and text:
+        light = lane.look != "named" and colours[lane.look, stretch.group] != GRID
+        fitting = text if len(text) <= letters else f"{text[: letters - 1]}…"
+        yield _text(fitting, x + wide / 2, middle, PAPER if light else INK, "middle")
 
 
 def _rectangle(x: float, y: float, wide: float, high: float, colour: str) -> Element:

@@ -155,14 +155,19 @@ def draw_legend(axes: Axes, figure: Figure, columns: int, top: float) -> None:
         text.set_text(short(curve.label))
 
 
-def name_categories(axes: Axes, names: Sequence[float | str], room: float) -> float:
-    """Name the categories below the axes; gives the height in points that the names take."""
+def name_categories(
+    axes: Axes, names: Sequence[float | str], room: float
+) -> tuple[float, float]:  # fmt: skip
+    """Name the categories below the axes; gives the points that the names take below them and to
+    their left."""
     texts = [short(name) if isinstance(name, str) else tick(name) for name in names]
     axes.set_xlim(-0.6, len(names) - 0.4)
     if width_of(texts) + LETTER < room / len(names):
         axes.set_xticks(range(len(names)), texts, **PLAIN)
-        return FONT_SIZE
+        return FONT_SIZE, 0.0
     axes.set_xticks(
         range(len(names)), texts, rotation=30, ha="right", rotation_mode="anchor", **PLAIN
     )
-    return FONT_SIZE + width_of(texts) * 0.5
+    slot = room / len(names)
+    beyond = (width_of([text]) * 0.87 - (at + 0.6) * slot for at, text in enumerate(texts))
+    return FONT_SIZE + width_of(texts) * 0.5, max(0.0, *beyond)

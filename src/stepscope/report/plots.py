@@ -72,7 +72,8 @@ def _draw(axes: Axes, figure: Figure) -> None:
     y_ticks = _scale_y(axes, figure, [_tops(held, floors)] if floors else held)
     left, right, bottom, top = names.width_of(y_ticks) + 8, 4.0, 28.0, 22.0
     if named:
-        bottom += names.name_categories(axes, keys, WIDTH - left - right) - FONT_SIZE
+        below, beyond = names.name_categories(axes, keys, WIDTH - left - right)
+        bottom, left = bottom + below - FONT_SIZE, max(left, beyond)
     else:
         _scale_x(axes, figure, held)
     alone = len(labels) == 1

@@ -20,6 +20,7 @@ from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -36,6 +37,8 @@ class Form(NamedTuple):
     name: str
     phases: tuple[Phase, ...]
     reset: Callable[[], None]
+    replays: bool = False
+    """torch makes CUDA graphs of it."""
 
     def run(self) -> None:
         self.reset()
@@ -57,8 +60,10 @@ def compiled_form(config: dict[str, Any], device: Device, eager: Any) -> Form:
     if config["kind"] == "attention":
         step = eager.variant(attention="compiled")
         return Form("compiled", step.phases(), step.reset)
-    shared = TrainingStep(msgspec.convert(config, Workload), device, shares=eager)
-    return Form("compiled", shared.phases(), shared.reset)
+    workload = msgspec.convert(config, Workload)
+    shared = TrainingStep(workload, device, shares=eager)
+    replays = device.kind == "cuda" and workload.compile_mode in GRAPHS_OF_TORCH
+    return Form("compiled", shared.phases(), shared.reset, replays)
 
 
 def load_compiler() -> float:
@@ -158,7 +163,11 @@ def _in_turns(
 
 
 def _memory(forms: tuple[Form, ...], device: Device) -> dict[str, Quantity]:
-    """Of each form: what the forward leaves in use, and the peak of a step."""
+    """Of each form: what the forward leaves in use, and the peak of a step.
+
+    A replayed graph allocates nothing, so what a step writes is then the memory that was set aside
+    for it, as a whole: it is in the peak, and what the forward leaves of it is not known.
+    """
     found: dict[str, Quantity] = {}
     for form in forms:
         form.reset()
@@ -173,8 +182,12 @@ def _memory(forms: tuple[Form, ...], device: Device) -> dict[str, Quantity]:
                 left = (device.held_bytes() or 0) - before
             phase.run()
         device.synchronize()
-        found[f"{form.name}.before_backward"] = Quantity(value=left, unit="B")
-        found[f"{form.name}.peak_bytes"] = Quantity(value=device.peak_bytes() or 0, unit="B")
+        peak, replayed = device.peak_bytes() or 0, 0
+        if form.replays:
+            replayed = device.replayed_bytes()
+        else:
+            found[f"{form.name}.before_backward"] = Quantity(value=left, unit="B")
+        found[f"{form.name}.peak_bytes"] = Quantity(value=peak + replayed, unit="B")
         form.reset()
     return found
 

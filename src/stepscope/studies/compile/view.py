@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import median_ms
+from stepscope.analysis.limits import HostShare, host_bound, median_ms
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import count, duration, number
 from stepscope.studies.attention_workload import AttentionWorkload
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 
 PHASES = ("forward", "backward", "step")
+FORMS = ("eager", "compiled")
 _SLOWER = 0.97
 """Below this a compiled form is slower, above it may be noise."""
+_LEFT = "compiled.before_backward"
 
 
 class Row(NamedTuple):
@@ -33,6 +36,14 @@ class Row(NamedTuple):
         """How many times as fast compiled as eager."""
         eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
         return eager / compiled if eager is not None and compiled else None
+
+    def host(self, form: str) -> HostShare | None:
+        """How much of a form's step the device waited for the host."""
+        return host_bound(self.record, form)
+
+    @property
+    def replayed(self) -> bool:
+        return self.mode in GRAPHS_OF_TORCH and self.record.environment.device_kind == "cuda"
 
     def pays_after(self) -> float | None:
         """Steps after which the first one's compiling is paid back."""
@@ -86,6 +97,7 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
         if slower:
             text += f"; {len(slower)} of {len(timed)} cases are slower than eager"
         yield Finding(text=f"{text}.", tone="warn" if slower else "good")
+        yield from _starved(timed)
         yield from _waiting(timed)
     late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
     for row in late:
@@ -110,6 +122,20 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
 
 def _step_gain(row: Row) -> float:
     return row.gain("step") or 0.0
+
+
+def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
+    eager = [row for row in timed if (share := row.host("eager")) and share.bound]
+    if not eager:
+        return
+    still = [row for row in eager if (share := row.host("compiled")) and share.bound]
+    text = (
+        f"In {len(eager)} of {len(timed)} cases the device waits for the host when eager: what"
+        " compiling changes there is what the host takes to launch"
+    )
+    if still:
+        text += f", and in {len(still)} of them it still waits"
+    yield Finding(text=f"{text}.")
 
 
 def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
@@ -137,6 +163,8 @@ def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
         shown = [row for row in timed if row.kind == kind]
         if len(shown) < 2:
             continue
+        parts = {row.record.case: _parts(row) for row in shown}
+        told = _telling(list(parts.values()))
         yield Figure(
             name=f"compile-gain-{kind}",
             title=f"How many times as fast compiled as eager: {what}",
@@ -144,24 +172,44 @@ def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
             curves=tuple(
                 Curve(
                     label=phase,
-                    x=tuple(_short(row) for row in shown),
+                    x=tuple(
+                        " ".join(text for what in told if (text := parts[row.record.case][what]))
+                        for row in shown
+                    ),
                     y=tuple(row.gain(phase) or 0.0 for row in shown),
                 )
                 for phase in PHASES
             ),
-            x_label="length, head dimension" if kind == "attention" else "size, context, compiled",
+            x_label=", ".join(told),
             y_label="eager over compiled",
         )
 
 
-def _short(row: Row) -> str:
+def _parts(row: Row) -> dict[str, str]:
+    """What names a case, by what each word is."""
     config = row.record.config
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     form = short.get(config["dtype"], config["dtype"])
     if row.kind == "attention":
-        return f"{config['seq']}, {config['head']}, {form}"
-    mode = "" if row.mode == "default" else f" {row.mode}"
-    return f"{config['size']} {config['context']} {form} {row.scope}{mode}"
+        mask = "causal" if config["causal"] else ""
+        return {"length": f"{config['seq']}", "head dimension": f"d {config['head']}",
+                "format": form, "mask": mask}  # fmt: skip
+    return {
+        "size": config["size"], "context": f"{config['context']}", "batch": f"× {config['batch']}",
+        "format": form, "compiled": row.scope, "mode": "" if row.mode == "default" else row.mode,
+        "attention": config["attention"],
+    }  # fmt: skip
+
+
+def _telling(cases: Sequence[dict[str, str]]) -> list[str]:
+    """As little as tells these cases apart."""
+    told: list[str] = []
+    apart = 0
+    for what in cases[0]:
+        found = len({tuple(case[word] for word in (*told, what)) for case in cases})
+        if found > apart or not told:
+            told, apart = [*told, what], found
+    return told
 
 
 def _times_table(timed: Sequence[Row]) -> Table:
@@ -172,6 +220,7 @@ def _times_table(timed: Sequence[Row]) -> Table:
         )
         return (
             row.name, row.scope, row.mode, cold, warm, *(cell for pair in pairs for cell in pair),
+            *(share.fraction if (share := row.host(form)) else None for form in FORMS),
             row.pays_after(),
         )  # fmt: skip
 
@@ -200,6 +249,11 @@ def _times_table(timed: Sequence[Row]) -> Table:
             Column(title="warm", kind="number", unit="s", hint="first step of a new process"),
             *times,
             Column(
+                title="host-bound, eager", kind="percent",
+                hint="share of the step in phases that were no faster than their launches",
+            ),
+            Column(title="compiled", kind="percent"),
+            Column(
                 title="pays after", kind="number", unit="steps",
                 hint="steps whose gain is as long as the first step took",
             ),
@@ -215,7 +269,8 @@ def _has_memory(row: Row) -> bool:
 
 def _memory_table(timed: Sequence[Row]) -> Table:
     what = ("before_backward", "peak_bytes")
-    names = [f"{form}.{each}" for each in what for form in ("eager", "compiled")]
+    names = [f"{form}.{each}" for each in what for form in FORMS]
+    replayed = any(row.replayed for row in timed)
     return Table(
         name="compile-memory",
         title="Memory, eager and compiled",
@@ -229,11 +284,22 @@ def _memory_table(timed: Sequence[Row]) -> Table:
             Column(title="peak, compiled", kind="bytes"),
         ),
         rows=tuple(
-            (row.name, row.scope, row.mode, *(row.record.quantity(name) for name in names))
+            (row.name, row.scope, row.mode, *(_bytes(row, name) for name in names))
             for row in timed
             if _has_memory(row)
         ),
+        caption="A peak counts all memory that torch set aside for replaying its CUDA graphs; what"
+        " a forward leaves in it is not known."
+        if replayed
+        else "",
     )
+
+
+def _bytes(row: Row, name: str) -> float | None:
+    # A replay that was counted by what it allocates was not counted at all.
+    if row.replayed and name.startswith("compiled.") and row.record.quantity(_LEFT) is not None:
+        return None
+    return row.record.quantity(name)
 
 
 def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
