@@ -105,19 +105,29 @@ def head_and_loss(shape: Shape, device: torch.device) -> Race:
 
 
 def embedding(shape: Shape, device: torch.device) -> Race | None:
+    return _embedding("embedding", shape, torch.ones(shape.vocab, device=device))
+
+
+def embedding_of_a_text(shape: Shape, device: torch.device) -> Race | None:
+    """Where words are as frequent as in a language, by Zipf's law."""
+    often = 1 / torch.arange(1, shape.vocab + 1, device=device)
+    return _embedding("embedding-text", shape, often)
+
+
+def _embedding(piece: str, shape: Shape, often: Tensor) -> Race | None:
     """With as many tokens as the kernel is for, where it is for any."""
     tokens = min(shape.tokens, MOST_TOKENS)
     if tokens * shape.vocab > MOST_COMPARED:
         return None
-    weight = torch.randn(shape.vocab, shape.d_model, device=device)
-    held = torch.randint(shape.vocab, (tokens,), device=device)
+    weight = torch.randn(shape.vocab, shape.d_model, device=often.device)
+    held = torch.multinomial(often, tokens, replacement=True)
 
     def plain(tokens: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(tokens, weight)
 
-    grads = [torch.randn(tokens, shape.d_model, device=device)]
+    grads = [torch.randn(tokens, shape.d_model, device=often.device)]
     made = ways(plain, embedded, [held, weight], grads)
-    return Race("embedding", f"{shape.name.partition(',')[0]}, {tokens} tokens", made)
+    return Race(piece, f"{shape.name.partition(',')[0]}, {tokens} tokens", made)
 
 
 def sum_and_norm(shape: Shape, device: torch.device) -> Race:
@@ -277,6 +287,7 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race | None]] = {
     "linear-cross-entropy": head_and_loss,
     "adamw": optimizers,
     "embedding": embedding,
+    "embedding-text": embedding_of_a_text,
     "add-norm": sum_and_norm,
     "swiglu": gated,
     "rotary": rotated,

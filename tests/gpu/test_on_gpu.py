@@ -83,6 +83,21 @@ def test_events_see_the_device_and_the_host_clock_sees_the_issue():
     assert whole == pytest.approx(held["step", "device"], rel=0.05)
 
 
+def test_what_a_graph_keeps_for_its_replays_is_counted():
+    device = pick_device("cuda")
+    device.release()
+    before = device.replayed_bytes()
+    size = 1 << 26
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(size, device="cuda", dtype=torch.uint8).add_(1)
+    assert device.replayed_bytes() - before >= size
+    graph.reset()
+    del graph
+    device.release()
+    assert device.replayed_bytes() == before
+
+
 def test_the_device_frees_what_a_case_held():
     device = pick_device("cuda")
     device.release()

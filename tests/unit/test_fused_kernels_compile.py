@@ -79,7 +79,8 @@ for units in (False, True):
 print("norm weight", wide_loads(
     triton_norm.rms_norm_weight_kernel, [f, f, i, i], PARTS=128, COLUMNS=16, warps=4))
 print("embedding", wide_loads(
-    triton_embedding.embedding_backward_kernel, ["*i64", f, f, i, i], TOKENS=2048, BLOCK=4096))
+    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", f, i, i, i], TOKENS=8192,
+    BLOCK=4096, ROWS=4, AT_ONCE=4))
 print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(
     triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))

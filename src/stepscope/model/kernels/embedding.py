@@ -1,8 +1,8 @@
 """Rows of a table for tokens, with a gradient that one kernel makes.
 
 torch fills the whole gradient with zeros, then few programs walk over all tokens, one after the
-other. Here each row of the table has a program that finds its tokens and adds up their gradients,
-in their order, so the bits repeat.
+other. Here every few rows of the table have a program that finds their tokens and adds up the
+gradients of each row in their order, so the bits repeat.
 """
 
 from __future__ import annotations

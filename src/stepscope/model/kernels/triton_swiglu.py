@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepscope.attention.triton_softmax import exponential
 
-_BLOCK = 2048
+_BLOCK, _WARPS = 2048, 4
 
 
 @triton.jit
@@ -72,8 +72,9 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     rows, width = gate.shape
     swiglu_forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-        gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32
-    )
+        gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
+        num_warps=_WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -86,5 +87,5 @@ def backward(
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
         grad, gate, up, grad_gate, grad_up, made, width, gate.stride(0),
-        AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
+        AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32, num_warps=_WARPS,
     )  # fmt: skip
