@@ -35,7 +35,7 @@ from stepscope.studies.advice.facts_of import account_facts, facts_of
 from stepscope.studies.memory.rows import Account
 
 SHARE = 0.8
-FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl")
+FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl", "compile_h200.jsonl")
 MEMORY = "memory_h200.jsonl"
 NEAR = 0.03
 """A peak is predicted if it is off by no more than this share of it."""
@@ -101,6 +101,7 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
                 realised = facts.step_ms * (1 - after / before)
                 yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
         yield from _together(record, facts, files)
+        yield from _in_turns(record, facts, advised, files)
         yield from _replayed(record, facts)
         yield from _larger(record, facts)
 
@@ -125,6 +126,24 @@ def _together(
                 yield Pair(
                     "together", record.case, facts.step_ms, predicted, facts.step_ms - after, name
                 )
+
+
+def _in_turns(
+    record: Record,
+    facts: Facts,
+    advised: dict[str, float],
+    files: Sequence[tuple[str, Sequence[Record]]],
+) -> Iterator[Pair]:
+    """Eager and compiled in one process, of the study `compile`."""
+    wanted, code = changed(record, compile="block"), "compile-blocks"
+    for name, records in files:
+        for other in records:
+            if other.study != "compile" or changed(other) != wanted or code not in advised:
+                continue
+            before, after = (median_ms(other, f"{form}.step") for form in ("eager", "compiled"))
+            if before is not None and after is not None:
+                realised = facts.step_ms * (1 - after / before)
+                yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)
 
 
 def _replayed(record: Record, facts: Facts) -> Iterator[Pair]:
