@@ -83,6 +83,29 @@ def test_only_the_phases_that_end_with_an_empty_queue_count() -> None:
     assert share.fraction == pytest.approx(0.9, abs=0.01)
 
 
+@pytest.mark.parametrize(("took", "bound"), [(20.0, True), (100.0, False)])
+def test_one_long_kernel_at_the_end_of_a_phase_is_no_queue(took: float, bound: bool) -> None:
+    """0.8 ms of 20 are one product of the head; 4 ms of 100 are more than any one kernel."""
+    series = (times("step", took), times("forward", took), times("forward", 0.96 * took, "host"))
+    share = host_bound(record(series=series))
+    assert share is not None
+    assert share.bound is bound
+
+
+def test_of_several_forms_in_a_record_the_named_one_is_judged() -> None:
+    forms = (
+        *(times(f"eager.{name}", 30.0, clock) for name in ("step", "issue", "forward")
+          for clock in ("device", "host")),
+        times("compiled.forward", 20.0), times("compiled.forward", 5.0, "host"),
+    )  # fmt: skip
+    made = record(series=forms)
+    eager, compiled = (host_bound(made, form) for form in ("eager", "compiled"))
+    assert eager is not None
+    assert compiled is not None
+    assert (eager.bound, compiled.bound) == (True, False)
+    assert host_bound(made) is None
+
+
 def test_a_step_of_one_phase_is_judged_by_its_issue() -> None:
     alone = (times("step", 50.0), times("issue", 50.0, "host"))
     share = host_bound(record(series=alone))

@@ -18,6 +18,8 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 EMPTY_QUEUE = 0.02
 """Work still queued at the end of a phase, as a share of the time so far, that counts as none."""
+LAST_KERNEL, LAST_KERNEL_MS = 0.05, 2.0
+"""Or so much, if it is also no more than this: one long kernel that a phase ends with."""
 HOST_BOUND_FROM = 0.5
 
 _SPLIT_KERNEL = "split_kernel"
@@ -135,7 +137,8 @@ def host_bound(record: Record, form: str = "") -> HostShare | None:
         ]
         spent = median(on_device_ms)
         total += spent
-        if median(lag) <= EMPTY_QUEUE * median(so_far):
+        passed = median(so_far)
+        if median(lag) <= max(EMPTY_QUEUE * passed, min(LAST_KERNEL * passed, LAST_KERNEL_MS)):
             starved[name] = spent
     fraction = sum(starved.values()) / total
     return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM, phases=tuple(starved))
