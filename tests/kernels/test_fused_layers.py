@@ -150,6 +150,19 @@ def test_one_output_without_gradient(unused: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scattered", [draw(80)[::2], torch.tensor(1.5, device=DEVICE).expand(40)])
+def test_a_weight_that_lies_apart(scattered: Tensor, launches: list[str]) -> None:
+    x = draw(4, 40)
+    expected = plain_rms_norm(x, scattered, EPS)
+    torch.testing.assert_close(rms_norm(x, scattered, EPS), expected, rtol=1e-5, atol=1e-5)
+    assert launches == ["norm forward"]
+
+
+def test_a_weight_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 40"):
+        rms_norm(draw(4, 40), draw(20), EPS)
+
+
 def test_rows_too_wide_take_the_plain_form(launches: list[str]) -> None:
     x, weight = draw(1, WIDEST + 1), draw(WIDEST + 1)
     assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))

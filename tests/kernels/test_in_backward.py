@@ -124,6 +124,69 @@ class TestInBackward:
         assert weight.grad is None
         assert not torch.equal(weight.detach(), before)
 
+    def test_a_frozen_weight_stays_as_it_is(self) -> None:
+        subject = model(fused=True, joined=True)
+        frozen = {
+            name: p.detach().clone()
+            for name, p in subject.named_parameters()
+            if "query" in name or "w2" in name
+        }
+        assert frozen
+        for name, parameter in subject.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        optimizer = InBackwardAdamW(
+            subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=True
+        )
+        with torch.autocast(DEVICE, torch.float16), optimizer.attached():
+            subject(*batch()).backward()
+        optimizer.step()
+        after = dict(subject.named_parameters())
+        assert all(torch.equal(after[name], before) for name, before in frozen.items())
+        assert optimizer.updated == len(after) - len(frozen)
+
+    def test_parameters_that_are_added_later_are_updated(self) -> None:
+        first, second = nn.Parameter(draw(3, 4)), nn.Parameter(draw(2, 4))
+        optimizer = InBackwardAdamW([first], lr=0.1)
+        first.square().sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [second], "lr": 0.2})
+        before = [weight.detach().clone() for weight in (first, second)]
+        (first.square().sum() + second.square().sum()).backward()
+        optimizer.step()
+        for weight, held, steps in zip((first, second), before, (2, 1), strict=True):
+            assert not torch.equal(weight.detach(), held)
+            assert optimizer.state[weight]["step"].item() == steps
+
+    def test_a_parameter_that_is_unfrozen_later_is_not_passed_over(self) -> None:
+        first, second = nn.Parameter(draw(3, 4)), nn.Parameter(draw(2, 4), requires_grad=False)
+        optimizer = InBackwardAdamW([first, second], lr=0.1)
+        second.requires_grad_()
+        (first.square().sum() + second.square().sum()).backward()
+        with pytest.raises(RuntimeError, match="not listening"):
+            optimizer.step()
+
+    def test_a_backward_that_raises_is_over(self) -> None:
+        weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
+        optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
+
+        def fail(_: Tensor) -> None:
+            raise MemoryError("planted")
+
+        def backward(*, fails: bool) -> None:
+            x = draw(3, 4).requires_grad_()
+            with torch.autocast(DEVICE, torch.float16):
+                made = joined_product(x * 1, (weight,), copies)
+            if fails:
+                x.register_hook(fail)
+            made.float().sum().backward()
+
+        with pytest.raises(MemoryError, match="planted"), optimizer.attached():
+            backward(fails=True)
+        with optimizer.attached():
+            backward(fails=False)
+        optimizer.step()
+        assert optimizer.state[weight]["step"].item() == 2
+
     def test_a_loaded_state_goes_on_from_its_count(self) -> None:
         weights = [nn.Parameter(draw(3, 4)) for _ in range(2)]
         first = InBackwardAdamW([weights[0]], lr=0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 
 import pytest
@@ -252,6 +254,35 @@ class TestCopies:
             weights[1].add_(1)
         copies.refresh()
         assert torch.equal(held[4:], weights[1].detach().to(HALF))
+
+    def test_what_moves_no_version_is_followed_when_asked(self) -> None:
+        copies, weights = WeightCopies(), self.weights()
+        (held,) = copies.narrow(weights, HALF)
+        weights[0].data.add_(1)
+        copies.refresh()
+        assert not torch.equal(held[:4], weights[0].detach().to(HALF)), "torch does not tell"
+        copies.refresh(all_of_them=True)
+        assert torch.equal(held[:4], weights[0].detach().to(HALF))
+
+    def test_an_evaluation_may_come_first(self) -> None:
+        subject = model(fused=True, joined=True)
+        with torch.autocast(DEVICE, HALF):
+            with torch.inference_mode():
+                expected = subject(*batch())
+            loss = subject(*batch())
+        loss.backward()
+        assert torch.equal(loss.detach(), expected)
+
+    def test_a_model_is_saved_and_copied_without_them(self) -> None:
+        subject = model(fused=True, joined=True)
+        with torch.autocast(DEVICE, HALF):
+            expected = subject(*batch()).detach()
+            file = io.BytesIO()
+            torch.save(subject, file)
+            file.seek(0)
+            for other in (copy.deepcopy(subject), torch.load(file, weights_only=False)):
+                assert not other.copies._groups
+                assert torch.equal(other(*batch()).detach(), expected)
 
     def test_a_weight_that_is_gone_takes_its_copy_along(self) -> None:
         copies = WeightCopies()

@@ -73,20 +73,34 @@ class InBackwardAdamW(FusedAdamW):
         self._handed: set[Tensor] = set()
         self.updated = 0
         """Parameters that the last backward reached."""
+        self._attach = attach
         if attach:
-            self._listen()
+            for group in self.param_groups:
+                self._listen(group)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Updates happen in backwards within this, and what only they wait for is made on their
-        stream: such a gradient is there for others after `step()`."""
-        handles = self._listen()
+        stream: such a gradient is there for others after `step()`. Where a backward raises, what it
+        had reached is updated and the rest is not; the next one is a new step."""
+        handles = [handle for group in self.param_groups for handle in self._listen(group)]
         try:
             with offered(self):
                 yield
+        except BaseException:
+            self._finish()
+            raise
         finally:
             for handle in handles:
                 handle.remove()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        # The base class adds the first groups before this one is made.
+        if getattr(self, "_attach", False):
+            self._listen(self.param_groups[-1])
+        if getattr(self, "_crowds", None):
+            self._forget_settings()
 
     def prepare(self) -> None:
         """Nothing is to be prepared: a captured backward has its updates in it."""
@@ -98,8 +112,7 @@ class InBackwardAdamW(FusedAdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         # The counts are others now.
-        self._crowds.clear()
-        self._places.clear()
+        self._forget_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -108,18 +121,20 @@ class InBackwardAdamW(FusedAdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._begun and self._has_gradients():
+        if self._has_gradients():
+            self._finish()
             raise RuntimeError(
                 "gradients were made while InBackwardAdamW was not listening: run the backward"
-                " within attached(), or make it with attach=True"
+                " within attached(), or make it with attach=True, and after all that it is to"
+                " update has requires_grad"
             )
-        for beside in self._beside.values():
-            beside.join()
-        self._begun = False
+        self._finish()
         return loss
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        if not self._as_made or dtype == weight.dtype or not format_taken(dtype):
+        if not self._as_made or not weight.requires_grad:
+            return False
+        if dtype == weight.dtype or not format_taken(dtype):
             return False
         if not self._crowds:
             self._gather()
@@ -144,13 +159,21 @@ class InBackwardAdamW(FusedAdamW):
             self._beside[device] = Beside(device)
         return self._beside[device]
 
+    def _finish(self) -> None:
+        for beside in self._beside.values():
+            beside.join()
+        self._begun = False
+
+    def _forget_settings(self) -> None:
+        self._crowds.clear()
+        self._places.clear()
+
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
-    def _listen(self) -> list[Any]:
+    def _listen(self, group: dict[str, Any]) -> list[Any]:
         return [
             parameter.register_post_accumulate_grad_hook(self._hook_of(group))
-            for group in self.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]

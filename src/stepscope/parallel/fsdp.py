@@ -26,8 +26,9 @@ torch's MultiheadAttention does with its output projection) is refused.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -160,7 +161,8 @@ class Unit:
                 )
             # An attribute of the instance is found before a registered parameter.
             owner.__dict__[name] = shown
-        notes = saved_tensors_hooks(lambda t: _note(t, wholes), _from_note)
+        around = _hooks_around()
+        notes = saved_tensors_hooks(lambda t: _note(t, wholes, around), _from_note)
         notes.__enter__()
         self._notes[-1] = notes
         if dtype is None:
@@ -176,17 +178,35 @@ class Unit:
                 self._root.sharded[parameter].release()
 
 
-def _note(tensor: Tensor, wholes: dict[int, ShardedParameter]) -> Any:
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Handed(NamedTuple):
+    """What is kept by whoever was asked before, such as a checkpointed stretch, which drops it."""
+
+    bring: Callable[[Any], Tensor]
+    kept: Any
+
+
+def _hooks_around() -> Hooks | None:
+    """Torch asks the innermost alone, so that one has to ask the others."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)  # type: ignore[no-any-return]
+
+
+def _note(tensor: Tensor, wholes: dict[int, ShardedParameter], around: Hooks | None) -> Any:
     """What autograd keeps: for a whole weight, who can bring it again and how it was seen."""
     held = wholes.get(tensor.untyped_storage().data_ptr())
-    if held is None:
-        return tensor
-    return held, tensor.shape, tensor.stride(), tensor.storage_offset()
+    if held is not None:
+        return held, tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor if around is None else Handed(around[1], around[0](tensor))
 
 
 def _from_note(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    if isinstance(kept, Handed):
+        return kept.bring(kept.kept)
     held, shape, stride, offset = kept
     whole: Tensor = held.whole("regather")
     if held.before is not None:

@@ -4,6 +4,9 @@ Under autocast every product casts its weight anew: 6 bytes moved for each param
 Here the cast is kept, and made again only where a weight has changed since. An optimizer that
 writes the copy together with the weight (`FusedAdamW`) never lets that happen. Weights of products
 that read the same input lie one under the other, so that one product serves them all.
+
+A change is what moves a tensor's version: a write through `.data` does not, nor does the replay of
+a captured optimizer that writes no copy. After such, `refresh(all_of_them=True)`.
 """
 
 from __future__ import annotations
@@ -40,17 +43,21 @@ class WeightCopies:
         """The copy of this weight, for whoever updates it."""
         return self._rows.get(id(weight))
 
-    def refresh(self) -> None:
-        """Follow what others did to the weights since."""
+    def refresh(self, all_of_them: bool = False) -> None:
+        """Follow what others did to the weights since; all of them, whether or not it shows."""
         for group in self._groups.values():
             weights = group.weights()
             if weights is not None:
-                group.follow(weights)
+                group.follow(weights, anyway=all_of_them)
 
     def clear(self) -> None:
         """Let go of all copies; who asks again gets a new one."""
         self._groups.clear()
         self._rows.clear()
+
+    def __reduce__(self) -> tuple[type[WeightCopies], tuple[()]]:
+        """Neither saved nor copied along: they belong to these weights."""
+        return WeightCopies, ()
 
     def _made(self, key: tuple[int, ...], weights: Weights, dtype: torch.dtype) -> _Group:
         self._groups = {k: held for k, held in self._groups.items() if held.weights() is not None}
@@ -66,10 +73,12 @@ class _Group:
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._owners = [weakref.ref(weight) for weight in weights]
         rows = [weight.shape[0] for weight in weights]
-        self.joined = torch.empty(
-            sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
-        )
-        self.rows: Sequence[Tensor] = torch.split(self.joined, rows)
+        # Who asks first may be an evaluation, and training keeps what it reads for its backward.
+        with torch.inference_mode(False):
+            self.joined = torch.empty(
+                sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
+            )
+            self.rows: Sequence[Tensor] = torch.split(self.joined, rows)
         self._seen: list[tuple[int, int]] = []
 
     def weights(self) -> Weights | None:
@@ -86,8 +95,8 @@ class _Group:
         )  # fmt: skip
 
     @torch.no_grad()
-    def follow(self, weights: Weights) -> None:
+    def follow(self, weights: Weights, anyway: bool = False) -> None:
         state = [(weight._version, weight.data_ptr()) for weight in weights]
-        if state != self._seen:
+        if anyway or state != self._seen:
             torch._foreach_copy_(list(self.rows), list(weights))
             self._seen = state

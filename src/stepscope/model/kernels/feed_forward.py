@@ -64,8 +64,9 @@ class _FeedForward(torch.autograd.Function):
         grad_gates = torch.empty_like(gates) if held else gates
         gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
         grad_x = product_back(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
-        of_second = ctx.second.gradients(flat, gated)
-        of_first = ctx.first.gradients(grad_gates, x)
+        *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
+        of_second = ctx.second.gradients(flat, gated, (of_w2,))
+        of_first = ctx.first.gradients(grad_gates, x, (of_w1, of_w3))
         return grad_x, None, None, None, None, *of_first, *of_second
 
 

@@ -64,12 +64,15 @@ def normed_sum(
     """
     if branch is not None and x.shape != branch.shape:
         raise ValueError(f"x {tuple(x.shape)} and branch {tuple(branch.shape)} differ")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
     inputs = [x, weight] if branch is None else [x, branch, weight]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
     if x.shape[-1] > WIDEST or not kernels_take(*inputs) or not format_taken(dtype):
         stream = x if branch is None else x + branch
         return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
     added = None if branch is None else branch.contiguous()
+    weight = weight.contiguous()
     stream, normed, unit = _AddNorm.apply(x.contiguous(), added, weight, eps, dtype, units)  # type: ignore[no-untyped-call]
     return x if branch is None else stream, Normed(normed, unit, weight.detach())
 

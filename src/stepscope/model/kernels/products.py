@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class _Joined(torch.autograd.Function):
         x, narrow, _ = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = product_back(flat, narrow).view(*grad.shape[:-1], -1)
-        return grad_x, None, None, *ctx.learned.gradients(flat, x)
+        return grad_x, None, None, *ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:])
 
 
 class Kept:
@@ -89,9 +89,13 @@ class Learned:
         # Weakly: what was gathered from several ranks has to be free to go.
         self._owners = [weakref.ref(weight) for weight in weights]
 
-    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Row ranges of one product; None where somebody took them. Nothing may read the weights
-        after this."""
+    def gradients(
+        self, grad: Tensor, x: Tensor, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Row ranges of one product; None where somebody took them, or needs none. Nothing may read
+        the weights after this."""
+        if not any(needed):
+            return (None,) * len(self._owners)
         weights = [owner() for owner in self._owners]
         taker = taker_of(weights, x.dtype)
         if taker is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,6 +13,9 @@ from stepscope.studies.step.text import entropy, sequences
 from stepscope.studies.step.timing import refuse_without_kernels
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEARNING_RATE = 3e-4
 
@@ -52,15 +56,26 @@ def _from_the_beginning(step: TrainingStep) -> Any:
     """The phases of the step; a graph is captured after steps that must not count."""
     if not step.workload.graph:
         return step.phases()
-    import torch
-
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     phases = step.phases()
-    with torch.no_grad():
-        for parameter, held in zip(step.model.parameters(), before, strict=True):
-            parameter.copy_(held)
-        for state in step.optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-    step.follow_weights()
+    begin_again(step, before)
     return phases
+
+
+def begin_again(step: TrainingStep, weights: Sequence[Tensor]) -> None:
+    """As if no step had been made since those weights, where all tensors lie: a graph has their
+    addresses."""
+    import torch
+
+    from stepscope.optim.fused import MASTER
+
+    with torch.no_grad():
+        for parameter, held in zip(step.model.parameters(), weights, strict=True):
+            parameter.copy_(held)
+        for parameter, state in step.optimizer.state.items():
+            for name, tensor in state.items():
+                if name == MASTER:
+                    tensor.copy_(parameter)
+                else:
+                    tensor.zero_()
+    step.follow_weights()
