@@ -349,7 +349,7 @@ def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
         part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
         loss_rungs=(
             "bf16", "flash", "fused-loss", "fused-pieces", "joined", "fused-optimizer",
-            "in-backward", "graph",
+            "in-backward", "graph", "searched", "master",
         ),
     )  # fmt: skip
     from stepscope.studies.registry import find_study

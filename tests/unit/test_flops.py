@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stepscope.measure.flops import CountingFlops, operator_flops
 
@@ -74,6 +75,26 @@ def test_the_recurrent_operators_of_cudnn_are_counted_from_their_arguments() -> 
     assert operator_flops(torch.ops.aten._cudnn_rnn_backward.default, backward, {}, None) == (
         2 * products
     )
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["as is", "hooks", "reentrant"])
+def test_what_a_checkpoint_computes_again_is_counted_apart(reentrant: bool | None) -> None:
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU())
+    x = torch.randn(4, 8, requires_grad=True)
+    with CountingFlops() as counting:
+        made = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        made.sum().backward()
+    forward = 2 * 4 * weights(block)
+    assert counting.counted.total == 3 * forward
+    assert counting.counted.again == (0 if reentrant is None else forward)
+
+
+def test_a_backward_that_is_differentiated_is_no_recomputation() -> None:
+    model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
+    with CountingFlops() as counting:
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    assert counting.counted.again == 0
 
 
 def test_causal_attention_counts_half_however_it_is_said() -> None:

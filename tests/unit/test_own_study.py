@@ -89,6 +89,7 @@ def test_a_build_function_that_raises_is_a_record_with_its_reason(tmp_path: Any)
         ({"model": "a:b", "optimizer": ("adam",)}, "optimizer 'adam' does not exist"),
         ({"model": "a:b", "dtype": ("int8",)}, "int8"),
         ({"model": "a:b", "dtype": ("bf16-stream",)}, "its author's"),
+        ({"model": "a:b", "dtype": ("bf16-master",)}, "part of an optimizer"),
     ],
 )
 def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str) -> None:
@@ -113,3 +114,12 @@ def test_the_view_compares_settings_with_the_first() -> None:
     assert not any("adamw-fused" in text for text in texts)
     (table,) = [b for b in blocks if isinstance(b, Table) and b.name == "own-settings"]
     assert [row[2] for row in table.rows] == ["float32", "bfloat16", "float32", "bfloat16"]
+    assert table.columns[5].title == "step"
+
+
+def test_rows_of_the_settings_can_be_told_apart() -> None:
+    records = [own_record(100.0), own_record(130.0, setting={"checkpoint": "blocks"})]
+    (table,) = [b for b in own_blocks(records) if isinstance(b, Table) and b.name == "own-settings"]
+    assert table.columns[5].title == "checkpoint"
+    assert [row[5] for row in table.rows] == ["as-is", "blocks"]
+    assert all(len(row) == len(table.columns) for row in table.rows)

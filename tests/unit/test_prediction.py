@@ -253,6 +253,11 @@ def test_sharding_divides_what_it_says() -> None:
         lines(whole, "loss")[OPTIMIZER] / 4, rel=0.05
     )
     assert lines(divided, "loss")[PARAMETERS] == lines(whole, "loss")[PARAMETERS]
+    # Matrices are cut by rows: their number sets no bound.
+    many = predict(plan("small", ranks=64, sharding="optimizer"))
+    assert lines(many, "loss")[OPTIMIZER] == pytest.approx(
+        lines(predict(plan("small")), "loss")[OPTIMIZER] / 64, rel=0.02
+    )
     full = predict(plan("medium", ranks=4, sharding="full", dtype="bfloat16"))
     for line in (PARAMETERS, GRADIENTS):
         assert lines(full, "optimizer")[line] == pytest.approx(

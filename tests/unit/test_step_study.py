@@ -27,10 +27,28 @@ from stepscope.studies.step import PARTS, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
 from stepscope.studies.step.rows import curves, ladders, races
 from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
+from stepscope.studies.step.training import begin_again
 from stepscope.studies.training_step import TrainingStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
+
+
+def test_training_begins_again_with_master_weights_too() -> None:
+    work = msgspec.structs.replace(
+        start("tiny", "tiny", 8, 1, {"vocab": 32, "n_layers": 1}),
+        dtype="bfloat16-master", optimizer="stepscope-fused",
+    )  # fmt: skip
+    step = TrainingStep(work, CpuDevice())
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    for phase in step.phases():
+        phase.run()
+    begin_again(step, before)
+    for parameter, held in zip(step.model.parameters(), before, strict=True):
+        assert parameter.equal(held)
+        state = step.optimizer.state[parameter]
+        assert state["master"].equal(held.float())
+        assert not any(state[name].any() for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 class TestLadder:

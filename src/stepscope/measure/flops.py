@@ -1,8 +1,8 @@
 """FLOPs of any program, counted operator by operator at the dispatcher.
 
 Counted as everywhere here: two for each multiply-add of the matrix products and convolutions,
-those inside of recurrent layers too, causal attention at half, nothing for anything else. A
-recomputation is counted, because it runs.
+those inside of recurrent layers too, causal attention at half, nothing for anything else. What a
+checkpointed stretch computes again in the backward is counted apart: it is no part of the model's.
 """
 
 from __future__ import annotations
@@ -65,11 +65,24 @@ def _recurrent_flops(given: dict[str, Any]) -> int:
     return int(2 * tokens * sum(weight.numel() for weight in held if weight.dim() == 2))
 
 
+def computes_again() -> bool:
+    """Whether torch.utils.checkpoint is at it, in either of its forms."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", ""):
+        return True
+    node = torch._C._current_autograd_node()
+    return node is not None and "CheckpointFunction" in node.name() and torch.is_grad_enabled()
+
+
 class FlopCount:
     """A sum of FLOPs by the number format of the operands."""
 
     def __init__(self) -> None:
         self.by_format: dict[str, int] = {}
+        self.again = 0
+        """Of what was computed before; in none of the others."""
 
     @property
     def total(self) -> int:
@@ -79,7 +92,9 @@ class FlopCount:
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> None:
         counted = operator_flops(function, arguments, keywords, result)
-        if counted:
+        if counted and computes_again():
+            self.again += counted
+        elif counted:
             tensors = (a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
             name = str(next(tensors).dtype).removeprefix("torch.")
             self.by_format[name] = self.by_format.get(name, 0) + counted

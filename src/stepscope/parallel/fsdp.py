@@ -191,7 +191,7 @@ class Handed(NamedTuple):
 def _hooks_around() -> Hooks | None:
     """Torch asks the innermost alone, so that one has to ask the others."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(True)  # type: ignore[no-any-return]
+    return None if top is None else top(True)
 
 
 def _note(tensor: Tensor, wholes: dict[int, ShardedParameter], around: Hooks | None) -> Any:

@@ -40,7 +40,12 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     quantities: dict[str, Quantity] = {}
     _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(quantities, "B", peak_bytes=recorder.peak_bytes)
-    if recorder.joules is not None:
+    if recorder.joules is not None and "left_out" in notes:
+        notes["no_energy"] = (
+            f"{notes['left_out']} of the timed steps do more than the others, and the counter ran"
+            " through them"
+        )
+    elif recorder.joules is not None:
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
         _put(quantities, "J", joules=recorder.joules)
         _put(quantities, "J", joules_resolution=recorder.joules * ENERGY_MOVES_S / took)

@@ -17,6 +17,7 @@ from stepscope.analysis.predict.operators import FLOAT32, Operators
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.tape import Tape, Value
 from stepscope.model.config import precision
+from stepscope.parallel.buckets import Rows, share_out
 from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMIZER, PARAMETERS
 
 _INT64 = 8
@@ -338,7 +339,10 @@ class Play:
         sizes = [self._updated_bytes(parameter) for parameter in self._parameters()]
         if self.plan.sharding != "optimizer":
             return sizes
-        shares: list[list[int]] = [[] for _ in range(self.plan.ranks)]
-        for size in sorted(sizes, reverse=True):
-            min(shares, key=sum).append(size)
-        return max(shares, key=sum)
+        model, loads = self.plan.model, [0] * self.plan.ranks
+        block = [*[model.d_model] * 6, model.d_ff, model.d_ff, model.d_model]
+        rows = [model.vocab, *block * model.n_layers, model.d_model, model.vocab]
+        things = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
+        pieces = share_out(things, loads)
+        most = loads.index(max(loads))
+        return [(p.end - p.begin) * things[p.place].bytes for p in pieces if p.owner == most]

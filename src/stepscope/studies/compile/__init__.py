@@ -5,9 +5,9 @@
     stepscope run compile --part trace --device cpu      # graphs and breaks, nothing is compiled
 
 Every case has a process and a cache folder of its own. Its first step is compiled with the folder
-empty (cold); another process compiles the same with the folder as the first one left it (warm);
-steps are timed only after that, eager and compiled in turns. Graph breaks and recompilations are
-counted and named, and one that happens while steps are timed is told.
+empty (cold). Then, once everything is compiled, steps are timed, eager and compiled in turns; last,
+another process compiles the same with the folder as the first one left it (warm). Graph breaks and
+recompilations are counted and named, and one that happens while steps are timed is told.
 
 On one H200: a cell of attention takes 15 to 25 s, of `model` 40 to 120 s by size and scope, with
 max-autotune several minutes.

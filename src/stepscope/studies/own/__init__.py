@@ -88,9 +88,15 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value not in known:
                 raise unknown_name(kind, value, known)
-        if precision(self.dtype).narrow_stream:
+        form = precision(self.dtype)
+        if form.narrow_stream:
             raise UsageError(
                 f"the residual stream of {self.model} is its author's", "take bfloat16"
+            )
+        if form.master:
+            raise UsageError(
+                "master weights are part of an optimizer, and this one is torch's",
+                "take bfloat16, or bfloat16-pure",
             )
 
     @property

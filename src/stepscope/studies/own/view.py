@@ -71,9 +71,16 @@ def _changes(sound: Sequence[Record]) -> Iterator[Finding]:
 
 
 def settings_table(records: Sequence[Record]) -> Table:
+    changed = [
+        name
+        for name in ("attention", "checkpoint")
+        if any(record.config.get(name, "as-is") != "as-is" for record in records)
+    ]
+
     def row(record: Record) -> tuple[Cell, ...]:
         case = msgspec.convert(record.config, OwnCase)
-        key = (case.model, case.batch, case.dtype, case.compile, case.optimizer)
+        key = (case.model, case.batch, case.dtype, case.compile, case.optimizer,
+               *(record.config.get(name, "as-is") for name in changed))  # fmt: skip
         if record.status != "ok":
             return (*key, record.status, *[None] * 8)
         timed = step_ms(record)
@@ -98,6 +105,7 @@ def settings_table(records: Sequence[Record]) -> Table:
             Column(title="dtype"),
             Column(title="compile"),
             Column(title="optimizer"),
+            *(Column(title=name) for name in changed),
             Column(title="step", **ms, hint="median with its 95 % interval"),  # type: ignore[arg-type]
             Column(title="forward", **ms),  # type: ignore[arg-type]
             Column(title="backward", **ms),  # type: ignore[arg-type]

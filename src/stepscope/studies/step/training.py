@@ -72,10 +72,10 @@ def begin_again(step: TrainingStep, weights: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for parameter, held in zip(step.model.parameters(), weights, strict=True):
             parameter.copy_(held)
-        for parameter, state in step.optimizer.state.items():
+        for owner, state in step.optimizer.state.items():
             for name, tensor in state.items():
                 if name == MASTER:
-                    tensor.copy_(parameter)
+                    tensor.copy_(owner)
                 else:
                     tensor.zero_()
     step.follow_weights()
