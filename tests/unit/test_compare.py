@@ -49,11 +49,44 @@ def test_on_a_cpu_the_cpu_decides() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("eager.step", "compiled.step"), ("eager", "compiled")),
+        (("slow", "fast"), ("slow", "fast")),
+        (("peer: block", "ours: graph"), ("peer", "ours")),
+    ],
+)
+def test_all_that_ran_side_by_side_is_compared(
+    names: tuple[str, str], told: tuple[str, str]
+) -> None:
+    def beside(second: float, seed: int) -> Record:
+        series = [times(names[0], 100.0, seed=seed), times(names[1], second, seed=seed)]
+        return record(series=(*series, times("eager.forward", 9.0), times("fast.wall", 9.0)))
+
+    made = compare_records(beside(50.0, 0), beside(150.0, 1))
+    assert [one.of for one in made] == [*told, *(["eager.forward"] if "." not in names[0] else [])]
+    assert [one.verdict for one in made[:2]] == ["no difference shown", "slower"]
+    (beyond,) = exceeds(made, 0.03)
+    assert beyond.name.endswith(f": {told[1]}")
+
+
+def test_a_form_that_is_gone_is_lost_and_another_winner_of_a_side_is_not() -> None:
+    three = [times(name, 10.0) for name in ("a.step", "b.step", "c.step")]
+    made = compare_records(record(series=tuple(three)), record(series=tuple(three[:2])))
+    assert [(one.of, one.lost) for one in made] == [("a", False), ("b", False), ("c", True)]
+    races = [
+        record(series=(times("peer: x", 10.0), times(f"ours: {form}", 5.0)))
+        for form in ("eager", "graph")
+    ]
+    assert not any(one.lost for one in compare_records(*races))
+
+
+@pytest.mark.parametrize(
     ("median", "verdict"),
     [(110.0, "slower"), (90.0, "faster"), (100.0, "no difference shown")],
 )
 def test_a_comparison_has_medians_ratio_and_verdict(median: float, verdict: str) -> None:
-    made = compare_records(step(100.0), step(median, seed=1))
+    (made,) = compare_records(step(100.0), step(median, seed=1))
     assert made.verdict == verdict
     assert (made.base, made.new) == pytest.approx((100.0, median))
     assert made.unit == "ms"
@@ -66,7 +99,7 @@ def test_a_comparison_has_medians_ratio_and_verdict(median: float, verdict: str)
 
 
 def test_too_few_samples_are_said_to_be_too_few() -> None:
-    made = compare_records(step(100.0, count=3), step(200.0, count=3))
+    (made,) = compare_records(step(100.0, count=3), step(200.0, count=3))
     assert made.verdict == "too few samples"
     assert "base: only 3 samples" in made.note
     assert "new: only 3 samples" in made.note
@@ -85,7 +118,7 @@ def test_across_machines_the_share_of_the_own_ceiling_counts() -> None:
     slow = step(
         150.0, ceilings=ceilings(bfloat16=350e12), environment=environment(device_name="A100")
     )
-    made = compare_records(fast, slow, across=True)
+    (made,) = compare_records(fast, slow, across=True)
     assert made.ratio is not None
     assert made.ratio.value == pytest.approx(0.75)
     assert made.verdict == "faster"
@@ -96,7 +129,7 @@ def test_across_machines_the_share_of_the_own_ceiling_counts() -> None:
 
 
 def test_across_on_one_machine_compares_times() -> None:
-    made = compare_records(step(100.0), step(120.0, ceilings=()), across=True)
+    (made,) = compare_records(step(100.0), step(120.0, ceilings=()), across=True)
     assert made.ratio is not None
     assert made.ratio.value == pytest.approx(1.2)
     assert made.note == ""
@@ -135,7 +168,7 @@ def test_runs_are_matched_by_study_and_case() -> None:
 def test_cases_that_cannot_be_compared_say_why(
     base: dict[str, Any], new: dict[str, Any], note: str
 ) -> None:
-    made = compare_records(record(**base), record(**new))
+    (made,) = compare_records(record(**base), record(**new))
     assert made.verdict == "not compared"
     assert re.search(note, made.note)
 
@@ -145,13 +178,13 @@ def test_what_is_not_a_time_is_not_called_slow() -> None:
         record(series=(Series(name="bandwidth", unit="GB/s", values=samples(median)),))
         for median in (100.0, 200.0)
     ]
-    made = compare_records(*rates)
+    (made,) = compare_records(*rates)
     assert made.verdict == "not compared"
     assert "is not a time" in made.note
 
 
 def test_a_changed_configuration_is_noted() -> None:
-    made = compare_records(step(1.0, case="a"), step(1.0, case="a", config={"batch": 8}))
+    (made,) = compare_records(step(1.0, case="a"), step(1.0, case="a", config={"batch": 8}))
     assert made.note == "batch was 4 and is 8"
 
 

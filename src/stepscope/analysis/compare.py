@@ -19,6 +19,8 @@ from stepscope.records.stats import (
 )
 
 _TIME_UNITS = ("s", "ms", "us", "ns")
+_WHOLE = ("step", "both", "first")
+_STEP_OF, _WALL_OF = ".step", ".wall"
 _DECIDING_FIELDS = (
     "device_kind",
     "device_name",
@@ -47,6 +49,12 @@ class Comparison(Part, frozen=True):
     note: str = ""
     lost: bool = False
     """The base has samples of this case and the new run has none."""
+    of: str = ""
+    """Which of several things that the case measured side by side."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.study} {self.case}{f': {self.of}' if self.of else ''}"
 
 
 def differences(base: Environment, new: Environment) -> tuple[str, ...]:
@@ -61,24 +69,46 @@ def differences(base: Environment, new: Environment) -> tuple[str, ...]:
     return tuple(f"{name} {a} / {b}" for name, a, b in pairs if a != b and None not in (a, b))
 
 
-def compare_records(base: Record, new: Record, *, across: bool = False) -> Comparison:
-    """Compare one case; `across` machines, by how close each comes to its own ceiling."""
+def compare_records(
+    base: Record, new: Record, *, across: bool = False
+) -> tuple[Comparison, ...]:  # fmt: skip
+    """Compare one case, all that it measured side by side; `across` machines, by how close each
+    comes to its own ceiling."""
     unlike = differences(base.environment, new.environment)
     if unlike and not across:
         raise StepscopeError(
             f"{base.study} {base.case} was measured in unlike places: {'; '.join(unlike)}",
             "with --across, each is held against its own machine's ceiling",
         )
-    before, after = _main_series(base), _main_series(new)
+    before, after = _subjects(base), _subjects(new)
+    if not before or not after:
+        lost = bool(before)
+        return (_not_compared(new, _why_without_samples(base, new), lost=lost),)
+    if len(before) == len(after) == 1:
+        (held,), (found,) = before.values(), after.values()
+        return (_compared(base, new, held, found, "", unlike),)
+    return tuple(
+        _compared(base, new, before.get(name), after.get(name), name, unlike)
+        for name in dict.fromkeys((*after, *before))
+    )
+
+
+def _compared(
+    base: Record, new: Record, before: Series | None, after: Series | None, of: str,
+    unlike: Sequence[str],
+) -> Comparison:  # fmt: skip
     if before is None or after is None:
-        lost = before is not None
-        return _not_compared(new, _why_without_samples(base, new), lost=lost)
-    if (before.name, before.unit, before.clock) != (after.name, after.unit, after.clock):
-        return _not_compared(new, f"{_kind(before)} in the base, {_kind(after)} in the new run")
+        where = "base" if after is None else "new"
+        return _not_compared(new, f"only in the {where} run", lost=after is None, of=of)
+    if (before.unit, before.clock) != (after.unit, after.clock) or (
+        not of and before.name != after.name
+    ):
+        told = f"{_kind(before)} in the base, {_kind(after)} in the new run"
+        return _not_compared(new, told, of=of)
     if before.unit not in _TIME_UNITS:
-        return _not_compared(new, f"{_kind(before)} is not a time")
+        return _not_compared(new, f"{_kind(before)} is not a time", of=of)
     if min(*before.values, *after.values) <= 0.0:
-        return _not_compared(new, f"{before.name} has samples that are not above zero")
+        return _not_compared(new, f"{before.name} has samples that are not above zero", of=of)
     notes = [*_unsteady("base", before), *_unsteady("new", after), *_changed_config(base, new)]
     base_values, new_values = before.values, after.values
     if unlike:
@@ -101,6 +131,7 @@ def compare_records(base: Record, new: Record, *, across: bool = False) -> Compa
         ratio=ratio_interval(base_values, new_values),
         p=mann_whitney(base_values, new_values),
         note="; ".join(notes),
+        of=of,
     )
 
 
@@ -110,13 +141,16 @@ def compare_runs(
     """Every case of either run, in the order of the new one, then those that only the base has."""
     base, new = _by_case(base_records), _by_case(new_records)
     compared = [
-        compare_records(base[key], record, across=across)
-        if key in base
-        else _not_compared(record, "only in the new run")
+        one
         for key, record in new.items()
+        for one in (
+            compare_records(base[key], record, across=across)
+            if key in base
+            else (_not_compared(record, "only in the new run"),)
+        )
     ]
     gone = [
-        _not_compared(record, "only in the base run", lost=_main_series(record) is not None)
+        _not_compared(record, "only in the base run", lost=bool(_subjects(record)))
         for key, record in base.items()
         if key not in new
     ]
@@ -143,17 +177,34 @@ def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
     return newest
 
 
-def _main_series(record: Record) -> Series | None:
-    """What the case is about, by the device's clock where there is one."""
+def _subjects(record: Record) -> dict[str, Series]:
+    """What the case is about, by the device's clock where there is one: its step, or every form of
+    it that ran beside the others."""
     if record.status != "ok" or not record.series:
-        return None
-    series = record.find(record.series[0].name)
-    return series if series and series.values else None
+        return {}
+    first = record.series[0]
+    if first.name in _WHOLE or first.unit not in _TIME_UNITS:
+        names = {first.name: first.name}
+    elif first.name.endswith(_STEP_OF):
+        names = {
+            one.name.removesuffix(_STEP_OF): one.name
+            for one in record.series
+            if one.name.endswith(_STEP_OF)
+        }
+    else:
+        # In a race a side keeps its name, whichever of its forms was the fastest.
+        names = {
+            one.name.partition(": ")[0]: one.name
+            for one in record.series
+            if one.unit in _TIME_UNITS and not one.name.endswith(_WALL_OF)
+        }
+    found = {of: record.find(name) for of, name in names.items()}
+    return {of: series for of, series in found.items() if series is not None and series.values}
 
 
-def _not_compared(record: Record, note: str, *, lost: bool = False) -> Comparison:
+def _not_compared(record: Record, note: str, *, lost: bool = False, of: str = "") -> Comparison:
     return Comparison(
-        study=record.study, case=record.case, verdict="not compared", note=note, lost=lost
+        study=record.study, case=record.case, verdict="not compared", note=note, lost=lost, of=of
     )
 
 
@@ -162,7 +213,7 @@ def _why_without_samples(base: Record, new: Record) -> str:
         f"{side}: {record.status if record.status != 'ok' else 'no samples'}"
         + (f" ({record.reason})" if record.reason else "")
         for side, record in (("base", base), ("new", new))
-        if _main_series(record) is None
+        if not _subjects(record)
     )
 
 

@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
             json_line(
                 {
                     "comparisons": msgspec.to_builtins(comparisons),
-                    "beyond_limit": [f"{c.study} {c.case}" for c in beyond],
+                    "beyond_limit": [c.name for c in beyond],
                 }
             )
         )
@@ -65,17 +65,17 @@ def main(words: list[str]) -> int:
         print(", ".join(f"{times} {verdict}" for verdict, times in verdicts.items()))
         for c in beyond:
             what = "lost" if c.lost else f"beyond {options.fail_above}"
-            print(f"{what}: {c.study} {c.case}")
+            print(f"{what}: {c.name}")
         few = [c for c in comparisons if c.verdict == "too few samples"]
         if limit is not None and few:
-            print(f"not judged, too few samples: {', '.join(c.case for c in few)}")
+            print(f"not judged, too few samples: {', '.join(c.name for c in few)}")
     return _GATE_FAILED if beyond else 0
 
 
 def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
     base, new = load_meant(options.base, options), load_meant(options.new, options)
     if isinstance(base, Record) and isinstance(new, Record):
-        return (compare_records(base, new, across=options.across),)
+        return compare_records(base, new, across=options.across)
     if isinstance(base, Record) or isinstance(new, Record):
         raise UsageError(
             f"{options.base} and {options.new} are a run and a single record",
@@ -107,12 +107,14 @@ def _fraction(text: str) -> float:
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     units = sorted({c.unit for c in comparisons if c.base is not None})
     unit = units[0] if len(units) == 1 else ""
+    several = any(c.of for c in comparisons)
     return Table(
         name="comparison",
         title="New against base",
         columns=(
             Column(title="study"),
             Column(title="case"),
+            *([Column(title="of", hint="what ran side by side")] if several else []),
             Column(title="base", kind="number", unit=unit),
             Column(title="new", kind="number", unit=unit),
             *([Column(title="unit")] if len(units) > 1 else []),
@@ -125,6 +127,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             (
                 c.study,
                 c.case,
+                *([c.of or None] if several else []),
                 c.base,
                 c.new,
                 *([c.unit] if len(units) > 1 else []),
