@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +158,10 @@ class TestWaterfall:
         assert found.measured_ms == (summary.wall_ms if measured is None else measured)
 
 
+def replaced(fall: Any, **changes: Any) -> Any:
+    return fall._replace(workload=msgspec.structs.replace(fall.workload, **changes))
+
+
 class TestView:
     def falls(self, **how: object) -> list:
         found = groups([profile_record(**how)])
@@ -198,6 +205,14 @@ class TestView:
         assert "flash attention" in remedy("matmuls below peak", half)
         assert "master weights" in remedy("casts and copies", half)
         assert "CUDA graph" in remedy("launch gaps", slow)
+        short = replaced(slow, context=8)
+        assert "keeps no logits" in remedy("memory-bound operations", short)
+        assert "keeps no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
+        best = replaced(
+            half, attention="auto", loss="fused", fused=True, joined=True, searched=True
+        )
+        assert remedy("matmuls below peak", best) == "larger products: more tokens in a step"
+        assert "residual stream" in remedy("memory-bound operations", best)
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
         assert remedy("launch gaps", host) == "a larger batch"

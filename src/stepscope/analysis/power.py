@@ -32,8 +32,9 @@ class Draw(NamedTuple):
         return self.watts / self.limit_w if self.limit_w else None
 
     @property
-    def least_ms(self) -> float | None:
-        """At the cap: how long the energy of a step lasts at the limit."""
+    def lasts_ms(self) -> float | None:
+        """At the cap: how long the energy of a step lasts at the limit. As exact as the counter,
+        and for steps that follow each other: after a rest the clock is higher for a while."""
         share = self.of_limit
         if share is None or share < AT_CAP or not self.limit_w:
             return None

@@ -118,7 +118,7 @@ def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
         f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
         f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
         f" forward there are {squares('forward', on_cuda)}, at that of the backward"
-        f" {squares('backward', on_cuda)}; the output itself is"
+        f" {squares('backward', on_cuda)}; the output itself, at d {work.head}, is"
         f" {bytes_(cost.output_bytes(work.shape, work.element_bytes))}."
     )
     memory = largest.environment.device_memory_bytes
@@ -126,9 +126,12 @@ def _accounting(records: Sequence[Record]) -> Iterator[Finding]:
         first = min(failed, key=lambda record: record.config["seq"])
         needed = predicted_peak_bytes(msgspec.convert(first.config, AttentionWorkload), on_cuda)
         text += (
-            f" The first that does not fit into {bytes_(memory)}: {_named(first)}, which needs"
-            f" {bytes_(needed or 0)}."
+            f" The first that does not fit into {bytes_(memory)}: {_named(first)}, whose tensors"
+            f" need {bytes_(needed or 0)} at once"
         )
+        if needed is not None and needed <= memory:
+            text += ", so what the allocator holds in pieces too small for the next is the rest"
+        text += "."
     elif on_cuda:
         text += f" {_first_beyond(work, memory)}"
     yield Finding(text=text, tone="warn" if failed else "info")

@@ -25,7 +25,7 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
     ]
     beside = f", {' and '.join(each)}" if each else ""
     found = draw(record)
-    capped = f" It runs {at_cap_words(found)}." if found and found.least_ms is not None else ""
+    capped = f" It runs {at_cap_words(found)}." if found and found.lasts_ms is not None else ""
     yield Finding(
         text=f"A step of {name} takes {number(joules, 3)} J by the device's own counter{beside}."
         f" One move of that counter is {number(resolution, 2)} J for each step,"
@@ -37,8 +37,9 @@ def at_cap_words(found: Draw) -> str:
     clock = _clock_words(found.clock_mhz, found.highest_mhz)
     return (
         f"at {number(found.watts, 3)} of {number(found.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: at this energy a step cannot take less"
-        f" than {duration(found.least_ms or 0.0)} here"
+        f"{f', with its clock at {clock}' if clock else ''}: step after step it takes as long as"
+        f" that energy lasts, at the limit {duration(found.lasts_ms or 0.0)}"
+        f" (± {percent(found.resolution / found.joules if found.joules else 0.0)})"
     )
 
 

@@ -203,13 +203,26 @@ def remedy(cause: Cause, fall: Fall) -> str:
             return "a lower number format: tf32, or bfloat16 autocast"
         if w.attention == "reference":
             return "flash attention, which does half of the work under a causal mask"
-        return "larger products: more tokens in a step, joined projections, tuned tiles"
+        others = [
+            *([] if w.joined else ["joined projections"]),
+            *([] if w.searched or not fall.on_device else ["the fastest kernel for each shape"]),
+        ]
+        return ", ".join(["larger products: more tokens in a step", *others])
     if cause == "memory-bound operations":
-        if w.attention == "reference":
+        model = w.model()
+        scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
+        logits = model.vocab if w.loss == "plain" else 0
+        if scores > logits:
             return "flash attention, which keeps no scores; then fused pieces or torch.compile"
+        if logits and (plain or scores):
+            return "the fused loss, which keeps no logits; then fused pieces or torch.compile"
         if plain:
             return "fused pieces or torch.compile: fewer passes over the activations"
-        return "the fused loss, and norms, SwiGLU and rotation in one pass each"
+        if logits:
+            return "the fused loss, which keeps no logits"
+        if form.autocast and not form.narrow_stream:
+            return "a residual stream in bfloat16 too: half of the bytes of the norms"
+        return "fewer activations, or narrower ones"
     if cause == "casts and copies":
         if form.autocast:
             return "bfloat16 weights with float32 master weights: nothing is cast in the step"

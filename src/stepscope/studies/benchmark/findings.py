@@ -91,21 +91,26 @@ def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
     if not by_size:
         return
     several = len({dtype for _, dtype in by_size}) > 1
-    listed = ", ".join(
-        f"{size}{f' {dtype}' if several else ''} {number(row.ratio or 0, 3)}"
-        for (size, dtype), row in by_size.items()
-    )
-    text = f"Backward over forward, where the FLOPs say 2: {listed}."
+
+    def listed(*, steady: bool) -> str:
+        return ", ".join(
+            f"{size}{f' {dtype}' if several else ''} {number(row.ratio or 0, 3)}"
+            for (size, dtype), row in by_size.items()
+            if row.ratio_is_steady is steady
+        )
+
+    text = "Backward over forward, where the FLOPs say 2:"
     steady = [row for row in by_size.values() if row.ratio_is_steady]
-    shaky = [row.name for row in by_size.values() if not row.ratio_is_steady]
+    shaky = listed(steady=False)
     if not steady:
-        text += f" The samples are not steady ({_some(shaky)}), so no cause is given."
+        text += f" {shaky}. The samples are not steady, so no cause is given."
     else:
         off = max(steady, key=lambda row: abs((row.ratio or 2.0) - 2.0))
         assert off.ratio is not None
         expected = abs(off.ratio - 2.0) <= 2 * _AS_EXPECTED
-        text += " " + ("The FLOPs explain it." if expected else _why_the_ratio_departs(off))
-        text += f" Samples that are not steady: {_some(shaky)}." if shaky else ""
+        why = "The FLOPs explain it." if expected else _why_the_ratio_departs(off)
+        text += f" {listed(steady=True)}. {why}"
+        text += f" Not steady, so no cause is given: {shaky}." if shaky else ""
     yield Finding(text=text)
 
 

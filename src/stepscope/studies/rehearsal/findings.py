@@ -40,7 +40,7 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
         text = (
             f"{subject.name} on {told.place}: the best bucket size is {best:g} MiB ({same} within"
             f" 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
-            f" ({percent(step.exposed_share)}) of communication exposed."
+            f" ({percent(step.exposed_share)}) beyond what it computes."
         )
         others = [
             f"{name} {duration(told.steps[name].step_ms)}"
@@ -66,13 +66,13 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
         last = percent(held.kept[most].exposed_share)
         if stops is None:
             text = (
-                f"exposed communication is at most {above} of the step up to {count(most)} ranks"
-                f" ({last} there)."
+                f"communication that is exposed, with packing for it, is at most {above} of the"
+                f" step up to {count(most)} ranks ({last} there)."
             )
         else:
             text = (
                 f"scaling stops paying at {count(stops)} ranks: from there on more than {above} of"
-                f" the step is exposed communication ({last} at {count(most)})."
+                f" the step is exposed communication and packing ({last} at {count(most)})."
             )
         if len(held.divided) > 1:
             gained = held.divided[1].step_ms / held.divided[held.fastest].step_ms

@@ -52,7 +52,7 @@ def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Ta
             Column(title="step", kind="number", unit="ms"),
             Column(title="communication", kind="number", unit="ms", hint="the links are busy"),
             Column(
-                title="exposed", kind="number", unit="ms",
+                title="beyond computing", kind="number", unit="ms",
                 hint="the step minus what a rank computes in it; sharded, a share of the update",
             ),
             Column(title="of the step", kind="percent"),
@@ -60,7 +60,9 @@ def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Ta
         ),
         rows=tuple(rows),
         caption="Played from the recorded backward; every rank has the recorded batch. Links are"
-        " those of data sheets, not measured.",
+        " those of data sheets, not measured. Beyond computing are waiting for the links, packing"
+        " gradients into buckets, sending, and agreeing at the end; of fsdp waiting alone, since"
+        " what it packs was not measured.",
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def power_table(raced: Sequence[Race]) -> Iterator[Table]:
                 Column(title="SM clock", kind="number", unit="MHz", hint="median of readings"),
                 Column(title="step", kind="number", unit="ms", hint="in that stretch"),
                 Column(
-                    title="at least",
+                    title="energy lasts",
                     kind="number",
                     unit="ms",
                     hint="at the power cap: how long a step's energy lasts at the limit",
@@ -42,7 +42,9 @@ def power_table(raced: Sequence[Race]) -> Iterator[Table]:
             ),
             rows=tuple(rows),
             caption="Each alone, step after step for 1.5 to 4 s or two steps, after the"
-            " clock has settled; by the device's own counter, ± one move of it.",
+            " clock has settled; by the device's own counter, ± one move of it. At the power cap a"
+            " step takes as long as its energy lasts; in turns the clock recovers meanwhile, and a"
+            " step may take less.",
         )
 
 
@@ -50,7 +52,7 @@ def _row(race: Race, side: str, found: Draw) -> tuple[Cell, ...]:
     joules = Spread(value=found.joules, plus_minus=found.resolution)
     return (
         race.name, side, race.form(side), joules, found.watts, found.limit_w, found.of_limit,
-        found.clock_mhz, found.step_ms, found.least_ms,
+        found.clock_mhz, found.step_ms, found.lasts_ms,
     )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
         capped = {
             side: found
             for side in ("ours", *SIDES)
-            if (found := race.draw(side)) is not None and found.least_ms is not None
+            if (found := race.draw(side)) is not None and found.lasts_ms is not None
         }
         yield from _alone(race)
         if not capped:
@@ -81,8 +83,8 @@ def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
         text = f"{race.name}: {SIDES[first]} takes {number(found.joules, 3)} J a step"
         text += f" {at_cap_words(found)}."
         for side, other in others:
-            text += f" {SIDES[side].capitalize()} takes {number(other.joules, 3)} J: not less than"
-            text += f" {duration(other.least_ms or 0.0)}."
+            text += f" {SIDES[side].capitalize()} takes {number(other.joules, 3)} J, which lasts"
+            text += f" {duration(other.lasts_ms or 0.0)}."
         yield Finding(text=text)
     for reason, names in missing.items():
         yield Finding(text=f"There is no energy of the steps of {', '.join(names)}: {reason}.")
