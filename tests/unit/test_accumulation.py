@@ -126,7 +126,8 @@ def test_findings_tell_a_wide_accumulator_from_a_narrow_one() -> None:
 
 def test_findings_name_the_ends_of_the_range() -> None:
     said = findings([square_record()])
-    assert "squares vanish from 0.0001 down, overflow from 300 up" in said
+    assert "squares vanish up to 0.000173 and overflow from 256 on" in said
+    assert "(tried: that of 0.0001 vanishes, that of 300 overflows)" in said
     assert "comes out as 0 where it is 1.000" in said
     assert "need float32" not in findings([square_record("float32", variance=1.001)])
 

@@ -56,10 +56,12 @@ def test_find_size() -> None:
     assert find_size("tiny", "2026") is find_size("tiny") is SIZES["tiny"]["tiny"]
 
 
-def test_a_name_of_another_table_is_unknown_and_the_known_ones_are_listed() -> None:
+def test_an_unknown_name_gets_the_known_ones_and_one_of_another_table_its_flag() -> None:
     with pytest.raises(UsageError, match=r"one of: .*small, medium, large, xl, 2\.7b") as error:
-        find_size("10b")
+        find_size("11b")
     assert "10b" not in str(error.value).split("one of:")[1]
+    with pytest.raises(UsageError, match=r"'10b' is not in the table of 2025 .*--table 2026"):
+        find_size("10b")
     with pytest.raises(UsageError, match="size table '2024' does not exist"):
         find_size("small", "2024")
 

@@ -147,13 +147,13 @@ def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
             assert tone(start, record) == praised
         ratio = said("benchmark", "Backward over forward", record)
         assert ("The FLOPs explain it" in ratio) is not jumps
-        assert ("The samples are not steady (small at context 512" in ratio) is jumps
+        assert ("small 2.00. The samples are not steady" in ratio) is jumps
         other = benchmark_record(
             size="medium", step=100.0, phases={"forward": 30.0, "backward": 60.0}
         )
         both = said("benchmark", "Backward over forward", record, other)
         assert "The FLOPs explain it." in both
-        assert ("Samples that are not steady: small at context 512" in both) is jumps
+        assert ("Not steady, so no cause is given: small 2.00." in both) is jumps
 
 
 def test_failures_are_told_with_the_first_reason() -> None:

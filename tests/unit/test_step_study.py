@@ -339,7 +339,7 @@ def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Pat
         "--seeds", "0", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 2}
+    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
 
 
 def test_on_a_cpu_a_race_of_graphs_that_is_asked_for_is_refused(tmp_path: Path) -> None:
@@ -365,3 +365,14 @@ def test_a_study_that_watches_operators_refuses_a_graph() -> None:
     (case,) = study.cases(flags)
     with pytest.raises(CaseSkipped, match="nothing to watch"):
         measure_memory(case.config, None)  # type: ignore[arg-type]
+
+
+def test_on_a_cpu_the_ladder_has_what_applies_and_rows_for_the_rest(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    words = ("run", "step", "--part", "ladder", "--size", "tiny", "--context", "8", "--batch", "1",
+             "--vocab", "32", "--layers", "1", "--min-seconds", "0", "--device", "cpu")  # fmt: skip
+    done = cli(*words, "--rungs", "tf32", "flash", "--no-report")
+    assert done.returncode == 0, done.stderr
+    found = {record.config["rung"]: record.status for record in cli.records()}
+    assert found == {"start": "ok", "tf32": "skipped", "flash": "ok"}

@@ -104,7 +104,7 @@ def test_a_workload_survives_the_way_to_the_worker() -> None:
     ("fields", "said"),
     [
         ({"size": ("smal",)}, r"size 'smal' does not exist.*perhaps you meant small"),
-        ({"size": ("10b",)}, r"size '10b' does not exist"),
+        ({"size": ("10b",)}, r"size '10b' is not in the table of 2025"),
         ({"context": (0,)}, r"context is 0.*at least 1"),
         ({"batch": (0,)}, r"batch is 0.*at least 1"),
         ({"batch": (-1,)}, r"batch is -1"),

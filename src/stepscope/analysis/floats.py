@@ -37,6 +37,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         """The step from 1 to the next number."""
         return 2.0**-self.mantissa_bits
 
+    @property
+    def squares(self) -> tuple[float, float]:
+        """Up to the first a square rounds to zero, from the second on it is too large."""
+        beyond = self.largest + self.step_at(self.largest) / 2
+        return math.sqrt(self.smallest / 2), math.sqrt(beyond)
+
     def step_at(self, value: float) -> float:
         """From that value to the next larger one."""
         exponent = math.floor(math.log2(abs(value))) if value else 1 - self.bias

@@ -82,10 +82,17 @@ def _above_ceiling(record: Record) -> str | None:
     return None
 
 
+_NOT_ABOUT_TIME = ("memory",)
+_FIRST_STEP = "first"
+"""A first step is there once."""
+
+
 @_lint("few-samples")
 def _few_samples(record: Record) -> str | None:
     series = _timed(record)
-    if series is None or len(series.values) >= MIN_SAMPLES:
+    if series is None or len(series.values) >= MIN_SAMPLES or series.name == _FIRST_STEP:
+        return None
+    if record.study in _NOT_ABOUT_TIME:
         return None
     return (
         f"{series.name} has {len(series.values)} of the {MIN_SAMPLES} samples that a spread needs;"

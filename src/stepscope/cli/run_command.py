@@ -65,6 +65,18 @@ class Share(NamedTuple):
     study: str | None = None
 
 
+class Asked(NamedTuple):
+    """The cases of one study, by its flags."""
+
+    study: Study[Any]
+    flags: Any
+
+    def on_cpu(self) -> Share | None:
+        """What stands for them on a CPU where nobody chose."""
+        usual = self.study.on_cpu and self.flags == self.study.flags()
+        return Share(self.study.on_cpu, self.study.name) if usual else None
+
+
 def main(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         study = _study(words[0])
@@ -77,7 +89,11 @@ def main(words: list[str]) -> int:
         kind = dataclasses.make_dataclass("StudyRun", fields)
         asked: Any = parse(kind, words[1:], f"run {study.name}", study.question, study.examples)
         if asked.run.preset is None:
-            return _run(asked.run, study.cases(asked.cases), words)
+            if not study.cases(asked.cases):
+                raise UsageError(
+                    "there is no case to measure", "give every flag at least one value"
+                )
+            return _run(asked.run, Asked(study, asked.cases), words)
         require_preset(asked.run.preset)
         if asked.cases != study.flags():
             raise UsageError("a preset has its own cases", "leave --preset or the other flags out")
@@ -119,13 +135,11 @@ def _refuse_model(study: Study[Any], words: Sequence[str]) -> None:
         )
 
 
-def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[str]) -> int:
+def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> int:
     if options.timeout <= 0:
         raise UsageError(f"timeout is {options.timeout:g}", "it must be above 0 seconds")
     if options.retry and not options.resume:
         raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
-    if not isinstance(wanted, Share) and not wanted:
-        raise UsageError("there is no case to measure", "give every flag at least one value")
     if is_follower():
         follow()
     # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
@@ -133,11 +147,7 @@ def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[
     # A study that traces keeps its traces beside the store; its worker inherits this.
     os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
-        if isinstance(wanted, Share):
-            cases = preset_cases(wanted.preset, runner.environment, wanted.study)
-        else:
-            cases = _distinct(wanted)
-            runner.refuse_impossible(cases)
+        cases = _cases(wanted, runner)
         run, done = _open_run(options, cases, store, words)
         observer = make_observer(run, len(cases), done)
         try:
@@ -155,6 +165,19 @@ def _run(options: RunOptions, wanted: tuple[Case, ...] | Share, words: Sequence[
             )
             raise
     return _conclude(options, run)
+
+
+def _cases(wanted: Asked | Share, runner: Runner) -> tuple[Case, ...]:
+    if isinstance(wanted, Asked) and runner.environment.device_kind == "cpu":
+        instead = wanted.on_cpu()
+        if instead is not None:
+            print(f"on a CPU: the cases of preset {instead.preset}; others by their flags")
+            wanted = instead
+    if isinstance(wanted, Share):
+        return preset_cases(wanted.preset, runner.environment, wanted.study)
+    cases = _distinct(wanted.study.cases_here(wanted.flags, runner.lacks))
+    runner.refuse_impossible(cases)
+    return cases
 
 
 def _open_run(

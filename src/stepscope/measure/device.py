@@ -127,10 +127,15 @@ class CpuDevice(Device):
         return None
 
     def lacks(self) -> dict[str, str]:
-        return {
+        units = {} if cpu_multiplies_bfloat16() else {
+            "bfloat16-units": "this CPU has no bfloat16 instructions: products in it take many"
+            " times as long as in float32"
+        }  # fmt: skip
+        return units | {
             "tf32": "TF32 exists on NVIDIA GPUs from Ampere on, not on a CPU; use float32",
             "graph": "CUDA graphs exist on NVIDIA GPUs, not on a CPU",
             "cublas": "cuBLAS multiplies on NVIDIA GPUs, not on a CPU",
+            "kernels": "our kernels need an NVIDIA GPU; on a CPU the plain form runs",
         }
 
     def synchronize(self) -> None:
@@ -258,6 +263,21 @@ def pick_device(choice: str = "auto") -> Device:
             )
         return CudaDevice(int(os.environ.get("LOCAL_RANK", "0")))
     raise UsageError(f"device {choice!r} does not exist", "one of: auto, cpu, cuda")
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Where the system does not tell what its processor has, it is taken to."""
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    held = {
+        word
+        for line in told.splitlines()
+        if line.partition(":")[0].strip() in ("flags", "Features")
+        for word in line.partition(":")[2].split()
+    }
+    return not held or bool(held & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_name() -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.errors import unknown_name
+from stepscope.errors import UsageError, unknown_name
 from stepscope.model.config import ModelConfig
 
 
@@ -48,6 +48,12 @@ def find_size(name: str, table: str = "2025") -> ModelConfig:
         raise unknown_name("size table", table, SIZES)
     known = SIZES["tiny"] | SIZES[table]
     if name not in known:
+        elsewhere = [other for other, sizes in SIZES.items() if name in sizes]
+        if elsewhere:
+            raise UsageError(
+                f"size {name!r} is not in the table of {table}",
+                f"it is with --table {elsewhere[0]}",
+            )
         raise unknown_name("size", name, known)
     return known[name]
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _TONES = {"good": ("✓", "green"), "info": ("•", "cyan"), "warn": ("!", "yellow")}
 _GAP = 2
+_LEAD = 2 / 3
+"""Of the width at most so much goes to what is repeated."""
+_NARROWEST_KEY = 14
 _WIDEST_WORD = 28
 """How much of a text a column must show before the table is dealt to several; where there is more
 room, it is used."""
@@ -29,10 +32,12 @@ def print_table(table: Table, console: Console | None = None) -> None:
         for row in table.rows
     ]
     widths = [_width(table, texts, index) for index in range(len(table.columns))]
-    wanted = _wanted(table, texts)
+    wanted, keys = _wanted(table, texts), _keys(table)
+    if sum(widths) + _GAP * len(widths) > console.width:
+        widths = _narrowed(widths, [key for key in keys if _is_text(table, key)], keys, console)
     if table.title:
         console.print(_text(table.title, "bold"))
-    for number, part in enumerate(_parts(widths, _keys(table), console.width)):
+    for number, part in enumerate(_parts(widths, keys, console.width)):
         if number:
             console.print()
         least, most = ([sizes[index] for index in part] for sizes in (widths, wanted))
@@ -114,13 +119,30 @@ def _keys(table: Table) -> list[int]:
     return keys
 
 
+def _is_text(table: Table, index: int) -> bool:
+    return table.columns[index].kind == "text"
+
+
+def _narrowed(
+    widths: Sequence[int], folding: list[int], keys: list[int], console: Console
+) -> list[int]:
+    """Keys that fold earlier, where all of them would leave too little room beside them."""
+    found = list(widths)
+    while sum(found[key] + _GAP for key in keys) > console.width * _LEAD:
+        widest = max(folding, key=lambda key: found[key], default=None)
+        if widest is None or found[widest] <= _NARROWEST_KEY:
+            return list(widths)
+        found[widest] -= 1
+    return found
+
+
 def _parts(widths: Sequence[int], keys: list[int], console_width: int) -> list[list[int]]:
     """Columns dealt to as many grids as the width needs, each led by the keys."""
     columns = range(len(widths))
     if sum(widths) + _GAP * len(widths) <= console_width:
         return [list(columns)]
     lead = sum(widths[key] + _GAP for key in keys)
-    if lead > console_width * 2 // 3:
+    if lead > console_width * _LEAD:
         keys, lead = keys[:1], sum(widths[key] + _GAP for key in keys[:1])
     parts: list[list[int]] = []
     used = console_width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
@@ -64,6 +64,11 @@ class Study(ABC, Generic[Flags]):
     examples: ClassVar[tuple[str, ...]] = ()
     fresh_process: ClassVar[bool] = False
     """Every case starts in a process that has done nothing before."""
+    goes_on: ClassVar[bool] = False
+    """A case that cannot be meant on a machine is a row with the reason, however it was asked for,
+    as long as another can."""
+    on_cpu: ClassVar[str] = ""
+    """A preset whose cases stand for the defaults on a CPU, where those would take hours."""
     no_model: ClassVar[str] = ""
     """Why it cannot take a model of one's own, where it has no flag for one."""
     recorded_by: ClassVar[str] = ""
@@ -75,6 +80,14 @@ class Study(ABC, Generic[Flags]):
     @abstractmethod
     def cases(self, flags: Flags) -> tuple[Case, ...]:
         """Every cell of the sweep, cheapest first."""
+
+    def cases_here(
+        self,
+        flags: Flags,
+        lacks: Collection[str],  # noqa: ARG002
+    ) -> tuple[Case, ...]:
+        """The same for a machine that lacks what is named there."""
+        return self.cases(flags)
 
     @abstractmethod
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:

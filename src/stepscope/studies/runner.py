@@ -104,10 +104,16 @@ class Runner:
 
     def refuse_impossible(self, cases: Sequence[Case]) -> None:
         """For cases that someone asked for by name: what cannot be meant here is an error."""
+        missing = {
+            case.key: f"{case.study} {case.key}: {self.lacks[need]}"
+            for case in cases
+            for need in case.needs
+            if need in self.lacks
+        }
+        some_can = len(missing) < len(cases)
         for case in cases:
-            for need in case.needs:
-                if need in self.lacks:
-                    raise UsageError(f"{case.study} {case.key}: {self.lacks[need]}")
+            if case.key in missing and not (some_can and find_study(case.study).goes_on):
+                raise UsageError(missing[case.key])
 
     def ceilings(self, observer: Observer) -> tuple[Ceiling, ...]:
         """This machine's, for whoever needs them beside those in the records."""

@@ -112,9 +112,15 @@ def _square_findings(squares: Sequence[Record]) -> Iterator[Finding]:
         pairs = list(zip(value.values, square.values, strict=True))
         lost = [v for v, s in pairs if s == 0.0]
         burst = [v for v, s in pairs if s == OVERFLOWED]
-        text = f"{form.name}: squares vanish from {max(lost):g} down" if lost else form.name
-        if burst:
-            text += f"{',' if lost else ':'} overflow from {min(burst):g} up"
+        least, most = form.squares
+        tried = [
+            *([f"that of {max(lost):g} vanishes"] if lost else []),
+            *([f"that of {min(burst):g} overflows"] if burst else []),
+        ]
+        text = form.name
+        if tried:
+            text += f": squares vanish up to {least:.3g} and overflow from {most:.3g} on"
+            text += f" (tried: {', '.join(tried)})"
         if naive is not None and exact:
             text += (
                 f"{';' if lost or burst else ':'} the variance of numbers around 100 comes out as"

@@ -31,7 +31,7 @@ class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Strategies: no, stretches of 1, 2, 4, …, levels (8-1), nested. All, if none is named."""
     budget_gib: float | None = None
     """Memory that the step must fit into, in GiB: adds the best strategy under this limit."""
-    steps: int = 4
+    steps: int = 6
     """Steps, at least 2: the first makes the optimizer state."""
 
     def __post_init__(self) -> None:

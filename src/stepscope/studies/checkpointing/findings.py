@@ -34,9 +34,11 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     kept = sweep.of(NONE)
     words = "each block alone" if least.strategy == "1" else f"stretches of {least.strategy} blocks"
     text = f"{sweep.name}: of the simple strategies {words} needs the least,"
+    if len(simple) == 1:
+        text = f"{sweep.name}: {words} needs"
     if kept is None:
         status = next((each.record.status for each in sweep.all if each.strategy == NONE), "")
-        without = "ran out of memory" if status == "oom" else "did not run"
+        without = {"oom": "ran out of memory", "": "was not tried"}.get(status, "did not run")
         yield Finding(
             text=f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; with all"
             f" activations kept it {without}.",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, ratio_interval, summarize
+from stepscope.records.stats import Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
     Cell,
@@ -130,10 +130,21 @@ def _findings(ways: Ways) -> Iterator[Finding]:
         return
     best = min(steps, key=lambda name: steps[name])
     size = ways.record.quantity("gradient_bytes") or 0.0
+    # Rounds take turns, so those of two ways are pairs.
+    alike = [
+        name
+        for name in steps
+        if name != best and paired_ratio(ways.samples(best), ways.samples(name)).low <= 1
+    ]
+    first = f"{best} is the fastest at {duration(steps[best])} a step"
+    if len(alike) == len(steps) - 1 and alike:
+        first = f"no way is shown to be the fastest; {best} takes {duration(steps[best])} a step"
     text = (
-        f"{ways.title}: {best} is the fastest at {duration(steps[best])} a step for"
-        f" {bytes_(size)} of gradients; without communication it is {duration(alone)}."
+        f"{ways.title}: {first} for {bytes_(size)} of gradients; without communication it is"
+        f" {duration(alone)}."
     )
+    if alike and len(alike) < len(steps) - 1:
+        text += f" Not told from it: {', '.join(alike)}."
     if "naive" in steps and best != "naive":
         text += (
             f" Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
@@ -215,7 +226,8 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
             title=f"When reductions are under way: {ways.title}",
             lanes=tuple(lanes),
             x_label="ms",
-            caption="One step of rank 0. Where reductions lie beside the backward, they overlap.",
+            caption="One step of rank 0 for each, of a few the one nearest to its median. Where"
+            " reductions lie beside the backward, they overlap.",
         )
 
 

@@ -18,9 +18,11 @@ from stepscope.studies.flash.rows import OURS, GridRow, sort_key
 
 HOST_MARK = "*"
 _LEGEND = (
-    "Forward and backward: ms · TFLOP/s · share of the matrix rate measured here in that format."
+    "Forward and backward: ms · {unit} · share of the matrix rate measured here in that format."
     f" {HOST_MARK} The host issued for more than half of that time: the kernels alone are faster."
 )
+_UNITS = {"cpu": ("GFLOP/s", 1e9)}
+_USUAL_UNIT = ("TFLOP/s", 1e12)
 _MOST_GROUPS = 8
 _NO_BREAK = "\u00a0"
 
@@ -37,7 +39,7 @@ def length_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
             title=f"{dtype}, d {head}, by length{above}",
             place=Column(title="length", kind="count"),
             key=lambda row: row.work.seq,
-            caption=_LEGEND,
+            caption=_LEGEND.format(unit=_unit(members[0])[0]),
         )
     many = shapes_table(rows)
     if many:
@@ -54,7 +56,7 @@ def shapes_table(rows: Sequence[GridRow], name: str = "flash-shapes") -> Table |
         title="Shapes of several heads",
         place=Column(title="batch,heads,length,d"),
         key=_shape,
-        caption=_LEGEND,
+        caption=_LEGEND.format(unit=_unit(many[0])[0]),
     )
 
 
@@ -181,11 +183,15 @@ def _grid(
     )
 
 
+def _unit(row: GridRow) -> tuple[str, float]:
+    return _UNITS.get(row.record.environment.device_kind, _USUAL_UNIT)
+
+
 def _cell(row: GridRow) -> Cell:
     time, reached, share = row.time(), row.rate(), row.share()
     if time is None or reached is None:
         return None
-    parts = [number(time.median, 3), _brief(reached / 1e12, 0.01)]
+    parts = [number(time.median, 3), _brief(reached / _unit(row)[1], 0.01)]
     if share is not None:
         parts.append(_brief(share * 100.0, 0.1) + " %")
     text = " · ".join(parts) + (HOST_MARK if row.host_decides else "")

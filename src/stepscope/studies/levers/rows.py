@@ -8,6 +8,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.levers.catalog import LEVERS, Words, words
 
+_FORMS = ("slow", "fast")
 NO_GAIN = 1.05
 """A ratio below this is no gain."""
 
@@ -54,7 +55,11 @@ class LeverRow:
     def expected(self) -> float | None:
         """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
         where the arithmetic is the same and the traffic that of caches."""
-        if LEVERS[self.lever].cached and self._format("slow") == self._format("fast"):
+        formats, flops = zip(
+            *((self._format(form), self.record.quantity(f"flops.{form}")) for form in _FORMS),
+            strict=True,
+        )
+        if LEVERS[self.lever].cached and formats[0] == formats[1] and flops[0] == flops[1]:
             return None
         slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
         return None if slow is None or fast is None else slow / fast

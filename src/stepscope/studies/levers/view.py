@@ -107,7 +107,8 @@ def levers_table(records: Sequence[Record], name: str = "levers") -> Table | Non
         ),
         rows=tuple(cells(row) for row in rows),
         caption="Medians of samples taken in turns. Ceilings: copy for bytes, matrix rate of the"
-        " form's format for FLOPs; on a CPU they are those of all cores, and a form runs on one."
+        " form's format for FLOPs (of float64 that of float32, which is twice as high); on a CPU"
+        " they are those of all cores, and a form runs on one."
         " Errors are the largest difference as a share of the largest number.",
         details=tuple(
             f"slow: {row.words.slow}\nfast: {row.words.fast}\n{row.words.hardware}" for row in rows

@@ -83,7 +83,13 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
                 hint="what is on no line at any peak or end of a phase, of the peak",
             ),
             *(
-                [Column(title="resident", kind=_BYTES, hint="growth of the process, at most")]
+                [
+                    Column(
+                        title="resident",
+                        kind=_BYTES,
+                        hint="growth of the process: libraries are in it, what it still held of an earlier case is not",
+                    )
+                ]
                 if resident
                 else []
             ),

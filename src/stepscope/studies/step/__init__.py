@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -30,7 +30,16 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.step.goals import ATTENTIONS, GOALS, MODES, SCOPES, goal, racers
-from stepscope.studies.step.ladder import RUNGS, Place, climbed, ladder, start
+from stepscope.studies.step.ladder import (
+    RUNGS,
+    START,
+    Place,
+    applies,
+    climbed,
+    ladder,
+    needs,
+    start,
+)
 from stepscope.studies.step.text import WORDS
 from stepscope.studies.workload import Workload
 
@@ -121,10 +130,11 @@ class Step(Study[StepFlags]):
         "stepscope run step",
         "stepscope run step --part ladder waterfall --size 2.7b --context 2048",
         "stepscope run step --part race --race small-512 --modes default reduce-overhead",
-        "stepscope run step --part ladder --size tiny --context 64 --rungs flash fused-loss"
-        " --device cpu",
+        "stepscope run step --part ladder waterfall --size tiny --context 64 --device cpu",
     )
     flags = StepFlags
+    goes_on = True
+    on_cpu = "quick"
     no_model = "its ladder swaps parts that only the model here has; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[Case, ...]:
@@ -139,6 +149,22 @@ class Step(Study[StepFlags]):
         if "waterfall" in flags.part:
             made += self._waterfalls(flags)
         return tuple(made)
+
+    def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[Case, ...]:
+        """What does not apply is no rung for others to stand on: it has a row of its own."""
+        absent = tuple(n for n in flags.rungs if n in RUNGS and not applies(n, lacks))
+        trained, only = (
+            tuple(n for n in names if n not in RUNGS or applies(n, lacks))
+            for names in (flags.loss_rungs, flags.loss_only)
+        )
+        rungs = tuple(n for n in flags.rungs if n not in absent)
+        made = self.cases(
+            msgspec.structs.replace(flags, rungs=rungs, loss_rungs=trained, loss_only=only)
+        )
+        if not absent or "ladder" not in flags.part:
+            return made
+        rows = msgspec.structs.replace(flags, part=("ladder",), rungs=absent, how=("alone",))
+        return (*made, *(case for case in self.cases(rows) if case.config["rung"] != START))
 
     def _ladder(self, flags: StepFlags) -> Iterator[Case]:
         for first in _starts(flags):
@@ -166,8 +192,8 @@ class Step(Study[StepFlags]):
                 effort = _effort(flags) | {"traced": 2}
                 case = self._case("waterfall", place, f"waterfall-{place.key}", effort)
                 # It is traced kernel by kernel; the replay comes on top where there is one.
-                needs = tuple(need for need in case.needs if need != "graph")
-                yield msgspec.structs.replace(case, needs=needs)
+                traced = tuple(need for need in case.needs if need != "graph")
+                yield msgspec.structs.replace(case, needs=traced)
 
     def _races(self, flags: StepFlags) -> Iterator[Case]:
         for name in flags.race:
@@ -195,7 +221,7 @@ class Step(Study[StepFlags]):
             config={"kind": kind, "rung": place.rung, "how": place.how}
             | msgspec.to_builtins(place.workload)
             | effort,
-            needs=place.workload.needs(),
+            needs=needs(place.workload),
         )
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:

@@ -67,7 +67,7 @@ def _waiting(ladder: Ladder) -> Iterator[Finding]:
 
 def _alone(ladder: Ladder, start_ms: float) -> str:
     alone = {s.rung: s.step.median for s in ladder.stands if s.how in ("alone", "first") and s.step}
-    if not alone:
+    if not any(s.how == "alone" for s in ladder.stands):
         return ""
     rung = min(alone, key=lambda name: alone[name])
     gain = start_ms / alone[rung]
@@ -125,6 +125,12 @@ def _race(race: Race) -> Iterator[Finding]:
             f" With narrower formats it takes {duration(narrow.median)}, the peer"
             f" {number(over.value, 3)} times as long."
         )
+    if ratio.low <= 1 <= ratio.high:
+        yield Finding(
+            text=f"{race.name}: ours takes {duration(ours.median)}{rate} and the peer"
+            f" {duration(peer.median)} ({race.form('peer')}): no difference is shown.{also}"
+        )
+        return
     yield Finding(
         text=f"{race.name}: ours takes {duration(ours.median)}{rate}; that is {times} times as"
         f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"

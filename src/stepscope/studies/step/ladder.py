@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from stepscope.errors import unknown_name
+from stepscope.model.config import precision
 from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD
+from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD, WITHIN_BACKWARD
 
 How = Literal["start", "first", "alone", "so far"]
 """`first`: alone and so far are the same, because nothing of what is below is left."""
@@ -110,6 +111,23 @@ def ladder(
 def climbed(first: Workload, rungs: Sequence[str]) -> tuple[Place, ...]:
     """The start and each rung with all below it, without what is tried alone."""
     return tuple(ladder(first, rungs, ("so far",)))
+
+
+def needs(workload: Workload) -> tuple[str, ...]:
+    """Kernels too: elsewhere the plain form would run in their place, and a row would claim what it
+    did not do. And instructions, where a format that is emulated would take the time of all."""
+    ours = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
+    return (
+        *workload.needs(),
+        *(["kernels"] if ours else []),
+        *(["bfloat16-units"] if precision(workload.dtype).compute == "bfloat16" else []),
+    )
+
+
+def applies(rung: str, lacks: Collection[str]) -> bool:
+    """Whether a machine without those can take that change."""
+    changed = _changed(start("tiny", "2025", 1, 1, {}), RUNGS[rung].changes)
+    return not set(needs(changed)) & set(lacks)
 
 
 def _known(rungs: Sequence[str]) -> list[Rung]:

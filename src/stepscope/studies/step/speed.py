@@ -37,10 +37,14 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
                 hint="the peer's median over ours with its 95 % interval, or our share of its"
                 " memory",
             ),
-            Column(title="must"),
+            Column(title="must", hint="what this project set itself, on an H200"),
             Column(title="outcome"),
-            Column(title="MFU", kind="percent", hint="ours, of the data sheet's rate"),
-            Column(title="aim"),
+            Column(
+                title="MFU",
+                kind="percent",
+                hint="ours, of the data sheet's rate, or of the measured one where there is none",
+            ),
+            Column(title="aim", hint="what it would like to reach there"),
         ),
         rows=tuple(rows),
         caption="Both in turns, sample by sample, on the same weights in one process; the peer has"
@@ -48,7 +52,7 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
         " gradients of the blocks' products reach the update in the format of the products, which"
         " the peer's were rounded to before they became float32, and with a narrow stream the"
         " residual stream has that format too. MFU counts causal attention once and nothing"
-        " twice.",
+        " twice. Must and aim are what this project set itself on an H200.",
     )
 
 

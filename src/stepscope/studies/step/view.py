@@ -182,6 +182,8 @@ def _thinned(rung: str, curve: LossCurve) -> Curve:
 
 def _loss_table(learnt: dict[str, LossCurve]) -> Table:
     yardstick = learnt.get(START)
+    fell = yardstick.fell_by() if yardstick is not None else None
+    learnt_at_all = fell is not None and fell >= FALLS_BY
     rows: list[tuple[Cell, ...]] = []
     for rung, curve in learnt.items():
         ends = curve.ends()
@@ -191,6 +193,9 @@ def _loss_table(learnt: dict[str, LossCurve]) -> Table:
             rows.append((words(rung), 0, None, None, None, None, f"{status}: {first.reason}"))
             continue
         apart = curve.apart(yardstick) if yardstick is not None and rung != START else None
+        verdict = None if apart is None else "same" if abs(apart) <= AGREES_WITHIN else "apart"
+        if verdict is not None and not learnt_at_all:
+            verdict = "too short to tell"
         rows.append(
             (
                 words(rung),
@@ -199,7 +204,7 @@ def _loss_table(learnt: dict[str, LossCurve]) -> Table:
                 sum(ends.values()) / len(ends),
                 curve.fell_by(),
                 apart,
-                None if apart is None else "same" if abs(apart) <= AGREES_WITHIN else "apart",
+                verdict,
             )
         )
     return Table(
