@@ -87,7 +87,14 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
                     Column(
                         title="resident",
                         kind=_BYTES,
-                        hint="growth of the process: libraries are in it, what it still held of an earlier case is not",
+                        [
+                            Column(
+                                title="resident",
+                                kind=_BYTES,
+                                hint="growth of the process: libraries are in it, what it still held of"
+                                " an earlier case is not",
+                            )
+                        ]
                     )
                 ]
                 if resident
