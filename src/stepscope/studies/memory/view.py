@@ -87,14 +87,8 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
                     Column(
                         title="resident",
                         kind=_BYTES,
-                        [
-                            Column(
-                                title="resident",
-                                kind=_BYTES,
-                                hint="growth of the process: libraries are in it, what it still held of"
-                                " an earlier case is not",
-                            )
-                        ]
+                        hint="growth of the process: libraries are in it, what it still held of an"
+                        " earlier case is not",
                     )
                 ]
                 if resident
