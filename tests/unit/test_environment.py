@@ -15,7 +15,12 @@ import torch
 import stepscope
 from stepscope.errors import UsageError
 from stepscope.measure import environment as module
-from stepscope.measure.device import CpuDevice, CudaDevice, pick_device
+from stepscope.measure.device import (
+    CpuDevice,
+    CudaDevice,
+    cpu_multiplies_bfloat16,
+    pick_device,
+)
 from stepscope.measure.environment import describe, lacks
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
@@ -141,8 +146,25 @@ def test_a_cpu_describes_itself() -> None:
     assert (found.driver, found.cuda, found.power_limit_w) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("told", "has"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd\nmodel name: with bf16\n", False),
+        ("processor\t: 0\n", True),
+    ],
+)
+def test_whether_a_cpu_multiplies_bfloat16_is_read(
+    told: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: told)
+    assert cpu_multiplies_bfloat16() is has
+    assert ("bfloat16-units" in CpuDevice().lacks()) is not has
+
+
 def test_a_cpu_has_nothing_of_a_gpu() -> None:
-    assert list(CpuDevice().lacks()) == ["tf32", "graph", "cublas"]
+    assert set(CpuDevice().lacks()) >= {"tf32", "graph", "cublas", "kernels"}
     assert "use float32" in CpuDevice().lacks()["tf32"]
 
 
