@@ -69,7 +69,8 @@ def computes_again() -> bool:
     """Whether torch.utils.checkpoint is at it, in either of its forms."""
     if torch._C._current_graph_task_id() == -1:
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
     if hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", ""):
         return True
     node = torch._C._current_autograd_node()

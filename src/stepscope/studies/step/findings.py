@@ -41,7 +41,7 @@ def _climb(ladder: Ladder) -> Iterator[Finding]:
             f"{ladder.name}: from {duration(first.step.median)} to {duration(best.step.median)},"
             f" {number(ratio, 3)} times as fast, with all up to {words(best.rung)}."
         )
-        yield Finding(text=f"{text} {_alone(ladder, first.step.median)}", tone="good")
+        yield Finding(text=f"{text}{_alone(ladder, first.step.median)}", tone="good")
     yield from _waiting(ladder)
     lost = [s for s in ladder.stands if s.record.status != "ok"]
     if lost:
@@ -72,8 +72,8 @@ def _alone(ladder: Ladder, start_ms: float) -> str:
     rung = min(alone, key=lambda name: alone[name])
     gain = start_ms / alone[rung]
     if gain < GAINS:
-        return "Alone, no change makes it faster."
-    return f"Alone, {words(rung)} brings most: {number(gain, 3)} times."
+        return " Alone, no change makes it faster."
+    return f" Alone, {words(rung)} brings most: {number(gain, 3)} times."
 
 
 def _learnt(learnt: dict[str, Curve]) -> Iterator[Finding]:

@@ -1,0 +1,121 @@
+"""How large a program of our small kernels should be: SwiGLU and the embedding's gradient.
+
+    python benchmarks/piece_sizes.py
+    python benchmarks/piece_sizes.py embedding
+
+Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
+compiled form's. The constants in `model/kernels` are chosen by this. The embedding is timed beyond
+the shapes that it takes by itself, with words that are all as frequent and with words that are as
+frequent as in a language. Needs a GPU: about two minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import torch
+from fused_pieces import SHAPES, Call, gated, ways
+from torch import Tensor
+from torch.nn import functional
+
+from stepscope.measure.device import Device, pick_device
+from stepscope.measure.turns import time_in_turns
+from stepscope.model.kernels import embedding, triton_embedding, triton_swiglu
+from stepscope.records.stats import paired_ratio, summarize
+
+ROUNDS = 15
+TABLES = (
+    (10_000, 768, 2048), (10_000, 2560, 4096), (10_000, 1600, 8192), (50_257, 768, 4096),
+    (50_257, 768, 8192), (151_936, 4096, 2048),
+)  # fmt: skip
+"""Rows, width, tokens."""
+
+
+def with_values(module: ModuleType, run: Call, **values: int) -> Call:
+    """The same call with other constants."""
+
+    def changed() -> object:
+        before = {name: getattr(module, name) for name in values}
+        vars(module).update(values)
+        try:
+            return run()
+        finally:
+            vars(module).update(before)
+
+    return changed
+
+
+def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    for shape in SHAPES:
+        made = gated(shape, device).ways
+        found = {"compiled": made["compiled"]}
+        for block, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8)):
+            if 4 <= block // (32 * warps) <= 32:
+                values = {"_BLOCK": block, "_WARPS": warps}
+                found[f"{block} by {warps}"] = with_values(triton_swiglu, made["ours"], **values)
+        yield f"swiglu {shape.name}", found
+
+
+def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    embedding.MOST_TOKENS, embedding.MOST_COMPARED = 1 << 14, 1 << 40
+
+    def plain(tokens: Tensor, weight: Tensor) -> Tensor:
+        return functional.embedding(tokens, weight)
+
+    for (rows, width, tokens), zipf in itertools.product(TABLES, (False, True)):
+        often = torch.arange(1, rows + 1, device=device).float().pow(-1.0 if zipf else 0.0)
+        held = torch.multinomial(often, tokens, replacement=True)
+        weight = torch.randn(rows, width, device=device)
+        grads = [torch.randn(tokens, width, device=device)]
+        made = ways(plain, embedding.embedded, [held, weight], grads)
+        found = {name: made[name] for name in ("compiled", "eager")}
+        for at_a_time, warps in itertools.product((1, 2, 4, 8), (8, 16)):
+            values = {"_ROWS": at_a_time, "_WARPS": warps}
+            name = f"{at_a_time} rows by {warps}"
+            found[name] = with_values(triton_embedding, made["ours"], **values)
+        for at_once in (1, 8):
+            values = {"_AT_ONCE": at_once}
+            found[f"{at_once} at once"] = with_values(triton_embedding, made["ours"], **values)
+        yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", found
+
+
+PIECES: dict[str, Callable[[torch.device], Iterator[tuple[str, dict[str, Call]]]]] = {
+    "swiglu": swiglu_sizes,
+    "embedding": embedding_sizes,
+}
+
+
+def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
+    timing = time_in_turns(found, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    held = {one.name: one.values for one in timing.series if one.clock == "device"}
+    for name, values in held.items():
+        ratio = paired_ratio(held["compiled"], values)
+        yield (
+            f"{title:<38} {name:<14} {1e3 * summarize(values).median:>9.1f} µs"
+            f" {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pieces", nargs="*", choices=[*PIECES, []], help="all if none is named")
+    wanted = parser.parse_args().pieces or list(PIECES)
+    if not torch.cuda.is_available():
+        print("needs a GPU: the kernels are timed, and here they would be interpreted")
+        return 1
+    device = pick_device("cuda")
+    for piece in wanted:
+        for title, found in PIECES[piece](device.torch_device):
+            for line in told(title, found, device):
+                print(line, flush=True)
+            device.release()
+            torch.compiler.reset()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
