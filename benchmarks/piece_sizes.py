@@ -4,9 +4,9 @@
     python benchmarks/piece_sizes.py embedding
 
 Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
-compiled form's. The constants in `model/kernels` are chosen by this. The embedding is timed beyond
-the shapes that it takes by itself, with words that are all as frequent and with words that are as
-frequent as in a language. Needs a GPU: about two minutes on an H200.
+compiled form's. The constants in `model/kernels` are to be chosen by this. The embedding is timed
+beyond the shapes that it takes by itself, with words that are all as frequent and with words that
+are as frequent as in a language. Needs a GPU: about two minutes on an H200.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranked import BATCH, GOES_ON, LIMITS, RELOADS, adamw, alone, batches, far, loss_of, small, state
+from stepscope.measure.flops import CountingFlops
 from stepscope.measure.tensors import TensorBytes
 from stepscope.model import SIZES, TransformerLM, cross_entropy, with_overrides
 from stepscope.parallel import (
@@ -137,9 +138,11 @@ def test_the_transformer_trains_as_alone_and_lets_go_of_its_weights() -> None:
         assert max(counts) <= 1
 
 
-def checkpointed(world: World, tokens: Tensor, every: tuple[int, ...]) -> tuple[State, int]:
-    """Parameters after two steps, and the bytes that the first forward leaves for its backward: in
-    later ones a weight may have been fetched ahead."""
+def checkpointed(
+    world: World, tokens: Tensor, every: tuple[int, ...]
+) -> tuple[State, int, tuple[int, int]]:
+    """Parameters after two steps, the bytes that the first forward leaves for its backward (in
+    later ones a weight may have been fetched ahead), and the FLOPs of the last step."""
     torch.manual_seed(0)
     model = FSDP(TransformerLM(CONFIG, dtype=torch.float64, checkpoint=every))
     optimizer = adamw(model)
@@ -150,11 +153,13 @@ def checkpointed(world: World, tokens: Tensor, every: tuple[int, ...]) -> tuple[
             loss = cross_entropy(model(row[:, :-1]), row[:, 1:])
             gc.collect()
             left = left or counted.now
-        loss.backward()
+        with CountingFlops() as backward:
+            loss.backward()
         model.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-    return model.gather_full_params(), left
+    flops = backward.counted
+    return model.gather_full_params(), left, (flops.total, flops.again)
 
 
 def test_blocks_that_run_again_save_as_much_as_alone() -> None:
@@ -172,9 +177,11 @@ def test_blocks_that_run_again_save_as_much_as_alone() -> None:
         del loss
     saved = left[0] - left[1]
     assert saved > 0
-    for (kept, all_bytes), (made, few_bytes) in zip(whole, again, strict=True):
+    for (kept, all_bytes, once), (made, few_bytes, twice) in zip(whole, again, strict=True):
         assert far(made, kept) == 0.0
         assert all_bytes - few_bytes == pytest.approx(saved, rel=0.02)
+        assert (once[0], once[1]) == (twice[0], 0)
+        assert twice[1] > 0
 
 
 def gathered(model: FSDP, optimizer: torch.optim.Optimizer) -> State:

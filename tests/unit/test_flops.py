@@ -89,6 +89,21 @@ def test_what_a_checkpoint_computes_again_is_counted_apart(reentrant: bool | Non
     assert counting.counted.again == (0 if reentrant is None else forward)
 
 
+def test_stretches_within_stretches_are_counted_apart_too() -> None:
+    inner = [nn.Linear(8, 8) for _ in range(2)]
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        for layer in inner:
+            x = checkpoint(layer, x, use_reentrant=False).relu()
+        return x
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with CountingFlops() as counting:
+        checkpoint(outer, x, use_reentrant=False).sum().backward()
+    assert counting.counted.total == 3 * 2 * 4 * sum(map(weights, inner))
+    assert counting.counted.again > 0
+
+
 def test_a_backward_that_is_differentiated_is_no_recomputation() -> None:
     model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
     with CountingFlops() as counting:

@@ -20,7 +20,7 @@ from stepscope.records.stats import (
 
 _TIME_UNITS = ("s", "ms", "us", "ns")
 _WHOLE = ("step", "both", "first")
-_STEP_OF, _WALL_OF = ".step", ".wall"
+_STEP_OF, _WALL_OF, _WAY_OF_STEP = ".step", ".wall", "step."
 _DECIDING_FIELDS = (
     "device_kind",
     "device_name",
@@ -184,7 +184,8 @@ def _subjects(record: Record) -> dict[str, Series]:
         return {}
     first = record.series[0]
     if first.name in _WHOLE or first.unit not in _TIME_UNITS:
-        names = {first.name: first.name}
+        ways = [one.name for one in record.series if one.name.startswith(_WAY_OF_STEP)]
+        names = {first.name: first.name} | {way: way for way in ways}
     elif first.name.endswith(_STEP_OF):
         names = {
             one.name.removesuffix(_STEP_OF): one.name

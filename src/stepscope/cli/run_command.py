@@ -70,10 +70,12 @@ class Asked(NamedTuple):
 
     study: Study[Any]
     flags: Any
+    chosen: bool
+    """Somebody gave at least one of the flags."""
 
     def on_cpu(self) -> Share | None:
         """What stands for them on a CPU where nobody chose."""
-        usual = self.study.on_cpu and self.flags == self.study.flags()
+        usual = self.study.on_cpu and not self.chosen
         return Share(self.study.on_cpu, self.study.name) if usual else None
 
 
@@ -93,7 +95,9 @@ def main(words: list[str]) -> int:
                 raise UsageError(
                     "there is no case to measure", "give every flag at least one value"
                 )
-            return _run(asked.run, Asked(study, asked.cases), words)
+            named = {f"--{name.replace('_', '-')}" for name in study.flags.__struct_fields__}
+            chosen = any(word.partition("=")[0].replace("_", "-") in named for word in words)
+            return _run(asked.run, Asked(study, asked.cases, chosen), words)
         require_preset(asked.run.preset)
         if asked.cases != study.flags():
             raise UsageError("a preset has its own cases", "leave --preset or the other flags out")
@@ -171,10 +175,11 @@ def _cases(wanted: Asked | Share, runner: Runner) -> tuple[Case, ...]:
     if isinstance(wanted, Asked) and runner.environment.device_kind == "cpu":
         instead = wanted.on_cpu()
         if instead is not None:
-            print(f"on a CPU: the cases of preset {instead.preset}; others by their flags")
+            told = f"on a CPU: the cases of preset {instead.preset}; others by their flags"
+            print(told, file=sys.stderr)
             wanted = instead
     if isinstance(wanted, Share):
-        return preset_cases(wanted.preset, runner.environment, wanted.study)
+        return preset_cases(wanted.preset, runner.environment, wanted.study, runner.lacks)
     cases = _distinct(wanted.study.cases_here(wanted.flags, runner.lacks))
     runner.refuse_impossible(cases)
     return cases

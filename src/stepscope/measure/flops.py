@@ -21,6 +21,7 @@ Count = Callable[..., int]
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
 _RECURRENT_WEIGHT = re.compile(r"weight\d?")
+_CHECKPOINTS = ("_recomputation_hook.", "_checkpoint_hook.")
 
 
 def operator_flops(
@@ -71,8 +72,11 @@ def computes_again() -> bool:
         return False
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
-    if hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", ""):
-        return True
+    while hooks is not None:
+        # Within one that is computed again there may be another stretch.
+        if getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINTS):
+            return True
+        hooks = getattr(hooks[0], "around", None)
     node = torch._C._current_autograd_node()
     return node is not None and "CheckpointFunction" in node.name() and torch.is_grad_enabled()
 

@@ -43,7 +43,8 @@ class Crowd(NamedTuple):
 
 class InBackwardAdamW(FusedAdamW):
     """`overlap=False` updates on the backward's own stream. With `attach=False` it listens only
-    within `attached()`: several optimizers can then take turns on the same parameters."""
+    within `attached()`: several optimizers can then take turns on the same parameters. A backward
+    that raises outside of `attached()` is over with `step()`: what it reached is updated."""
 
     def __init__(
         self,
@@ -169,7 +170,11 @@ class InBackwardAdamW(FusedAdamW):
         self._places.clear()
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+        return any(
+            parameter.grad is not None and parameter.requires_grad
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
 
     def _listen(self, group: dict[str, Any]) -> list[Any]:
         return [

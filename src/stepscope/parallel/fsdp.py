@@ -161,8 +161,7 @@ class Unit:
                 )
             # An attribute of the instance is found before a registered parameter.
             owner.__dict__[name] = shown
-        around = _hooks_around()
-        notes = saved_tensors_hooks(lambda t: _note(t, wholes, around), _from_note)
+        notes = saved_tensors_hooks(Notes(wholes), _from_note)
         notes.__enter__()
         self._notes[-1] = notes
         if dtype is None:
@@ -194,12 +193,19 @@ def _hooks_around() -> Hooks | None:
     return None if top is None else top(True)
 
 
-def _note(tensor: Tensor, wholes: dict[int, ShardedParameter], around: Hooks | None) -> Any:
+class Notes:
     """What autograd keeps: for a whole weight, who can bring it again and how it was seen."""
-    held = wholes.get(tensor.untyped_storage().data_ptr())
-    if held is not None:
-        return held, tensor.shape, tensor.stride(), tensor.storage_offset()
-    return tensor if around is None else Handed(around[1], around[0](tensor))
+
+    def __init__(self, wholes: dict[int, ShardedParameter]) -> None:
+        self._wholes = wholes
+        self.around = _hooks_around()
+        """Where others look who want to know in what this runs."""
+
+    def __call__(self, tensor: Tensor) -> Any:
+        held = self._wholes.get(tensor.untyped_storage().data_ptr())
+        if held is not None:
+            return held, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor if self.around is None else Handed(self.around[1], self.around[0](tensor))
 
 
 def _from_note(kept: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from stepscope.errors import unknown_name
 from stepscope.records.schema import Environment
 from stepscope.studies.base import Case
@@ -22,14 +24,14 @@ def require_preset(name: str) -> None:
 
 
 def preset_cases(
-    name: str, environment: Environment, only: str | None = None
+    name: str, environment: Environment, only: str | None = None, lacks: Collection[str] = ()
 ) -> tuple[Case, ...]:  # fmt: skip
-    """The cases of a preset on that machine, of all studies or of one."""
+    """The cases of a preset on that machine, which lacks those, of all studies or of one."""
     require_preset(name)
     cases: dict[tuple[str, str], Case] = {}
     chosen = all_studies().values() if only is None else (find_study(only),)
     for study in chosen:
         for flags in study.presets(environment).get(name, ()):
-            for case in study.cases(flags):
+            for case in study.cases_here(flags, lacks):
                 cases.setdefault((case.study, case.key), case)
     return tuple(cases.values())

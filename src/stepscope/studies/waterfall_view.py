@@ -204,14 +204,18 @@ def remedy(cause: Cause, fall: Fall) -> str:
         if w.attention == "reference":
             return "flash attention, which does half of the work under a causal mask"
         others = [
-            *([] if w.joined else ["joined projections"]),
-            *([] if w.searched or not fall.on_device else ["the fastest kernel for each shape"]),
+            *(["joined projections"] if w.compile == "no" and not w.joined else []),
+            *(
+                ["the fastest kernel for each shape"]
+                if w.compile == "no" and not w.searched and fall.on_device
+                else []
+            ),
         ]
         return ", ".join(["larger products: more tokens in a step", *others])
     if cause == "memory-bound operations":
         model = w.model()
         scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
-        logits = model.vocab if w.loss == "plain" else 0
+        logits = model.vocab if w.loss == "plain" and w.mode != "forward" else 0
         if scores > logits:
             return "flash attention, which keeps no scores; then fused pieces or torch.compile"
         if logits and (plain or scores):

@@ -136,14 +136,13 @@ def _findings(ways: Ways) -> Iterator[Finding]:
         for name in steps
         if name != best and paired_ratio(ways.samples(best), ways.samples(name)).low <= 1
     ]
-    first = f"{best} is the fastest at {duration(steps[best])} a step"
-    if len(alike) == len(steps) - 1 and alike:
-        first = f"no way is shown to be the fastest; {best} takes {duration(steps[best])} a step"
+    is_it = "takes the least," if alike else "is the fastest at"
+    first = f"{best} {is_it} {duration(steps[best])} a step"
     text = (
         f"{ways.title}: {first} for {bytes_(size)} of gradients; without communication it is"
         f" {duration(alone)}."
     )
-    if alike and len(alike) < len(steps) - 1:
+    if alike:
         text += f" Not told from it: {', '.join(alike)}."
     if "naive" in steps and best != "naive":
         text += (

@@ -152,19 +152,30 @@ class Step(Study[StepFlags]):
 
     def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[Case, ...]:
         """What does not apply is no rung for others to stand on: it has a row of its own."""
-        absent = tuple(n for n in flags.rungs if n in RUNGS and not applies(n, lacks))
-        trained, only = (
-            tuple(n for n in names if n not in RUNGS or applies(n, lacks))
-            for names in (flags.loss_rungs, flags.loss_only)
+        absent = [n for n in RUNGS if not applies(n, lacks)]
+
+        def with_rungs(present: bool, **fields: Any) -> tuple[Case, ...]:
+            chosen = {
+                name: tuple(n for n in getattr(flags, name) if (n in absent) is not present)
+                for name in ("rungs", "loss_rungs", "loss_only")
+            }
+            return self.cases(msgspec.structs.replace(flags, **chosen, **fields))
+
+        if not set(absent) & {*flags.rungs, *flags.loss_rungs}:
+            return self.cases(flags)
+        # Where none of those that were to be trained alone is left, that is not all of them.
+        some, others = (
+            not flags.loss_only or any((n in absent) is here for n in flags.loss_only)
+            for here in (False, True)
         )
-        rungs = tuple(n for n in flags.rungs if n not in absent)
-        made = self.cases(
-            msgspec.structs.replace(flags, rungs=rungs, loss_rungs=trained, loss_only=only)
-        )
-        if not absent or "ladder" not in flags.part:
-            return made
-        rows = msgspec.structs.replace(flags, part=("ladder",), rungs=absent, how=("alone",))
-        return (*made, *(case for case in self.cases(rows) if case.config["rung"] != START))
+        made = with_rungs(True, part=tuple(p for p in flags.part if p != "loss" or some))
+        rows = [
+            with_rungs(False, part=(part,), how=("alone",), seeds=flags.seeds[:1])
+            for part in flags.part
+            if part == "ladder" or (part == "loss" and others)
+        ]
+        missing = [case for each in rows for case in each if case.config["rung"] != START]
+        return (*made, *missing)
 
     def _ladder(self, flags: StepFlags) -> Iterator[Case]:
         for first in _starts(flags):
@@ -243,17 +254,14 @@ class Step(Study[StepFlags]):
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
         if environment.device_kind == "cpu":
-            climbs = StepFlags(
+            quick = [StepFlags(
                 part=PARTS, size=("tiny",), context=(64,), batch=(2,),
-                rungs=("flash", "fused-loss", "checkpoint"), race=("tiny-64",),
+                # Compiling would take longer than all others.
+                rungs=tuple(name for name in RUNGS if name != "compile"), race=("tiny-64",),
                 loss_size="tiny", loss_context=32, loss_steps=40, words=16,
                 loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
                 warmup=1, steps=5, min_seconds=0.0, rounds=5,
-            )  # fmt: skip
-            # Here they have no kernels, cores or graphs to run on: rows that say so.
-            absent = ("tf32", "fused-pieces", "fused-optimizer", "searched", "graph")
-            others = msgspec.structs.replace(climbs, part=("ladder",), rungs=absent, how=("alone",))
-            quick = [climbs, others]
+            )]  # fmt: skip
         else:
             quick = [StepFlags(part=("ladder", "waterfall"))]
         return {

@@ -127,7 +127,7 @@ def _race(race: Race) -> Iterator[Finding]:
         )
     if ratio.low <= 1 <= ratio.high:
         yield Finding(
-            text=f"{race.name}: ours takes {duration(ours.median)}{rate} and the peer"
+            text=f"{race.name}: ours takes {duration(ours.median)}{rate}, and the peer"
             f" {duration(peer.median)} ({race.form('peer')}): no difference is shown.{also}"
         )
         return
