@@ -144,6 +144,18 @@ def test_long_names_fold_instead_of_vanishing() -> None:
     assert "sm90_xmma_gemm_bf16bf16_64x128_kernel_0" in joined.replace(" ", "")
 
 
+def test_every_part_of_a_table_has_what_tells_its_rows_apart() -> None:
+    words = [Column(title=title) for title in ("case", "compiled", "mode")]
+    times = [Column(title=f"time {n}", kind="number") for n in range(6)]
+    name = "small at context 512 in bfloat16"
+    modes = ("default", "reduce-overhead")
+    rows = tuple((name, "block", mode, *[1234.0 + n for n in range(6)]) for mode in modes)
+    text = printed(80, print_table, Table(name="t", title="", columns=(*words, *times), rows=rows))
+    parts = text.count("case")
+    assert parts > 1
+    assert all(text.count(mode) == parts for mode in modes)
+
+
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_text_takes_the_room_that_there_is(width: int) -> None:
     question = "How long do the forward and the backward take, and how steady is that? " * 3

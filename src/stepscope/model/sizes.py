@@ -52,7 +52,7 @@ def find_size(name: str, table: str = "2025") -> ModelConfig:
         if elsewhere:
             raise UsageError(
                 f"size {name!r} is not in the table of {table}",
-                f"it is with --table {elsewhere[0]}",
+                f"give --table {elsewhere[0]}",
             )
         raise unknown_name("size", name, known)
     return known[name]

@@ -136,8 +136,8 @@ def _findings(ways: Ways) -> Iterator[Finding]:
         for name in steps
         if name != best and paired_ratio(ways.samples(best), ways.samples(name)).low <= 1
     ]
-    is_it = "takes the least," if alike else "is the fastest at"
-    first = f"{best} {is_it} {duration(steps[best])} a step"
+    rank = "takes the least," if alike else "is the fastest at"
+    first = f"{best} {rank} {duration(steps[best])} a step"
     text = (
         f"{ways.title}: {first} for {bytes_(size)} of gradients; without communication it is"
         f" {duration(alone)}."

@@ -8,7 +8,6 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.levers.catalog import LEVERS, Words, words
 
-_FORMS = ("slow", "fast")
 NO_GAIN = 1.05
 """A ratio below this is no gain."""
 
@@ -55,11 +54,10 @@ class LeverRow:
     def expected(self) -> float | None:
         """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
         where the arithmetic is the same and the traffic that of caches."""
-        formats, flops = zip(
-            *((self._format(form), self.record.quantity(f"flops.{form}")) for form in _FORMS),
-            strict=True,
-        )
-        if LEVERS[self.lever].cached and formats[0] == formats[1] and flops[0] == flops[1]:
+        arithmetic = {
+            (self._format(form), self.record.quantity(f"flops.{form}")) for form in ("slow", "fast")
+        }
+        if LEVERS[self.lever].cached and len(arithmetic) == 1:
             return None
         slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
         return None if slow is None or fast is None else slow / fast

@@ -1,0 +1,56 @@
+"""The step study where most of its changes do not apply: what climbs, and what is a row only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_line import CommandLine
+from stepscope.cli.run_command import Asked, Share
+from stepscope.measure.device import CpuDevice
+from stepscope.studies.registry import find_study
+from stepscope.studies.step import StepFlags
+
+STUDY = find_study("step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rungs"),
+    [
+        ({"loss_only": ("joined",)}, {"joined"}),
+        ({"loss_only": ("flash",)}, {"flash"}),
+        ({"loss_only": ("flash", "joined")}, {"flash", "joined"}),
+        ({"loss_rungs": ("tf32", "flash")}, {"start", "tf32", "flash"}),
+    ],
+)
+def test_where_a_rung_does_not_apply_what_is_trained_is_still_what_was_asked_for(
+    flags: dict[str, tuple[str, ...]], rungs: set[str]
+) -> None:
+    lacks = CpuDevice().lacks()
+    cases = STUDY.cases_here(StepFlags(part=("loss",), **flags), lacks)  # type: ignore[arg-type]
+    assert {case.config["rung"] for case in cases} == rungs
+    for case in cases:
+        absent = case.config["rung"] in ("joined", "tf32")
+        assert bool(set(case.needs) & set(lacks)) is absent
+        assert not absent or case.config["seed"] == 0
+    here = StepFlags(part=("ladder", "loss"))
+    assert STUDY.cases_here(here, ()) == STUDY.cases(here)
+
+
+def test_on_a_cpu_the_quick_cases_stand_for_defaults_that_nobody_gave() -> None:
+    assert Asked(STUDY, StepFlags(), chosen=False).on_cpu() == Share("quick", "step")
+    assert Asked(STUDY, StepFlags(), chosen=True).on_cpu() is None
+    other = find_study("benchmark")
+    assert Asked(other, other.flags(), chosen=False).on_cpu() is None
+
+
+def test_on_a_cpu_the_ladder_has_what_applies_and_rows_for_the_rest(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    words = ("run", "step", "--part", "ladder", "--size", "tiny", "--context", "8", "--batch", "1",
+             "--vocab", "32", "--layers", "1", "--min-seconds", "0", "--device", "cpu")  # fmt: skip
+    done = cli(*words, "--rungs", "tf32", "flash", "--no-report")
+    assert done.returncode == 0, done.stderr
+    found = {record.config["rung"]: record.status for record in cli.records()}
+    assert found == {"start": "ok", "tf32": "skipped", "flash": "ok"}
