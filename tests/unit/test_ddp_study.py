@@ -40,6 +40,13 @@ def test_the_fastest_way_and_what_it_hides_are_named() -> None:
     assert "ms on their own; 80." in said[1]
 
 
+def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
+    alike = {"naive": 140.0, "flat": 108.0, "bucketed 10 MiB": 108.0}
+    said = findings(steps=alike)[0].text
+    assert " takes the least, 108 ms a step" in said
+    assert "Not told from it: flat." in said or "Not told from it: bucketed 10 MiB." in said
+
+
 @pytest.mark.parametrize(
     ("ours", "tone", "words"),
     [(110.0, "good", "faster"), (140.0, "warn", "slower"), (122.4, "info", "noise")],

@@ -248,6 +248,9 @@ class TestPage:
         held = self.blocks(loss_record("start", 0, flat), loss_record("bf16", 0, flat))
         texts = [b.text for b in held.values() if isinstance(b, Finding)]
         assert any("too little to tell right from wrong" in text for text in texts)
+        table = held["step-loss"]
+        assert isinstance(table, Table)
+        assert [row[-1] for row in table.rows] == [None, "too short to tell"]
 
     def test_the_speed_table_has_what_must_be_and_what_is(self) -> None:
         record = step_race_record(
