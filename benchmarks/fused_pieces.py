@@ -31,7 +31,7 @@ from stepscope.measure.environment import describe
 from stepscope.measure.turns import time_in_turns
 from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.embedding import MOST_COMPARED, MOST_TOKENS, embedded
+from stepscope.model.kernels.embedding import MOST_TOKENS, embedded
 from stepscope.model.kernels.feed_forward import feed_forward
 from stepscope.model.kernels.norm import plain_rms_norm
 from stepscope.model.kernels.products import joined_product
@@ -104,21 +104,19 @@ def head_and_loss(shape: Shape, device: torch.device) -> Race:
     return Race("linear-cross-entropy", shape.name, made)
 
 
-def embedding(shape: Shape, device: torch.device) -> Race | None:
+def embedding(shape: Shape, device: torch.device) -> Race:
     return _embedding("embedding", shape, torch.ones(shape.vocab, device=device))
 
 
-def embedding_of_a_text(shape: Shape, device: torch.device) -> Race | None:
+def embedding_of_a_text(shape: Shape, device: torch.device) -> Race:
     """Where words are as frequent as in a language, by Zipf's law."""
     often = 1 / torch.arange(1, shape.vocab + 1, device=device)
     return _embedding("embedding-text", shape, often)
 
 
-def _embedding(piece: str, shape: Shape, often: Tensor) -> Race | None:
-    """With as many tokens as the kernel is for, where it is for any."""
+def _embedding(piece: str, shape: Shape, often: Tensor) -> Race:
+    """With as many tokens as the kernel is for."""
     tokens = min(shape.tokens, MOST_TOKENS)
-    if tokens * shape.vocab > MOST_COMPARED:
-        return None
     weight = torch.randn(shape.vocab, shape.d_model, device=often.device)
     held = torch.multinomial(often, tokens, replacement=True)
 
@@ -283,7 +281,7 @@ def optimizers(shape: Shape, device: torch.device) -> Race:
     )
 
 
-PIECES: dict[str, Callable[[Shape, torch.device], Race | None]] = {
+PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "linear-cross-entropy": head_and_loss,
     "adamw": optimizers,
     "embedding": embedding,
@@ -347,8 +345,6 @@ def told(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 def lines_of(piece: str, shape: Shape, device: Device) -> list[dict[str, Any]]:
     race = PIECES[piece](shape, device.torch_device)
-    if race is None:
-        return []
     named = {"piece": piece, "shape": race.shape}
     return [named | line for line in measured(race, device)]
 

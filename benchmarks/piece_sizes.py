@@ -4,9 +4,9 @@
     python benchmarks/piece_sizes.py embedding
 
 Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
-compiled form's. The constants in `model/kernels` are to be chosen by this. The embedding is timed
-beyond the shapes that it takes by itself, with words that are all as frequent and with words that
-are as frequent as in a language. Needs a GPU: about two minutes on an H200.
+compiled form's. The constants in `model/kernels` were chosen by this. The embedding is timed beyond
+the shapes that it takes by itself, with words that are all as frequent and with words that are as
+frequent as in a language. Needs a GPU: about two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -29,10 +29,19 @@ from stepscope.records.stats import paired_ratio, summarize
 
 ROUNDS = 15
 TABLES = (
-    (10_000, 768, 2048), (10_000, 2560, 4096), (10_000, 1600, 8192), (50_257, 768, 4096),
-    (50_257, 768, 8192), (151_936, 4096, 2048),
+    (10_000, 768, 2048), (10_000, 2560, 2048), (10_000, 2560, 8192), (10_000, 1600, 8192),
+    (50_257, 768, 16_384), (151_936, 4096, 32_768),
 )  # fmt: skip
 """Rows, width, tokens."""
+SIZES = {
+    ("_AT_ONCE", "_WIDEST", "_WARPS", "_OFTEN_AT_ONCE", "_OFTEN_WIDEST"): (
+        (4, 1024, 4, 64, 64), (2, 1024, 2, 32, 64), (1, 1024, 1, 16, 64), (1, 1024, 2, 32, 64),
+        (1, 1024, 4, 64, 64), (2, 512, 2, 32, 64), (8, 1024, 8, 64, 128), (4, 1024, 4, 32, 128),
+    ),
+    ("_OFTEN",): ((8,), (16,), (64,)),
+    ("_PLACED", "_COMPARED"): ((8, 512), (32, 128)),
+}  # fmt: skip
+"""Of the embedding's gradient: values of its constants that are tried together."""
 
 
 def with_values(module: ModuleType, run: Call, **values: int) -> Call:
@@ -61,7 +70,7 @@ def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 
 def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    embedding.MOST_TOKENS, embedding.MOST_COMPARED = 1 << 14, 1 << 40
+    embedding.MOST_TOKENS = 1 << 20
 
     def plain(tokens: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(tokens, weight)
@@ -73,13 +82,11 @@ def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
         grads = [torch.randn(tokens, width, device=device)]
         made = ways(plain, embedding.embedded, [held, weight], grads)
         found = {name: made[name] for name in ("compiled", "eager")}
-        for at_a_time, warps in itertools.product((1, 2, 4, 8), (8, 16)):
-            values = {"_ROWS": at_a_time, "_WARPS": warps}
-            name = f"{at_a_time} rows by {warps}"
-            found[name] = with_values(triton_embedding, made["ours"], **values)
-        for at_once in (1, 8):
-            values = {"_AT_ONCE": at_once}
-            found[f"{at_once} at once"] = with_values(triton_embedding, made["ours"], **values)
+        for names, tried in SIZES.items():
+            for sizes in tried:
+                values = dict(zip(names, sizes, strict=True))
+                name = " ".join(map(str, sizes))
+                found[name] = with_values(triton_embedding, made["ours"], **values)
         yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", found
 
 
@@ -95,7 +102,7 @@ def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
     for name, values in held.items():
         ratio = paired_ratio(held["compiled"], values)
         yield (
-            f"{title:<38} {name:<14} {1e3 * summarize(values).median:>9.1f} µs"
+            f"{title:<38} {name:<16} {1e3 * summarize(values).median:>9.1f} µs"
             f" {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_the_account_closes_and_the_prediction_holds(mode: str, dtype: str, atte
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
     for end in decode_peaks(done.notes["ends"]):
         assert abs(end.residual) <= 0.01 * end.allocated, (end.phase, end.residual)
+
+
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ,
+    reason="the driver counts what all processes hold: run it without -n",
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
+@pytest.mark.parametrize("mode", ["forward", "train-step"])
+def test_the_driver_s_memory_is_the_context_and_the_allocator_s(mode: str, dtype: str) -> None:
+    held = {name: quantity.value for name, quantity in measured(mode, dtype).quantities.items()}
     rest = held["driver_bytes"] - held["context_bytes"] - held["reserved_bytes"]
     assert abs(rest) <= 0.01 * held["peak_bytes"]
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import stepscope.model.kernels.embedding as subject
-from stepscope.model.kernels import embedded
+from stepscope.model.kernels import embedded, triton_embedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,8 +29,6 @@ def gradients(
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from stepscope.model.kernels import triton_embedding
-
     seen: list[int] = []
     real = triton_embedding.backward
 
@@ -71,11 +69,39 @@ def test_the_bits_repeat() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_COMPARED"])
-def test_many_tokens_are_left_to_torch(
-    limit: str, launched: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [24, 150])
+def test_words_as_frequent_as_in_a_language(
+    d: int, dtype: torch.dtype, launched: list[int]
 ) -> None:
-    monkeypatch.setattr(subject, limit, 5)
+    """Some have programs of their own, and these may begin anywhere in the list."""
+    rows, tokens = 40, 600
+    often = torch.arange(1, rows + 1).float().reciprocal()
+    often[7], often[30] = 0.9, 0.5
+    drawn = torch.multinomial(often, tokens, True, generator=torch.Generator().manual_seed(1))
+    counts = drawn.bincount(minlength=rows)
+    assert (counts > triton_embedding._OFTEN).sum() >= 4
+    assert (counts <= triton_embedding._OFTEN).sum() >= 20
+    found, exact = gradients(drawn.to(DEVICE), rows, d, dtype)
+    assert launched == [1]
+    rtol = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_as_many_tokens_as_make_a_row_frequent(more: int, launched: list[int]) -> None:
+    often = triton_embedding._OFTEN + more
+    for before in (0, 1, 5):
+        tokens = torch.tensor([0] * before + [1] * often + [2] * often, device=DEVICE)
+        found, exact = gradients(tokens, 3, 20, torch.float32)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert launched == [1, 1, 1]
+
+
+def test_many_tokens_are_left_to_torch(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "MOST_TOKENS", 5)
     tokens = torch.tensor([0, 1, 1, 0, 1, 0], device=DEVICE)
     found, exact = gradients(tokens, 2, 3, torch.float32)
     assert launched == []

@@ -78,9 +78,12 @@ for units in (False, True):
         THROUGH=True, SPLIT=True, UNITS=units, BLOCK=4096))
 print("norm weight", wide_loads(
     triton_norm.rms_norm_weight_kernel, [f, f, i, i], PARTS=128, COLUMNS=16, warps=4))
+print("token places", wide_loads(
+    triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], PLACED=16, COMPARED=256,
+    warps=4))
 print("embedding", wide_loads(
-    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", f, i, i, i], TOKENS=8192,
-    BLOCK=4096, ROWS=4, AT_ONCE=4))
+    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], AT_ONCE=4,
+    BLOCK=1024, OFTEN=32, OFTEN_AT_ONCE=64, OFTEN_BLOCK=64, warps=4))
 print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(
     triton_swiglu.swiglu_forward_kernel, [x, x, x, i, i], BLOCK=2048, EXACT=False))
@@ -114,5 +117,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 26
+    assert len(found) == 27
     assert {name for name, count in found.items() if int(count) == 0} == set(), found

@@ -78,6 +78,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "cross_entropy_count_kernel": ("reduction", ""),
     "cross_entropy_mean_kernel": ("reduction", ""),
     "scale_unless_one_kernel": ("elementwise", ""),
+    "token_places_kernel": ("reduction", ""),
     "embedding_backward_kernel": ("reduction", ""),
     "adamw_table_kernel": ("optimizer", ""),
     "adamw_one_kernel": ("optimizer", ""),

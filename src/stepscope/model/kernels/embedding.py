@@ -1,8 +1,8 @@
 """Rows of a table for tokens, with a gradient that one kernel makes.
 
-torch fills the whole gradient with zeros, then few programs walk over all tokens, one after the
-other. Here every few rows of the table have a program that finds their tokens and adds up the
-gradients of each row in their order, so the bits repeat.
+torch fills the whole gradient with zeros, sorts the tokens, then few programs walk over them. Here
+one launch lists the tokens by row and one has a program for every row, which adds up its tokens'
+gradients in a fixed order, so the bits repeat.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import WIDEST
 from stepscope.triton_here import interpreted
 
-MOST_TOKENS, MOST_ROWS_INTERPRETED = 4096, 1024
-MOST_COMPARED = 1 << 27
-"""Rows times tokens: beyond so many torch, which then sorts, was faster than a look at each."""
+MOST_TOKENS, MOST_ROWS_INTERPRETED = 8192, 1024
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     """weight[tokens]."""
     rows = weight.shape[0]
-    few = 0 < tokens.numel() <= MOST_TOKENS and tokens.numel() * rows <= MOST_COMPARED
+    few = 0 < tokens.numel() <= MOST_TOKENS
     few = few and (rows <= MOST_ROWS_INTERPRETED or not interpreted())
     if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
         return functional.embedding(tokens, weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepscope.attention.triton_softmax import exponential
 
-_BLOCK, _WARPS = 2048, 4
+_BLOCK, _WARPS = 2048, 8
 
 
 @triton.jit
