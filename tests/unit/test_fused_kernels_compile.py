@@ -79,10 +79,10 @@ for units in (False, True):
 print("norm weight", wide_loads(
     triton_norm.rms_norm_weight_kernel, [f, f, i, i], PARTS=128, COLUMNS=16, warps=4))
 print("token places", wide_loads(
-    triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], PLACED=16, COMPARED=256,
+    triton_embedding.token_places_kernel, ["*i64", "*i32", "*i64", i, i], PLACED=8, COMPARED=512,
     warps=4))
 print("embedding", wide_loads(
-    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], AT_ONCE=4,
+    triton_embedding.embedding_backward_kernel, ["*i64", f, "*i32", "*i64", f, i, i], AT_ONCE=1,
     BLOCK=1024, OFTEN=32, OFTEN_AT_ONCE=64, OFTEN_BLOCK=64, warps=4))
 print("norm again", wide_loads(triton_norm.rms_norm_scaled_kernel, [x, f, x, i], BLOCK=4096))
 print("swiglu forward", wide_loads(

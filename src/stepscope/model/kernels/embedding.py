@@ -18,7 +18,7 @@ from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import WIDEST
 from stepscope.triton_here import interpreted
 
-MOST_TOKENS, MOST_ROWS_INTERPRETED = 8192, 1024
+MOST_TOKENS, MOST_ROWS_INTERPRETED = 32_768, 1024
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PLACED, _COMPARED = 16, 256
-_AT_ONCE, _WIDEST, _WARPS = 4, 1024, 4
+_PLACED, _COMPARED = 8, 512
+_AT_ONCE, _WIDEST, _WARPS = 1, 1024, 4
 _OFTEN, _OFTEN_AT_ONCE, _OFTEN_WIDEST = 32, 64, 64
 
 
