@@ -290,6 +290,14 @@ class TestPage:
         told = " ".join(each.text for each in held if isinstance(each, Finding))
         assert "With narrower formats it takes 100 ms, the peer 1.40 times as long." in told
 
+    def test_a_race_that_does_not_count_is_told_with_its_outcome(self) -> None:
+        held = self.blocks(
+            step_race_record("xl-512", {"peer: a": 140.0, "ours: b": 100.0, "ours: c": 105.0}),
+            step_race_record("xl-512", {"peer: a": 130.0, "ours: b": 100.0}, id="fewer"),
+        )
+        told = [each.text for each in held.values() if isinstance(each, Finding)]
+        assert any(text.endswith("Another race, of 2 forms, gave 1.30 times.") for text in told)
+
     def test_small_is_held_against_the_clock(self) -> None:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})
         table = self.blocks(record)["step-speed"]

@@ -8,7 +8,14 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.power import power_findings
-from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Curve, Ladder, Race
+from stepscope.studies.step.rows import (
+    AGREES_WITHIN,
+    FALLS_BY,
+    Curve,
+    Ladder,
+    Race,
+    forms_that_ran,
+)
 
 GAINS = 1.01
 """From here on a step counts as faster."""
@@ -125,6 +132,7 @@ def _race(race: Race) -> Iterator[Finding]:
             f" With narrower formats it takes {duration(narrow.median)}, the peer"
             f" {number(over.value, 3)} times as long."
         )
+    also += _other_races(race)
     if ratio.low <= 1 <= ratio.high:
         yield Finding(
             text=f"{race.name}: ours takes {duration(ours.median)}{rate}, and the peer"
@@ -136,4 +144,14 @@ def _race(race: Race) -> Iterator[Finding]:
         f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"
         f" ({race.form('peer')}).{also}",
         tone="good" if faster else "warn",
+    )
+
+
+def _other_races(race: Race) -> str:
+    """What came out where fewer forms ran, or the peer was farther away."""
+    found = [(forms_that_ran(other), other.ratio()) for other in race.others]
+    return "".join(
+        f" Another race, of {forms} forms, gave {number(ratio.value, 3)} times."
+        for forms, ratio in found
+        if ratio is not None
     )

@@ -216,7 +216,8 @@ class Race(NamedTuple):
 
 
 def races(records: Sequence[Record]) -> list[Race]:
-    """Of several with other forms of the peer, that in which it comes nearest to ours."""
+    """Of several the one in which most forms ran: a side's fastest is known of what it tried. Of
+    those with as many, that in which the peer comes nearest to ours."""
     held: dict[str, list[Race]] = {}
     for record in records:
         if record.config["kind"] == "race" and record.config["race"] in GOALS:
@@ -225,9 +226,15 @@ def races(records: Sequence[Record]) -> list[Race]:
     found = []
     for name in GOALS:
         if name in held:
-            first, *others = sorted(held[name], key=_lead)
+            first, *others = sorted(
+                held[name], key=lambda race: (-forms_that_ran(race), _lead(race))
+            )
             found.append(first._replace(others=tuple(others)))
     return found
+
+
+def forms_that_ran(race: Race) -> int:
+    return sum(isinstance(heat, Heat) for heat in race.heats().values())
 
 
 def _lead(race: Race) -> float:
