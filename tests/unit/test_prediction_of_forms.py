@@ -124,17 +124,22 @@ def test_without_kernels_an_update_in_the_backward_is_the_rule_written_out(
 
 
 def races() -> list[tuple[str, Workload, float]]:
-    """What ran without a compiler in the races on an H200: name, step, peak. Not searched products,
-    which had a second place there for each result that torch makes after all."""
+    """What ran without a compiler in the races on an H200: name, step, peak. Not searched products
+    of xl at 2048: they had a second place there for each result that torch makes after all."""
     found = []
     for record in read_records(RACES):
+        race = record.config.get("race")
         for racer in msgspec.convert(record.config.get("racers", []), list[Racer]):
             note = record.notes.get(f"heat.{racer.name}")
             work = racer.workload
-            if note is not None and work.compile == "no" and not work.searched:
+            if (
+                note is not None
+                and work.compile == "no"
+                and not (work.searched and race == "xl-2048")
+            ):
                 peak = msgspec.json.decode(note, type=Heat).peak_bytes
                 assert peak is not None
-                found.append((f"{record.config['race']} {racer.name}", work, peak))
+                found.append((f"{race} {racer.name}", work, peak))
     return found
 
 
@@ -143,7 +148,7 @@ def test_the_races_of_the_h200_are_met() -> None:
     was there before: cuBLAS's work space of the default stream."""
     found = races()
     assert {name.split()[0] for name, *_ in found} == set(GOALS) - {"tiny-64"}
-    assert len(found) == 26
+    assert len(found) == 27
     for name, work, peak in found:
         told = predict(plan_of(work, "cuda"))
         lines = told.peak.lines

@@ -18,14 +18,14 @@ from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import WIDEST
 from stepscope.triton_here import interpreted
 
-MOST_TOKENS, MOST_ROWS_INTERPRETED = 32_768, 1024
+MOST_TOKENS, MOST_INTERPRETED = 32_768, 1024
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     """weight[tokens]."""
-    rows = weight.shape[0]
     few = 0 < tokens.numel() <= MOST_TOKENS
-    few = few and (rows <= MOST_ROWS_INTERPRETED or not interpreted())
+    if interpreted():
+        few = few and max(tokens.numel(), weight.shape[0]) <= MOST_INTERPRETED
     if not few or weight.shape[1] > WIDEST or not kernels_take(weight):
         return functional.embedding(tokens, weight)
     made: Tensor = _Embedded.apply(tokens.contiguous(), weight)  # type: ignore[no-untyped-call]
