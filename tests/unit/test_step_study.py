@@ -227,18 +227,23 @@ class TestPage:
     def test_curves_are_held_against_the_one_of_their_seed(self) -> None:
         falling = [9.0 - step * 0.1 for step in range(50)]
         records = [
-            *(loss_record("start", seed, falling) for seed in (0, 1)),
+            *(loss_record("start", seed, [value + seed for value in falling]) for seed in (0, 1)),
             loss_record("bf16", 0, [value * 1.001 for value in falling]),
-            loss_record("bf16", 1, [value * 0.998 for value in falling]),
+            loss_record("bf16", 1, [(value + 1) * 0.998 for value in falling]),
             loss_record("flash", 0, [value * 1.02 for value in falling]),
         ]
         found = curves(records)
         assert found["bf16"].apart(found["start"]) == pytest.approx(-0.002)
-        assert found["start"].fell_by() == pytest.approx(1 - 4.3 / 9.0)
+        assert found["start"].fell_by() == pytest.approx(1 - 5.3 / 10.0)
         held = self.blocks(*records)
         table = held["step-loss"]
         assert isinstance(table, Table)
         assert [row[-1] for row in table.rows] == [None, "same", "apart"]
+        figure = held["step-loss-apart"]
+        assert isinstance(figure, Figure)
+        # In percent, of each seed against the start with the same seed.
+        means = {curve.label: sum(curve.y) / len(curve.y) for curve in figure.curves}
+        assert means == pytest.approx({"bf16": -0.05, "flash": 2.0})
         texts = [b.text for b in held.values() if isinstance(b, Finding)]
         said = "Not within 0.5 % of it at the end: flash attention (2.0 %)"
         assert any(said in text for text in texts)

@@ -116,6 +116,21 @@ class Curve(NamedTuple):
             default=None,
         )
 
+    def apart_by_stretch(self, yardstick: Curve, steps: int) -> tuple[float, ...]:
+        """The distance from the other curve's of the same seed in stretches of so many steps: the
+        mean of all seeds."""
+        pairs = [
+            (values, yardstick.by_seed[seed])
+            for seed, values in self.by_seed.items()
+            if seed in yardstick.by_seed
+        ]
+        most = min((len(values) for pair in pairs for values in pair), default=0)
+        return tuple(
+            sum(sum(own[at : at + steps]) / sum(other[at : at + steps]) - 1 for own, other in pairs)
+            / len(pairs)
+            for at in range(0, most - most % steps, steps)
+        )
+
 
 def curves(records: Sequence[Record]) -> dict[str, Curve]:
     held: dict[str, list[Record]] = {}

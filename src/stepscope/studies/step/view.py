@@ -26,7 +26,7 @@ from stepscope.studies.step.speed import heat_table, speed_tables
 from stepscope.studies.waterfall_view import fall_of, waterfall_blocks
 
 _STATUS = {"oom": "OOM"}
-_POINTS = 60
+_POINTS, _STRETCHES = 60, 20
 """Of a loss curve: each is the mean of the steps up to the next."""
 
 
@@ -166,7 +166,39 @@ def _loss_blocks(learnt: dict[str, LossCurve]) -> Iterator[Block]:
             caption="Mean of the seeds. The text is a chain of words, each followed by one of eight"
             " others; all rungs read the same.",
         )
+        yield from _apart(shown)
     yield _loss_table(learnt)
+
+
+def _apart(shown: dict[str, LossCurve]) -> Iterator[Figure]:
+    """Curves that lie upon each other say nothing of their distance."""
+    if START not in shown:
+        return
+    steps = max(1, len(shown[START].mean()) // _STRETCHES)
+    apart = {
+        rung: shares
+        for rung, curve in shown.items()
+        if rung != START and (shares := curve.apart_by_stretch(shown[START], steps))
+    }
+    if not apart:
+        return
+    yield Figure(
+        name="step-loss-apart",
+        title="How far the loss is from that of the start",
+        kind="lines",
+        curves=tuple(
+            Curve(
+                label=rung,
+                x=tuple(steps * (at + 0.5) for at in range(len(shares))),
+                y=tuple(100 * share for share in shares),
+            )
+            for rung, shares in apart.items()
+        ),
+        x_label="step of training",
+        y_label="more than the start's loss, %",
+        caption=f"Each seed against the start with the same seed, in stretches of {steps} steps;"
+        f" mean of the seeds. At the end {percent(AGREES_WITHIN)} are allowed.",
+    )
 
 
 def _thinned(rung: str, curve: LossCurve) -> Curve:
