@@ -102,11 +102,13 @@ def test_times_that_cannot_be_are_not_believed() -> None:
     assert "its times tell nothing" in text
 
 
-def test_where_nothing_else_fits_the_step_without_is_said_to_have_run_out() -> None:
-    lost = checkpointing_record("no", status="oom", reason="CUDA out of memory")
-    assert "with all activations kept it ran out of memory" in said(
-        [lost, checkpointing_record("1")]
-    )
+def test_what_became_of_the_step_that_keeps_everything_is_said() -> None:
+    tried = checkpointing_record("1")
+    full = checkpointing_record("no", status="oom", reason="CUDA out of memory")
+    failed = checkpointing_record("no", status="failed", reason="RuntimeError")
+    assert "with all activations kept it ran out of memory." in said([full, tried])
+    assert "with all activations kept it did not run." in said([failed, tried])
+    assert "with all activations kept it was not tried." in said([tried])
 
 
 def test_the_chosen_strategy_is_judged_by_its_run() -> None:

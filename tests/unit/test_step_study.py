@@ -295,6 +295,14 @@ class TestPage:
         told = " ".join(each.text for each in held if isinstance(each, Finding))
         assert "With narrower formats it takes 100 ms, the peer 1.40 times as long." in told
 
+    def test_a_race_that_shows_no_difference_has_no_winner(self) -> None:
+        held = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 100.0}))
+        told = [each for each in held.values() if isinstance(each, Finding)]
+        (found,) = (each for each in told if each.text.startswith("xl-512: ours takes"))
+        assert "no difference is shown" in found.text
+        assert "times as" not in found.text
+        assert found.tone == Finding(text="").tone
+
     def test_a_race_that_does_not_count_is_told_with_its_outcome(self) -> None:
         held = self.blocks(
             step_race_record("xl-512", {"peer: a": 140.0, "ours: b": 100.0, "ours: c": 105.0}),
