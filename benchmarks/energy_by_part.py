@@ -51,7 +51,7 @@ from stepscope.analysis.energy_parts import (
     to_whole,
 )
 from stepscope.analysis.products import step_products
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import measure_energy
 from stepscope.measure.environment import describe
@@ -59,7 +59,6 @@ from stepscope.measure.timer import Phase
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import ModelConfig
 from stepscope.studies.captured import captured
-from stepscope.studies.profile.experiments import first_cause
 from stepscope.studies.step.goals import GOALS, Racer, racers
 from stepscope.studies.step.race import Field
 from stepscope.studies.workload import Workload

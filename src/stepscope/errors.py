@@ -48,3 +48,11 @@ def no_such_file(path: str | os.PathLike[str], kind: str = "file", mend: str = "
     near = difflib.get_close_matches(meant.name, beside, n=1, cutoff=_NEAR)
     guess = f"perhaps you meant {meant.with_name(near[0])}" if near else "check its name"
     return UsageError(f"there is no {kind} {meant}", "; ".join(filter(None, (guess, mend))))
+
+
+def first_cause(error: BaseException) -> str:
+    """In one line; what a capture's end says only repeats that something failed before."""
+    while error.__context__ is not None:
+        error = error.__context__
+    said = str(error).splitlines()
+    return f"{type(error).__name__}: {said[0] if said else 'no reason given'}"

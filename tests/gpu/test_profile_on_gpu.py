@@ -10,9 +10,10 @@ import torch
 
 from command_line import CommandLine
 from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.errors import first_cause
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
-from stepscope.studies.profile.experiments import first_cause, graph_replay, run_phases
+from stepscope.studies.profile.experiments import graph_replay, run_phases
 from stepscope.studies.registry import find_study
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import WorkloadFlags, workloads

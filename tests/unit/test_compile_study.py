@@ -6,13 +6,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from command_line import CommandLine
 from sample_records import times
 from step_records import compile_record
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Figure, Finding, Table
-from stepscope.studies.compile import CompileFlags
+from stepscope.studies.compile import CompileFlags, measuring
 from stepscope.studies.compile.view import rows_of
 from stepscope.studies.registry import find_study
 
@@ -82,12 +84,12 @@ def test_slower_cases_breaks_and_late_compiling_are_told() -> None:
     )
     held = blocks(slow, late)
     said = texts(held)
-    assert any("1 of 2 cases are slower than eager" in text for text in said)
+    assert any("of all 2 cases 1 are slower than eager" in text for text in said)
     assert any("compiled again while its steps were timed" in text for text in said)
     assert any("breaks in 1 of 2 cases" in t and "2× call to print" in t for t in said)
     table = held["compile-graphs"]
     assert isinstance(table, Table)
-    assert [row[7] for row in table.rows] == [None, "2× call to print"]
+    assert [row[8] for row in table.rows] == [None, "2× call to print"]
 
 
 def test_what_compiling_brings_where_the_device_waits_for_the_host_is_told() -> None:
@@ -100,9 +102,11 @@ def test_what_compiling_brings_where_the_device_waits_for_the_host_is_told() -> 
     held = blocks(compile_record(series=waits), compile_record())
     assert any(
         "In 1 of 2 cases the device waits for the host when eager" in text
-        and text.endswith("in 1 of them it still waits.")
+        and text.endswith("takes to launch (2.00 times), and in 1 of them it still waits.")
         for text in texts(held)
     )
+    best = "Where the device does not wait for the host, a compiled step is 1.50 times as fast"
+    assert any(text.startswith(best) for text in texts(held))
     table = held["compile-times"]
     assert isinstance(table, Table)
     assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (None, None)]
@@ -166,3 +170,36 @@ def test_the_tracer_finds_one_graph_in_the_model_and_no_break(tmp_path: Path) ->
     assert (record.quantity("graphs"), record.quantity("breaks")) == (1, 0)
     assert (record.quantity("operators") or 0) > 20
     assert (record.quantity("trace_s") or 0) > 0
+
+
+def test_breaks_and_recompilations_are_named_by_their_cause() -> None:
+    """Real ones, by a backend that compiles nothing."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.times
+
+    def talks(x: torch.Tensor) -> torch.Tensor:
+        print("between two graphs")  # noqa: T201
+        return x * 2
+
+    torch.compiler.reset()
+    counters.clear()
+    module = Scaled()
+    compiled = torch.compile(module, backend="eager", dynamic=False)
+    compiled(torch.ones(3))
+    compiled(torch.ones(5))
+    module.times = 2
+    compiled(torch.ones(5))
+    torch.compile(talks, backend="eager")(torch.ones(2))
+    counted, named = measuring._counted(), measuring._named()
+    torch.compiler.reset()
+    assert counted["breaks"].value == 1
+    assert "print" in named["break.1"]
+    size, attribute = measuring._recompiled()[-2:]
+    assert "size mismatch at index 0. expected 3, actual 5" in size
+    assert attribute == "self.times == 1"

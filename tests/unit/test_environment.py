@@ -181,7 +181,20 @@ def test_a_gpu_without_triton_does_not_compile(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(module, "_triton_version", lambda: None)
-    assert "pip install triton" in lacks(fake_gpu(monkeypatch, 9, 0))["compiler"]
+    missing = lacks(fake_gpu(monkeypatch, 9, 0))
+    assert set(missing) == {"compiler", "kernels"}
+    assert all("pip install triton" in mend for mend in missing.values())
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_gpu_that_triton_does_not_know_has_none_of_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    old, new = (lacks(fake_gpu(monkeypatch, *version)) for version in ((6, 1), (7, 0)))
+    for need in ("compiler", "kernels"):
+        assert "has compute capability 6.1, it runs from 7.0 on" in old[need]
+    assert not {"compiler", "kernels"} & set(new)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepscope.errors import first_cause
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.captured import forget_steps
 from stepscope.studies.profile.experiments import (
     LARGER,
     experiments,
-    first_cause,
     larger_batch,
     run_phases,
 )

@@ -170,7 +170,7 @@ class TestView:
 
     def test_a_picture_that_ends_at_the_measured_time(self) -> None:
         (fall,) = self.falls(step=20.0)
-        finding, picture, table = waterfall_blocks([fall], "profile")
+        finding, picture, table, shares = waterfall_blocks([fall], "profile")
         assert isinstance(picture, Timeline)
         assert isinstance(table, Table)
         *parts, measured = picture.lanes
@@ -181,6 +181,12 @@ class TestView:
         assert ends[-1] == pytest.approx(20.0, rel=0.01)
         assert isinstance(finding, Finding)
         assert "What recovers it: " in finding.text
+        assert isinstance(shares, Table)
+        told = [cell for cell in shares.rows[0] if isinstance(cell, float)]
+        assert sum(told) == pytest.approx(1.0)
+        assert len(told) == len(shares.columns) - 1
+        of_the_limit = [column.title for column in table.columns].index("of the limit")
+        assert told[0] == table.rows[0][of_the_limit]
 
     def test_the_slowest_is_drawn_beside_the_fastest_that_does_the_same(self) -> None:
         (slow,), (fast,) = self.falls(step=40.0), self.falls(step=20.0)
@@ -213,6 +219,15 @@ class TestView:
         )
         assert remedy("matmuls below peak", best) == "larger products: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)
+        assert remedy("launch gaps", replaced(best, graph=True)) == "a larger batch"
+        by_optimizer = {
+            name: remedy("optimizer", replaced(half, optimizer=name))
+            for name in ("torch", "torch-fused", "stepscope-fused", "stepscope-in-backward")
+        }
+        assert "in one pass" in by_optimizer["torch"]
+        assert by_optimizer["torch-fused"] == by_optimizer["stepscope-fused"]
+        assert "beside the backward" in by_optimizer["torch-fused"]
+        assert "larger batch" in by_optimizer["stepscope-in-backward"]
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
         assert remedy("launch gaps", host) == "a larger batch"

@@ -78,7 +78,7 @@ def waterfall(
         "casts and copies": spent["copy/cast"],
         "launch gaps": gaps,
         "optimizer": spent["optimizer"] - ideal["optimizer"],
-        "recomputation": sum(again.values()),
+        "recomputation": sum(again.values(), 0.0),
         "communication": spent["communication"],
         "unattributed": measured - busy - gaps,
     }

@@ -15,6 +15,9 @@ import stepscope
 from stepscope.measure.device import CudaDevice, Device, cpu_name
 from stepscope.records.schema import Environment
 
+_TRITON_FROM = (7, 0)
+"""The compute capability."""
+
 
 def describe(device: Device) -> Environment:
     commit, dirty = _checkout()
@@ -49,11 +52,26 @@ def describe(device: Device) -> Environment:
 def lacks(device: Device) -> dict[str, str]:
     """What cases may need and this machine does not have, each with the mend."""
     missing = device.lacks()
+    no_triton = _without_triton(device)
+    if no_triton:
+        missing["kernels"] = f"our kernels need Triton: {no_triton}"
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         missing["compiler"] = "torch.compile needs a C++ compiler: install g++"
-    elif device.kind == "cuda" and _triton_version() is None:
-        missing["compiler"] = "torch.compile on a GPU needs Triton: pip install triton"
+    elif no_triton:
+        missing["compiler"] = f"torch.compile on a GPU needs Triton: {no_triton}"
     return missing
+
+
+def _without_triton(device: Device) -> str:
+    """Why a GPU cannot run Triton's kernels, with the mend; empty where it can, or is none."""
+    if not isinstance(device, CudaDevice):
+        return ""
+    if _triton_version() is None:
+        return "pip install triton"
+    if device.capability < _TRITON_FROM:
+        have, need = (".".join(map(str, version)) for version in (device.capability, _TRITON_FROM))
+        return f"{device.name} has compute capability {have}, it runs from {need} on"
+    return ""
 
 
 def _triton_version() -> str | None:

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepscope.errors import first_cause
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.workload import GRAPHS_OF_TORCH
 from stepscope.studies.workload_flags import WITHIN_BACKWARD
@@ -34,7 +35,14 @@ class CapturedStep:
         _refuse(step, device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.gradients_missing = 0
-        self._capture(step, device)
+        try:
+            self._capture(step, device)
+        except RuntimeError as error:
+            # Shapes and branches that depend on values read them back, which a capture refuses.
+            why = first_cause(error)
+            if "captur" not in why:
+                raise
+            raise CaseSkipped(f"cannot be a CUDA graph: {why}") from error
         step.forget_graph()
 
     def _capture(self, step: TrainingStep, device: Device) -> None:

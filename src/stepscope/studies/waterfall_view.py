@@ -3,7 +3,7 @@ recovers it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch,
 from stepscope.report.format import duration, percent
 from stepscope.studies.energy_view import capped_finding
 from stepscope.studies.workload import Workload
+from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
 _KINDS = {
@@ -67,7 +68,7 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
             picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
             for place, fall in enumerate(shown, start=1)
         ),
-        _table(falls, name),
+        *_tables(falls, name),
     )
 
 
@@ -122,6 +123,29 @@ def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> 
 
 def _group(cause: Cause) -> str:
     return "not explained" if cause == "unattributed" else "lost"
+
+
+def _tables(falls: Sequence[Fall], name: str) -> Iterator[Table]:
+    yield _table(falls, name)
+    shares = Table(
+        name=f"{name}-waterfall-shares",
+        title="The same as shares of the measured time",
+        columns=(
+            Column(title="step"),
+            Column(title="mode"),
+            Column(title="ideal", kind="percent"),
+            *(Column(title=_SHORT_NAMES.get(cause, cause), kind="percent") for cause in CAUSES),
+        ),
+        rows=tuple(
+            (
+                fall.workload.name, fall.workload.mode,
+                *(ms / fall.water.measured_ms
+                  for ms in (fall.water.ideal_ms, *(fall.water.parts[c] for c in CAUSES))),
+            )
+            for fall in falls
+        ),
+    )  # fmt: skip
+    yield _without_idle_columns(shares)
 
 
 def _table(falls: Sequence[Fall], name: str) -> Table:
@@ -231,11 +255,17 @@ def remedy(cause: Cause, fall: Fall) -> str:
         if form.autocast:
             return "bfloat16 weights with float32 master weights: nothing is cast in the step"
         return "layouts that the next operation reads as they are"
+    if cause == "launch gaps":
+        if w.graph or not fall.on_device:
+            return "a larger batch"
+        return "fewer launches: a CUDA graph of the step, torch.compile, a larger batch"
+    if cause == "optimizer":
+        if w.optimizer in WITHIN_BACKWARD:
+            return "a larger batch: an update does not grow with it"
+        if w.optimizer in ("torch-fused", "stepscope-fused"):
+            return "updates beside the backward: stepscope-in-backward"
+        return "AdamW in one pass: stepscope-fused or torch-fused"
     return {
-        "launch gaps": "a larger batch"
-        if not fall.on_device
-        else "fewer launches: a CUDA graph of the step, torch.compile, a larger batch",
-        "optimizer": "AdamW in one pass: stepscope-fused or torch-fused",
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
         "communication": "sending while the backward goes on, in larger buckets",
         "unattributed": "",

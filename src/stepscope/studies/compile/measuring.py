@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN_WITHIN_S = 900.0
 _MOST_NAMED = 8
+_EXPLAINED = "Explanation: "
 
 
 class Form(NamedTuple):
@@ -235,10 +237,23 @@ def _counted() -> dict[str, Quantity]:
 
 def _recompiled() -> list[str]:
     return [
-        str(reason).strip().splitlines()[-1].strip()
+        _guard(str(reason))
         for one in compilations()
         if (reason := getattr(one, "recompile_reason", None))
     ]
+
+
+def _guard(reason: str) -> str:
+    """The guard that failed, without the code that asks for it, torch's advice and the stack."""
+    first = reason.strip().splitlines()[0]
+    return re.sub(r"^\d+/\d+: ", "", first).partition("  #")[0].strip()
+
+
+def _cause(graph_break: str) -> str:
+    """Torch's explanation, which names what it could not trace; else what it says first."""
+    lines = [line.strip() for line in graph_break.strip().splitlines()]
+    told = next((line for line in lines if line.startswith(_EXPLAINED)), lines[0])
+    return told.removeprefix(_EXPLAINED)
 
 
 def _named() -> dict[str, str]:
@@ -246,8 +261,7 @@ def _named() -> dict[str, str]:
 
     found = {}
     for place, (reason, times) in enumerate(counters["graph_break"].most_common(_MOST_NAMED)):
-        line = str(reason).strip().splitlines()[0]
-        found[f"break.{place + 1}"] = f"{times}× {line}"
+        found[f"break.{place + 1}"] = f"{times}× {_cause(str(reason))}"
     for place, reason in enumerate(_recompiled()[:_MOST_NAMED]):
         found[f"recompiled.{place + 1}"] = reason
     return found

@@ -41,6 +41,10 @@ class Row(NamedTuple):
         """How much of a form's step the device waited for the host."""
         return host_bound(self.record, form)
 
+    def host_bound(self, form: str) -> bool:
+        share = self.host(form)
+        return share is not None and share.bound
+
     @property
     def replayed(self) -> bool:
         return self.mode in GRAPHS_OF_TORCH and self.record.environment.device_kind == "cuda"
@@ -85,17 +89,20 @@ def compile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 
 def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
     if timed:
-        ranked = sorted(timed, key=_step_gain)
+        paced = [row for row in timed if not row.host_bound("eager")]
+        ranked = sorted(paced or timed, key=_step_gain)
         worst, best = ranked[0], ranked[-1]
+        where = "Compiled, a step is"
+        if len(ranked) < len(timed):
+            where = "Where the device does not wait for the host, a compiled step is"
         text = (
-            f"Compiled, a step is {number(_step_gain(best), 3)} times as fast in the best case"
-            f" ({_told(best)})"
+            f"{where} {number(_step_gain(best), 3)} times as fast in the best case ({_told(best)})"
         )
         if best is not worst:
             text += f" and {number(_step_gain(worst), 3)} in the worst ({_told(worst)})"
         slower = [row for row in timed if _step_gain(row) < _SLOWER]
         if slower:
-            text += f"; {len(slower)} of {len(timed)} cases are slower than eager"
+            text += f"; of all {len(timed)} cases {len(slower)} are slower than eager"
         yield Finding(text=f"{text}.", tone="warn" if slower else "good")
         yield from _starved(timed)
         yield from _waiting(timed)
@@ -125,13 +132,14 @@ def _step_gain(row: Row) -> float:
 
 
 def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
-    eager = [row for row in timed if (share := row.host("eager")) and share.bound]
+    eager = [row for row in timed if row.host_bound("eager")]
     if not eager:
         return
-    still = [row for row in eager if (share := row.host("compiled")) and share.bound]
+    still = [row for row in eager if row.host_bound("compiled")]
+    ends = {number(pick(map(_step_gain, eager)), 3): None for pick in (min, max)}
     text = (
         f"In {len(eager)} of {len(timed)} cases the device waits for the host when eager: what"
-        " compiling changes there is what the host takes to launch"
+        f" compiling changes there is what the host takes to launch ({' to '.join(ends)} times)"
     )
     if still:
         text += f", and in {len(still)} of them it still waits"
@@ -315,6 +323,7 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
         title="Graphs, breaks and recompilations",
         columns=(
             Column(title="case"),
+            Column(title="part"),
             Column(title="compiled"),
             Column(title="mode"),
             Column(title="graphs", kind="count"),
@@ -327,7 +336,7 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
         ),
         rows=tuple(
             (
-                row.name, row.scope, row.mode,
+                row.name, row.kind, row.scope, row.mode,
                 *(row.record.quantity(name) for name in ("graphs", "operators", "trace_s",
                                                          "breaks")),
                 named(row, "break"), row.record.quantity("recompilations"),

@@ -90,11 +90,3 @@ def graph_replay(step: TrainingStep, device: Device, enough_seconds: float = mat
 def run_phases(phases: Sequence[Phase]) -> None:
     for phase in phases:
         phase.run()
-
-
-def first_cause(error: BaseException) -> str:
-    """In one line; what a capture's end says only repeats that something failed before."""
-    while error.__context__ is not None:
-        error = error.__context__
-    said = str(error).splitlines()
-    return f"{type(error).__name__}: {said[0] if said else 'no reason given'}"

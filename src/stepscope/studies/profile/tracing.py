@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.profile.experiments import experiments, first_cause, run_phases
+from stepscope.studies.profile.experiments import experiments, run_phases
 from stepscope.studies.traced import trace_step
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload

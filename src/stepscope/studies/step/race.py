@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.captured import forget_steps
-from stepscope.studies.profile.experiments import first_cause
 from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.goals import Heat, Racer
 from stepscope.studies.training_step import TrainingStep

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.errors import first_cause
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.profile.experiments import first_cause
 from stepscope.studies.timed_step import measure_step
 from stepscope.studies.traced import trace_step
 from stepscope.studies.training_step import TrainingStep
