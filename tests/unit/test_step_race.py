@@ -184,30 +184,31 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
     assert [other.record.id for other in only.others] == ["race-4.0", "race-5.0"]
 
 
-def test_a_race_of_more_forms_counts_before_one_with_a_nearer_peer() -> None:
+def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> None:
     most = {"peer: a": 4.0, "peer: c": 4.5, "ours: b": 2.0}
+    nearest = {"peer: a": 3.0, "ours: b": 2.0, "ours: d": 2.0, "ours: e": 2.0}
     records = [
-        step_race_record("tiny-64", {"peer: a": 3.0, "ours: b": 2.0}, id="nearest"),
-        step_race_record("tiny-64", most, id="most forms"),
+        step_race_record("tiny-64", nearest, id="nearest"),
+        step_race_record("tiny-64", most, id="most peers"),
     ]
     (only,) = races(records)
-    assert only.record.id == "most forms"
+    assert only.record.id == "most peers"
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
 def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> None:
-    most = {"peer: c": 4.0, "peer: a": 3.0, "ours: d": 2.5, "ours: b": 2.0}
+    most = {"peer: c": 4.0, "peer: e": 4.0, "peer: a": 3.0, "ours: b": 2.0}
     slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}
     records = [
-        step_race_record("tiny-64", most, id="most forms"),
+        step_race_record("tiny-64", most, id="most peers"),
         step_race_record("tiny-64", slower, id="other"),
     ]
     (table,) = heat_table(races(records))
     told = [(row[2], row[3], row[-1]) for row in table.rows if row[3] is not None]
     assert told == [
         ("c", 4.0, None),
+        ("e", 4.0, None),
         ("a", 3.0, "raced"),
-        ("d", 2.5, None),
         ("b", 2.0, "raced"),
         ("tuned", 4.5, "another run, where the fastest was a with 4.000 ms"),
     ]

@@ -283,7 +283,7 @@ class TestPage:
         assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
 
     def test_other_formats_than_the_peers_are_a_row_of_their_own(self) -> None:
-        times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 100.0}
+        times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 80.0}
         record = step_race_record("xl-512", times)
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
@@ -293,7 +293,14 @@ class TestPage:
         assert narrow[6:8] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
         held = self.blocks(record).values()
         told = " ".join(each.text for each in held if isinstance(each, Finding))
-        assert "With narrower formats it takes 100 ms, the peer 1.40 times as long." in told
+        assert "With narrower formats it takes 80.0 ms, the peer 1.75 times as long." in told
+
+    @pytest.mark.parametrize(("ours", "outcome"), [(100.0, "reached"), (100.5, "below")])
+    def test_a_goal_within_the_interval_is_told_apart(self, ours: float, outcome: str) -> None:
+        record = step_race_record("xl-512", {"peer: a": 140.0, "ours: b": ours})
+        table = self.blocks(record)["step-speed"]
+        assert isinstance(table, Table)
+        assert table.rows[0][7] == f"{outcome}, not by all of its interval"
 
     def test_a_race_that_shows_no_difference_has_no_winner(self) -> None:
         held = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 100.0}))
@@ -305,11 +312,13 @@ class TestPage:
 
     def test_a_race_that_does_not_count_is_told_with_its_outcome(self) -> None:
         held = self.blocks(
-            step_race_record("xl-512", {"peer: a": 140.0, "ours: b": 100.0, "ours: c": 105.0}),
+            step_race_record("xl-512", {"peer: c": 145.0, "peer: a": 140.0, "ours: b": 100.0}),
             step_race_record("xl-512", {"peer: a": 130.0, "ours: b": 100.0}, id="fewer"),
         )
         told = [each.text for each in held.values() if isinstance(each, Finding)]
-        assert any(text.endswith("Another race, of 2 forms, gave 1.30 times.") for text in told)
+        assert any(
+            text.endswith("Another race, against 1 of its forms, gave 1.30 times.") for text in told
+        )
 
     def test_small_is_held_against_the_clock(self) -> None:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})

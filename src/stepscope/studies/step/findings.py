@@ -14,7 +14,7 @@ from stepscope.studies.step.rows import (
     Curve,
     Ladder,
     Race,
-    forms_that_ran,
+    peers_that_ran,
 )
 
 GAINS = 1.01
@@ -148,10 +148,10 @@ def _race(race: Race) -> Iterator[Finding]:
 
 
 def _other_races(race: Race) -> str:
-    """What came out where fewer forms ran, or the peer was farther away."""
-    found = [(forms_that_ran(other), other.ratio()) for other in race.others]
+    """What came out where fewer peers ran, or the fastest was farther away."""
+    found = [(peers_that_ran(other), other.ratio()) for other in race.others]
     return "".join(
-        f" Another race, of {forms} forms, gave {number(ratio.value, 3)} times."
-        for forms, ratio in found
+        f" Another race, against {peers} of its forms, gave {number(ratio.value, 3)} times."
+        for peers, ratio in found
         if ratio is not None
     )

@@ -231,8 +231,8 @@ class Race(NamedTuple):
 
 
 def races(records: Sequence[Record]) -> list[Race]:
-    """Of several the one in which most forms ran: a side's fastest is known of what it tried. Of
-    those with as many, that in which the peer comes nearest to ours."""
+    """Of several the one in which most forms of the peer ran, since its fastest is known of what
+    was tried. Of those with as many, that in which it comes nearest to ours."""
     held: dict[str, list[Race]] = {}
     for record in records:
         if record.config["kind"] == "race" and record.config["race"] in GOALS:
@@ -242,14 +242,16 @@ def races(records: Sequence[Record]) -> list[Race]:
     for name in GOALS:
         if name in held:
             first, *others = sorted(
-                held[name], key=lambda race: (-forms_that_ran(race), _lead(race))
+                held[name], key=lambda race: (-peers_that_ran(race), _lead(race))
             )
             found.append(first._replace(others=tuple(others)))
     return found
 
 
-def forms_that_ran(race: Race) -> int:
-    return sum(isinstance(heat, Heat) for heat in race.heats().values())
+def peers_that_ran(race: Race) -> int:
+    return sum(
+        isinstance(heat, Heat) and form.startswith("peer: ") for form, heat in race.heats().items()
+    )
 
 
 def _lead(race: Race) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.records.stats import Ratio
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import bytes_, number, percent
 from stepscope.studies.step.goals import (
@@ -82,7 +83,7 @@ def _time_row(race: Race, side: str, name: str) -> Iterator[tuple[Cell, ...]]:
     reached: Cell = None
     must: Cell = None
     if goal.faster is not None:
-        must, reached = f"≥\N{NO-BREAK SPACE}{goal.faster:g}×", _outcome(ratio.value >= goal.faster)
+        must, reached = f"≥\N{NO-BREAK SPACE}{goal.faster:g}×", _of_interval(ratio, goal.faster)
     elif goal.most_ms is not None:
         must = f"≤\N{NO-BREAK SPACE}{goal.most_ms:g}\N{NO-BREAK SPACE}ms"
         reached = _outcome(ours.median <= goal.most_ms)
@@ -114,6 +115,14 @@ def _peaks(ends: tuple[float | None, float | None]) -> tuple[Cell, Cell, Cell, C
     """In the columns of the forms: a peak has no time."""
     peer, ours = (bytes_(end) if end is not None else None for end in ends)
     return peer, None, ours, None
+
+
+def _of_interval(ratio: Ratio, least: float) -> str:
+    if ratio.low < least <= ratio.value:
+        return "reached, not by all of its interval"
+    if ratio.value < least <= ratio.high:
+        return "below, not by all of its interval"
+    return _outcome(ratio.value >= least)
 
 
 def _outcome(reached: bool) -> str:
