@@ -4,9 +4,8 @@
     python benchmarks/piece_sizes.py embedding
 
 Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
-compiled form's. The constants in `model/kernels` were chosen by this. The embedding is timed beyond
-the shapes that it takes by itself, with words that are all as frequent and with words that are as
-frequent as in a language. Needs a GPU: about two minutes on an H200.
+compiled form's. The constants in `model/kernels` were chosen by this. The embedding is timed with
+words that are all as frequent and with words that are as frequent as in a language. Needs a GPU: about two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def swiglu_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 
 def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    embedding.MOST_TOKENS = 1 << 20
-
     def plain(tokens: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(tokens, weight)
 
@@ -85,7 +82,7 @@ def embedding_sizes(device: torch.device) -> Iterator[tuple[str, dict[str, Call]
         for names, tried in SIZES.items():
             for sizes in tried:
                 values = dict(zip(names, sizes, strict=True))
-                name = " ".join(map(str, sizes))
+                name = " ".join(f"{key.lower()[1:]}={size}" for key, size in values.items())
                 found[name] = with_values(triton_embedding, made["ours"], **values)
         yield f"embedding {rows} × {width}, {tokens} {'zipf' if zipf else 'even'}", found
 
@@ -102,7 +99,7 @@ def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
     for name, values in held.items():
         ratio = paired_ratio(held["compiled"], values)
         yield (
-            f"{title:<38} {name:<16} {1e3 * summarize(values).median:>9.1f} µs"
+            f"{title:<38} {name:<72} {1e3 * summarize(values).median:>9.1f} µs"
             f" {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         )
 

@@ -63,29 +63,49 @@ def test_one_token_all_over_and_rows_that_nobody_asked_for(launched: list[int]) 
     assert found[[0, 1, 3, 4]].count_nonzero() == 0
 
 
+def words_of_a_language() -> torch.Tensor:
+    """Of 40 words some that have programs of their own, which may begin anywhere in the list."""
+    often = torch.arange(1, 41).float().reciprocal()
+    often[7], often[30] = 0.9, 0.5
+    drawn = torch.multinomial(often, 600, True, generator=torch.Generator().manual_seed(1))
+    counts = drawn.bincount(minlength=40)
+    assert (counts > triton_embedding._OFTEN).sum() >= 4
+    assert (counts <= triton_embedding._OFTEN).sum() >= 20
+    return drawn.to(DEVICE)
+
+
 def test_the_bits_repeat() -> None:
-    tokens = torch.randint(3, (50,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    first, second = (gradients(tokens, 3, 40, torch.float32)[0] for _ in range(2))
+    tokens = words_of_a_language()
+    first, second = (gradients(tokens, 40, 40, torch.float32)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [24, 150])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [24, 150, triton_embedding._WIDEST + 76])
 def test_words_as_frequent_as_in_a_language(
     d: int, dtype: torch.dtype, launched: list[int]
 ) -> None:
-    """Some have programs of their own, and these may begin anywhere in the list."""
-    rows, tokens = 40, 600
-    often = torch.arange(1, rows + 1).float().reciprocal()
-    often[7], often[30] = 0.9, 0.5
-    drawn = torch.multinomial(often, tokens, True, generator=torch.Generator().manual_seed(1))
-    counts = drawn.bincount(minlength=rows)
-    assert (counts > triton_embedding._OFTEN).sum() >= 4
-    assert (counts <= triton_embedding._OFTEN).sum() >= 20
-    found, exact = gradients(drawn.to(DEVICE), rows, d, dtype)
+    found, exact = gradients(words_of_a_language(), 40, d, dtype)
     assert launched == [1]
-    rtol = 1e-5 if dtype == torch.float32 else 2e-3
+    rtol = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=rtol)
+
+
+def test_tokens_and_gradients_that_lie_apart(launched: list[int]) -> None:
+    tokens = words_of_a_language().view(20, 30).T
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 16, generator=generator).to(DEVICE).requires_grad_()
+    grad = torch.randn(16, 30, 20, generator=generator).to(DEVICE).permute(1, 2, 0)
+    assert not tokens.is_contiguous()
+    assert not grad.is_contiguous()
+    (found,) = torch.autograd.grad(embedded(tokens, weight), weight, grad)
+    (plain,) = torch.autograd.grad(functional.embedding(tokens, weight), weight, grad)
+    assert launched == [1]
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])

@@ -1,4 +1,4 @@
-"""Rows of a table for tokens, with a gradient that one kernel makes.
+"""Rows of a table for tokens, with a gradient of our own.
 
 torch fills the whole gradient with zeros, sorts the tokens, then few programs walk over them. Here
 one launch lists the tokens by row and one has a program for every row, which adds up its tokens'
@@ -19,6 +19,7 @@ from stepscope.model.kernels.norm import WIDEST
 from stepscope.triton_here import interpreted
 
 MOST_TOKENS, MOST_INTERPRETED = 32_768, 1024
+"""All tokens are compared with all: beyond so many a sort is faster, and the interpreter slow."""
 
 
 def embedded(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -15,8 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 _PLACED, _COMPARED = 8, 512
+"""Tokens of a program that lists, and with how many they are compared at a time."""
 _AT_ONCE, _WIDEST, _WARPS = 1, 1024, 4
+"""Tokens and columns of a row that are read at a time."""
 _OFTEN, _OFTEN_AT_ONCE, _OFTEN_WIDEST = 32, 64, 64
+"""From more tokens on a row is frequent; what its programs read at a time."""
 
 
 @triton.jit

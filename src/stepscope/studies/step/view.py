@@ -27,7 +27,8 @@ from stepscope.studies.waterfall_view import fall_of, waterfall_blocks
 
 _STATUS = {"oom": "OOM"}
 _POINTS, _STRETCHES = 60, 20
-"""Of a loss curve: each is the mean of the steps up to the next."""
+"""Of a loss curve, and of its distance from another: each is the mean of the steps up to the
+next."""
 
 
 def step_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
