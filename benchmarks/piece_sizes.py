@@ -5,7 +5,8 @@
 
 Forward and backward in turns with torch.compile's, the device's time alone; the ratio is over the
 compiled form's. The constants in `model/kernels` were chosen by this. The embedding is timed with
-words that are all as frequent and with words that are as frequent as in a language. Needs a GPU: about two minutes on an H200.
+words that are all as frequent and with words that are as frequent as in a language. Needs a GPU:
+about two minutes on an H200.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import stepscope.model.kernels.embedding as subject
 from stepscope.model.kernels import embedded, triton_embedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
 def gradients(
