@@ -231,3 +231,9 @@ class TestView:
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
         assert remedy("launch gaps", host) == "a larger batch"
+        # Our kernels are a GPU's.
+        for cause in ("memory-bound operations", "optimizer"):
+            for optimizer in ("torch", "torch-fused"):
+                told = remedy(cause, replaced(host, optimizer=optimizer))  # type: ignore[arg-type]
+                assert "stepscope" not in told
+                assert "fused pieces" not in told

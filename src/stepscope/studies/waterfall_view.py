@@ -222,6 +222,7 @@ def remedy(cause: Cause, fall: Fall) -> str:
     """What takes that part away, of what this step does not do yet."""
     w, form = fall.workload, precision(fall.workload.dtype)
     plain = w.compile == "no" and not w.fused
+    passes = f"{'fused pieces or ' * fall.on_device}torch.compile"
     if cause == "matmuls below peak":
         if form.compute == "float32" and fall.on_device:
             return "a lower number format: tf32, or bfloat16 autocast"
@@ -241,11 +242,11 @@ def remedy(cause: Cause, fall: Fall) -> str:
         scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
         logits = model.vocab if w.loss == "plain" and w.mode != "forward" else 0
         if scores > logits:
-            return "flash attention, which keeps no scores; then fused pieces or torch.compile"
+            return f"flash attention, which keeps no scores; then {passes}"
         if logits and (plain or scores):
-            return "the fused loss, which keeps no logits; then fused pieces or torch.compile"
+            return f"the fused loss, which keeps no logits; then {passes}"
         if plain:
-            return "fused pieces or torch.compile: fewer passes over the activations"
+            return f"{passes}: fewer passes over the activations"
         if logits:
             return "the fused loss, which keeps no logits"
         if form.autocast and not form.narrow_stream:
@@ -260,11 +261,12 @@ def remedy(cause: Cause, fall: Fall) -> str:
             return "a larger batch"
         return "fewer launches: a CUDA graph of the step, torch.compile, a larger batch"
     if cause == "optimizer":
-        if w.optimizer in WITHIN_BACKWARD:
+        in_one_pass = w.optimizer in ("torch-fused", "stepscope-fused")
+        if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not fall.on_device):
             return "a larger batch: an update does not grow with it"
-        if w.optimizer in ("torch-fused", "stepscope-fused"):
+        if in_one_pass:
             return "updates beside the backward: stepscope-in-backward"
-        return "AdamW in one pass: stepscope-fused or torch-fused"
+        return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
     return {
         "recomputation": "checkpointing fewer blocks, as far as memory allows",
         "communication": "sending while the backward goes on, in larger buckets",
