@@ -12,7 +12,8 @@ from command_line import CommandLine
 from stepscope.analysis.trace.summary import Summary, decode
 from stepscope.errors import first_cause
 from stepscope.records.schema import Series
-from stepscope.studies.base import Measurement
+from stepscope.studies.base import CaseSkipped, Measurement
+from stepscope.studies.captured import CapturedStep
 from stepscope.studies.profile.experiments import graph_replay, run_phases
 from stepscope.studies.registry import find_study
 from stepscope.studies.training_step import TrainingStep
@@ -134,6 +135,8 @@ def test_a_capture_that_fails_takes_nothing_from_what_follows() -> None:
         graph_replay(step, device)
     assert "captur" in first_cause(caught.value)
     torch.rand(1, device="cuda")
+    with pytest.raises(CaseSkipped, match=r"cannot be a CUDA graph: .*captur"):
+        CapturedStep(step, device)
     # A step whose graph is still held must not get into the way of the next capture.
     step = TrainingStep(workload, device)
     run_phases(step.phases())
