@@ -24,7 +24,7 @@ from stepscope.model.kernels.norm import Normed, normed_sum
 from stepscope.model.kernels.products import add_product, product, product_back, wide_product
 from stepscope.model.kernels.rotary import rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
-from stepscope.model.memory import ALL
+from stepscope.model.memory import ALL, NORMS
 
 Call = Callable[[], object]
 NARROW = torch.bfloat16
@@ -239,7 +239,8 @@ def passes(setting: Setting) -> Call:
         made.norm(x, branch, weight)
         grads = [grad_read] * len(made.outputs) + _heads(grad_parts, config.n_heads) * len(parts)
         torch.autograd.grad(made.outputs + turned, made.leaves, grads)
-        made.norms_again()
+        if setting.keep != NORMS:
+            made.norms_again()
         for gate in reversed(gates):
             remade = torch.empty_like(grad_gated) if again else None
             gated_back(grad_gated, gate, torch.empty_like(gate), remade)

@@ -34,7 +34,7 @@ def device() -> CudaDevice:
 
 
 @pytest.mark.parametrize("part", energy_by_part.PARTS, ids=lambda part: part.name)
-@pytest.mark.parametrize("keep", ["all", "gates"])
+@pytest.mark.parametrize("keep", ["all", "norms", "gates"])
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
 def test_every_part_is_captured_and_replayed(
     part: energy_by_part.Part, keep: str, gradients: torch.dtype, device: CudaDevice

@@ -146,7 +146,7 @@ JOINED = {"fused": True, "joined": True}
 @pytest.mark.parametrize("optimizer", ["stepscope-fused", "stepscope-in-backward"])
 @pytest.mark.parametrize(
     "form",
-    [{"fused": True}, *(JOINED | {"keep": keep} for keep in ("all", "gates", "inputs-6"))],
+    [{"fused": True}, *(JOINED | {"keep": keep} for keep in ("all", "norms", "gates", "inputs-6"))],
     ids=lambda form: form.get("keep", "fused"),
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-pure"])

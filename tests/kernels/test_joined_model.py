@@ -19,7 +19,7 @@ from stepscope.model.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.model.kernels.products import joined_product, wide_product
 from stepscope.model.kernels.rotary import plain_rotate, rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
-from stepscope.model.memory import ALL, GATES, INPUTS, KEEPS, kept
+from stepscope.model.memory import INPUTS, KEEPS, kept
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 ON_GPU = torch.cuda.is_available()
@@ -114,7 +114,8 @@ def test_less_is_kept() -> None:
         return sum(size for place, size in held.items() if place not in weights)
 
     rows, width, hidden = 18, 4 * CONFIG.d_model, 4 * CONFIG.d_ff
-    everything, gates, inputs = (saved(keep) for keep in (ALL, GATES, INPUTS))
+    everything, norms, gates, inputs = (saved(keep) for keep in KEEPS)
+    assert everything - norms == 2 * rows * hidden
     # Of two norms and their outputs two unit rows are left, and what is gated goes.
     assert everything - gates == 2 * rows * (2 * width + hidden)
     assert gates - inputs == 2 * rows * 2 * hidden

@@ -47,8 +47,8 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     """With --fused: one product where several read the same input, from kept copies of weights."""
     keep: str = ALL
-    """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
-    inputs-12 (inputs in the first twelve blocks)."""
+    """With --joined, for the backward: all, norms (what is gated is made again), gates (norms too),
+    inputs (gates too), or inputs-12 (inputs in the first twelve blocks)."""
     graph: bool = False
     """The whole step as CUDA graphs."""
     checkpoint: str = NONE

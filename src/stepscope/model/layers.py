@@ -32,7 +32,7 @@ from stepscope.model.kernels.norm import (
 from stepscope.model.kernels.products import joined_product
 from stepscope.model.kernels.rotary import plain_rotate, rotated_heads_, rotated_parts_
 from stepscope.model.kernels.swiglu import swiglu
-from stepscope.model.memory import ALL
+from stepscope.model.memory import ALL, NORMS
 from stepscope.ranges import named
 
 
@@ -104,7 +104,10 @@ class RMSNorm(nn.Module):
 
     def for_products(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
         """x with the branch, where there is one, and its norm for a joined product."""
-        return normed_sum(x, branch, self.weight, self.eps, product_format(x), units=keep != ALL)
+        stream, normed = normed_sum(
+            x, branch, self.weight, self.eps, product_format(x), units=keep != ALL
+        )
+        return stream, Normed(normed.value) if keep == NORMS else normed
 
 
 class RotaryEmbedding(nn.Module):

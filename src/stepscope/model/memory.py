@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from stepscope.errors import UsageError
 
-ALL, GATES, INPUTS = "all", "gates", "inputs"
-KEEPS = (ALL, GATES, INPUTS)
-"""`all`; `gates`: norms and what is gated are made again, by one pass each; `inputs`: the gates of
-the feed-forward as well, by one product."""
+ALL, NORMS, GATES, INPUTS = "all", "norms", "gates", "inputs"
+KEEPS = (ALL, NORMS, GATES, INPUTS)
+"""`all`; `norms`: what is gated is made again on the way, and of the stream its unit rows are kept;
+`gates`: norms are made again too, by one pass each; `inputs`: the gates of the feed-forward as
+well, by one product."""
 
 
 def kept(strategy: str, layers: int) -> tuple[str, ...]:

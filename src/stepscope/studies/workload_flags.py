@@ -57,8 +57,8 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     """With --fused: one product where several read the same input, from kept copies of weights."""
     keep: str = ALL
-    """With --joined, for the backward: all, gates (norms are made again), inputs (gates too), or
-    inputs of the first blocks, such as inputs-12."""
+    """With --joined, for the backward: all, norms (what is gated is made again), gates (norms too),
+    inputs (gates too), or inputs of the first blocks, such as inputs-12."""
     searched: bool = False
     """With --joined, on a GPU: of the kernels that cuBLAS has for a product the one that is fastest
     here, tried out in the first step, which takes up to half a minute."""

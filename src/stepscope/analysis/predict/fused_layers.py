@@ -12,7 +12,7 @@ from stepscope.analysis.predict.layers import Layers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
-from stepscope.model.memory import ALL, INPUTS
+from stepscope.model.memory import ALL, INPUTS, NORMS
 from stepscope.records.memory import WEIGHT_COPIES
 
 WARPS_TO_A_PROCESSOR = 32
@@ -138,14 +138,19 @@ class JoinedLayers(FusedLayers):
         """On a stream whose last branch is not yet added; gives such a stream."""
         tape = self.ops.tape
         first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
-        units = keep != ALL
         with tape.inside("norm"):
-            x, read = self.normed_sum(x, branch, first_norm, units)
+            x, read = self._for_products(x, branch, first_norm, keep)
         branch = self._joined_attention(read, (query, key, value), output)
         with tape.inside("norm"):
-            x, read = self.normed_sum(x, branch, second_norm, units)
+            x, read = self._for_products(x, branch, second_norm, keep)
         with tape.inside("feed-forward"):
             return x, self._joined_feed_forward(read, w1, w3, w2, keep)
+
+    def _for_products(
+        self, x: Value, branch: Value | None, weight: Value, keep: str
+    ) -> tuple[Value, Normed]:
+        stream, normed = self.normed_sum(x, branch, weight, units=keep != ALL)
+        return stream, Normed(normed.value) if keep == NORMS else normed
 
     def _joined_attention(self, x: Normed, weights: Sequence[Value], output: Value) -> Value:
         tape = self.ops.tape

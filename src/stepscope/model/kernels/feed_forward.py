@@ -1,8 +1,9 @@
 """A whole SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one operation.
 
 One product makes gate and up side by side, and one kernel makes their gradients in the same layout.
-What is kept for the backward is a choice: `all` keeps what is gated too, `gates` makes it again on
-the way, for one write of it, and `inputs` keeps neither, for the first product once more.
+What is kept for the backward is a choice: `all` keeps what is gated too, `norms` and `gates` make
+it again on the way, for one write of it, and `inputs` keeps neither, for the first product once
+more.
 """
 
 from __future__ import annotations

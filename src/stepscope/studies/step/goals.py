@@ -11,7 +11,7 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.model.memory import ALL, GATES, INPUTS
+from stepscope.model.memory import ALL, GATES, INPUTS, NORMS
 from stepscope.studies.step.ladder import start
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD
@@ -169,6 +169,8 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
         return
     keep = ALL if wanted.memory is None else GATES
     yield _racer("ours", beside, keep=keep, graph=True)
+    if wanted.memory is not None:
+        yield _racer("ours", beside, keep=NORMS, graph=True, searched=True)
     for attention in ("auto", wanted.other_attention):
         yield _racer("ours", beside, keep=keep, graph=True, searched=True, attention=attention)
     yield _racer("ours", joined, keep=keep, graph=True)
