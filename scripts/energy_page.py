@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_parts import commits_of
+
 from stepscope.analysis.energy_parts import (
     PARTS,
     PEERS_PRODUCTS,
@@ -29,13 +31,11 @@ def energy_section(results: Path) -> Iterator[str]:
         return
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found, here = accounts(lines), lines[0]
-    commits = dict.fromkeys(line["commit"][:12] for line in lines)
     yield "## Where the joules go"
     yield (
         f"`python benchmarks/energy_by_part.py --out results/{RECORDS}` on {here['device']}, torch"
-        f" {here['torch']}, commit{'s' * (len(commits) != 1)}"
-        f" {', '.join(f'`{commit}`' for commit in commits)}: each part of our step on its own, as a"
-        " graph that is replayed without a pause, and the whole step."
+        f" {here['torch']}, {commits_of(line['commit'] for line in lines)}: each part of our step"
+        " on its own, as a graph that is replayed without a pause, and the whole step."
     )
     said = [text for account in found for text in _findings(account)]
     if said:

@@ -24,13 +24,13 @@ def origin(name: str, records: Sequence[Record]) -> str:
     known = ", ".join(f"{what} {version}" for what, version in versions.items() if version)
     return (
         f"`results/{name}`, {len(records)} record{'s' * (len(records) != 1)}, {here.device_name},"
-        f" {known}, {_commits(records)}."
+        f" {known}, {commits_of(str(record.environment.commit) for record in records)}."
     )
 
 
-def _commits(records: Sequence[Record]) -> str:
+def commits_of(commits: Iterable[str]) -> str:
     """Parts of a file may have been recorded at different times."""
-    found = dict.fromkeys(str(record.environment.commit)[:12] for record in records)
+    found = dict.fromkeys(commit[:12] for commit in commits)
     return f"commit{'s' * (len(found) != 1)} " + ", ".join(f"`{commit}`" for commit in found)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_parts import commits_of
+
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.text import markdown
@@ -16,12 +18,12 @@ _OURS, _COMPILED = "ours", "compiled"
 
 Line = dict[str, Any]
 
-_KEPT = (
-    "Two are kept that are no faster than compiled ones. SwiGLU is what the joined feed-forward"
-    " runs. The gradient of the embedding adds in a fixed order, so its bits repeat; the compiled"
-    " one adds atomically, and theirs change from run to run. Where nothing is compiled, torch's"
-    " own is the one that it replaces."
-)
+_KEPT_FOR = {
+    "embedding": "its gradient is added up in a fixed order, so its bits repeat, where the compiled"
+    " one adds atomically; without a compiler it takes the place of torch's own.",
+    "swiglu": "the joined feed-forward runs it.",
+}
+"""Why a kernel stays that is not everywhere faster than what the compiler makes."""
 
 
 def pieces_section(results: Path) -> Iterator[str]:
@@ -33,16 +35,13 @@ def pieces_section(results: Path) -> Iterator[str]:
     for line in lines:
         races.setdefault((line["piece"], line["shape"]), []).append(line)
     here = lines[0]
-    commits = dict.fromkeys(line["commit"][:12] for line in lines)
     yield "## Each piece alone"
     yield (
         f"`python benchmarks/fused_pieces.py --out results/{RECORDS}` on {here['device']}, torch"
-        f" {here['torch']}, commit{'s' * (len(commits) != 1)}"
-        f" {', '.join(f'`{commit}`' for commit in commits)}: forward and backward together, all"
-        " ways in turns, the device's time alone."
+        f" {here['torch']}, {commits_of(line['commit'] for line in lines)}: forward and backward"
+        " together, all ways in turns, the device's time alone."
     )
     yield "\n".join(f"- {said}" for said in _findings(list(races.values())))
-    yield _KEPT
     yield markdown(_table(list(races.values()))).strip()
 
 
@@ -63,7 +62,9 @@ def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
         }
         if found:
             told = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in found.items())
-            yield f"{piece}: compiled, it takes {told} times as long as ours."
+            slower = any(ratio.low <= 1 for ratio in found.values())
+            why = f" It stays: {_KEPT_FOR[piece]}" if slower and piece in _KEPT_FOR else ""
+            yield f"{piece}: compiled, it takes {told} times as long as ours.{why}"
 
 
 def _table(races: Sequence[Sequence[Line]]) -> Table:

@@ -77,10 +77,14 @@ def test_the_account_closes_and_the_prediction_holds(mode: str, dtype: str, atte
     "PYTEST_XDIST_WORKER" in os.environ,
     reason="the driver counts what all processes hold: run it without -n",
 )
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 @pytest.mark.parametrize("mode", ["forward", "train-step"])
-def test_the_driver_s_memory_is_the_context_and_the_allocator_s(mode: str, dtype: str) -> None:
-    held = {name: quantity.value for name, quantity in measured(mode, dtype).quantities.items()}
+def test_the_driver_s_memory_is_the_context_and_the_allocator_s(
+    mode: str, dtype: str, attention: str
+) -> None:
+    done = measured(mode, dtype, attention)
+    held = {name: quantity.value for name, quantity in done.quantities.items()}
     rest = held["driver_bytes"] - held["context_bytes"] - held["reserved_bytes"]
     assert abs(rest) <= 0.01 * held["peak_bytes"]
 

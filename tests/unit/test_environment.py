@@ -193,7 +193,7 @@ def test_a_gpu_that_triton_does_not_know_has_none_of_its_kernels(
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
     old, new = (lacks(fake_gpu(monkeypatch, *version)) for version in ((6, 1), (7, 0)))
     for need in ("compiler", "kernels"):
-        assert "has compute capability 6.1, it runs from 7.0 on" in old[need]
+        assert "has compute capability 6.1, Triton runs from 7.0 on" in old[need]
     assert not {"compiler", "kernels"} & set(new)
 
 

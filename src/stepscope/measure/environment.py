@@ -70,7 +70,7 @@ def _without_triton(device: Device) -> str:
         return "pip install triton"
     if device.capability < _TRITON_FROM:
         have, need = (".".join(map(str, version)) for version in (device.capability, _TRITON_FROM))
-        return f"{device.name} has compute capability {have}, it runs from {need} on"
+        return f"{device.name} has compute capability {have}, Triton runs from {need} on"
     return ""
 
 

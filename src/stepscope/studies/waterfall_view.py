@@ -4,7 +4,7 @@ recovers it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,7 +68,8 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
             picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
             for place, fall in enumerate(shown, start=1)
         ),
-        *_tables(falls, name),
+        _times_table(falls, name),
+        _shares_table(falls, name),
     )
 
 
@@ -125,30 +126,31 @@ def _group(cause: Cause) -> str:
     return "not explained" if cause == "unattributed" else "lost"
 
 
-def _tables(falls: Sequence[Fall], name: str) -> Iterator[Table]:
-    yield _table(falls, name)
-    shares = Table(
+def _shares_table(falls: Sequence[Fall], name: str) -> Table:
+    def row(fall: Fall) -> tuple[Cell, ...]:
+        water, w = fall.water, fall.workload
+        parts = (water.ideal_ms, *(water.parts[cause] for cause in CAUSES))
+        return (w.name, w.mode, *(ms / water.measured_ms for ms in parts))
+
+    table = Table(
         name=f"{name}-waterfall-shares",
         title="The same as shares of the measured time",
         columns=(
             Column(title="step"),
             Column(title="mode"),
             Column(title="ideal", kind="percent"),
-            *(Column(title=_SHORT_NAMES.get(cause, cause), kind="percent") for cause in CAUSES),
+            *_cause_columns(kind="percent"),
         ),
-        rows=tuple(
-            (
-                fall.workload.name, fall.workload.mode,
-                *(ms / fall.water.measured_ms
-                  for ms in (fall.water.ideal_ms, *(fall.water.parts[c] for c in CAUSES))),
-            )
-            for fall in falls
-        ),
-    )  # fmt: skip
-    yield _without_idle_columns(shares)
+        rows=tuple(row(fall) for fall in falls),
+    )
+    return _without_idle_columns(table)
 
 
-def _table(falls: Sequence[Fall], name: str) -> Table:
+def _cause_columns(**how: Any) -> Iterator[Column]:
+    return (Column(title=_SHORT_NAMES.get(cause, cause), **how) for cause in CAUSES)
+
+
+def _times_table(falls: Sequence[Fall], name: str) -> Table:
     def row(fall: Fall) -> tuple[Cell, ...]:
         water, w = fall.water, fall.workload
         found = water.largest()
@@ -167,7 +169,7 @@ def _table(falls: Sequence[Fall], name: str) -> Table:
             Column(title="measured", kind="number", unit="ms"),
             Column(title="ideal", kind="number", unit="ms"),
             Column(title="of the limit", kind="percent", hint="ideal over measured"),
-            *(Column(title=_SHORT_NAMES.get(c, c), kind="number", unit="ms") for c in CAUSES),
+            *_cause_columns(kind="number", unit="ms"),
             Column(title="largest"),
             Column(title="what recovers it"),
         ),

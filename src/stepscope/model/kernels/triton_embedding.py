@@ -94,8 +94,7 @@ def backward(tokens: Tensor, grad: Tensor, rows: int, dtype: torch.dtype) -> Ten
     token_places_kernel[(triton.cdiv(n, _PLACED),)](
         tokens, listed, ranges, n, rows, PLACED=_PLACED, COMPARED=_COMPARED
     )
-    widths = [min(triton.next_power_of_2(d), most) for most in (_WIDEST, _OFTEN_WIDEST)]
-    block, often_block = widths
+    block, often_block = (min(triton.next_power_of_2(d), most) for most in (_WIDEST, _OFTEN_WIDEST))
     programs = rows * triton.cdiv(d, block) + triton.cdiv(n, _OFTEN) * triton.cdiv(d, often_block)
     embedding_backward_kernel[(programs,)](
         tokens, grad, listed, ranges, out, n, d, AT_ONCE=_AT_ONCE, BLOCK=block,

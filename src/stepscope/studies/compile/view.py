@@ -136,7 +136,8 @@ def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
     if not eager:
         return
     still = [row for row in eager if row.host_bound("compiled")]
-    ends = {number(pick(map(_step_gain, eager)), 3): None for pick in (min, max)}
+    gains = [_step_gain(row) for row in eager]
+    ends = dict.fromkeys(number(end, 3) for end in (min(gains), max(gains)))
     text = (
         f"In {len(eager)} of {len(timed)} cases the device waits for the host when eager: what"
         f" compiling changes there is what the host takes to launch ({' to '.join(ends)} times)"
