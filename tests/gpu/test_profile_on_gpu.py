@@ -68,8 +68,10 @@ def test_the_ledger_closes_and_kernels_are_attributed(
     assert summary.shares.launch >= 0.99
     if mode == "train-step":
         assert summary.shares.backward_module >= 0.95
-    # Kernels take as long with the profiler as without it: busy time cannot exceed the timer's.
-    assert summary.busy_ms <= median(found, "step", "host") * 1.1
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # Kernels take as long with the profiler as without it: busy time cannot exceed the timer's,
+        # where no other process has the device meanwhile.
+        assert summary.busy_ms <= median(found, "step", "host") * 1.1
 
 
 def test_the_host_limits_a_small_step_and_a_graph_shows_it(
