@@ -12,7 +12,6 @@ import torch
 from step_records import tiny_race_config
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.model.kernels import search
-from stepscope.model.kernels.cublaslt import Plan, Product
 from stepscope.model.kernels.search import multiplied_into, searched_products
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
@@ -251,25 +250,6 @@ def test_a_searched_product_is_torch_s(
         assert ((out.double() - exact).norm() / exact.norm()) == error
         assert not multiplied_into(room[:, 250:506], a, b), "the address is not aligned"
         assert not multiplied_into(room[:192, 256:], a[::2, ::2], b[::2])
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["same format", "float32"])
-def test_kernels_that_cublas_does_not_name_are_right(wide: bool) -> None:
-    a, b = (torch.randn(1600, 1600, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty(1600, 1600, device="cuda", dtype=torch.float32 if wide else a.dtype)
-    product = Product.of(a, b.T, out)
-    assert product is not None
-    plan = Plan(product, out.device)
-    named = plan.kernels()
-    most = search.MOST_WAVES * min(kernel.waves for kernel in named)
-    others = [kernel for kernel in plan.others(named[0]) if kernel.waves <= most]
-    assert len(others) > 2 * len(named)
-    exact = (a.double() @ b.T.double()).float()
-    for kernel in others:
-        out.fill_(float("nan"))
-        plan.launch(kernel, a, b.T, out)
-        error = float((out.float() - exact).norm() / exact.norm())
-        assert error < (1e-5 if wide else 3e-3), error
 
 
 def test_gradients_that_an_optimizer_has_not_seen_stop_a_capture() -> None:

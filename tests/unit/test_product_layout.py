@@ -59,40 +59,24 @@ def test_on_a_cpu_nothing_is_searched() -> None:
 
 
 class NamedKernels:
-    """A plan whose kernels take what `took` says, in a burst and for long. A kernel's work space
-    is its number; those beyond the named ones have so many waves."""
+    """A plan whose kernels take what `took` says, in a burst and for long."""
 
-    def __init__(
-        self,
-        took: list[tuple[float, float]],
-        monkeypatch: pytest.MonkeyPatch,
-        waves: tuple[float, ...] = (),
-    ) -> None:
-        named = len(took) - len(waves)
-        made = [
-            Kernel((number,), number, waves=float(held))
-            for number, held in enumerate([4.0] * named + list(waves))
-        ]
-        self.named, self.beyond = made[:named], made[named:]
-        self.all = made
+    def __init__(self, took: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.named = [Kernel(waves=number) for number in range(len(took))]
         self.sustained: set[int] = set()
 
         def timed(kernel: Kernel, _: object, launches: int) -> float:
-            burst, long = took[kernel.workspace]
+            burst, long = took[int(kernel.waves)]
             if launches <= search.MOST_LAUNCHES:
                 return burst
-            self.sustained.add(kernel.workspace)
+            self.sustained.add(int(kernel.waves))
             return long
 
         monkeypatch.setattr(search, "_timed", timed)
         monkeypatch.setattr(search, "Plan", lambda *_: self)
 
     def kernels(self) -> list[Kernel]:
-        return list(self.named)
-
-    def others(self, like: Kernel) -> list[Kernel]:
-        assert like is self.named[0]
-        return [*self.named, *self.beyond]
+        return self.named
 
 
 @pytest.mark.parametrize(
@@ -120,51 +104,6 @@ def test_the_kernel_that_is_taken(
     found = search._search(product, a, b, out)
     assert found == (None if expected is None else (plan, plan.named[expected]))
     assert plan.sustained == sustained
-
-
-@pytest.mark.parametrize(
-    ("took", "waves", "expected", "sustained"),
-    [
-        ([(1.0, 1.2), (0.9, 1.1), (0.95, 1.0)], (3.0,), 2, {0, 1, 2}),
-        ([(1.0, 1.2), (0.5, 0.5)], (9.0,), None, set()),
-        ([(1.0, 1.2), (0.9, 1.3), (0.8, 0.9), (0.85, 0.8), (0.87, 0.1)], (5.0,) * 3, 3, {0, 2, 3}),
-    ],
-    ids=["one that is not named", "many small tiles", "two of a size of tile"],
-)
-def test_of_heavy_products_kernels_are_tried_that_cublas_does_not_name(
-    took: list[tuple[float, float]],
-    waves: tuple[float, ...],
-    expected: int | None,
-    sustained: set[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = NamedKernels(took, monkeypatch, waves)
-    a, b, out = (torch.empty(2048, 2048, dtype=torch.float16) for _ in range(3))
-    product = Product.of(a, b, out)
-    assert product is not None
-    found = search._search(product, a, b, out)
-    assert found == (None if expected is None else (plan, plan.all[expected]))
-    assert plan.sustained == sustained
-
-
-def test_only_the_fastest_run_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = [(1.0 + number / 1000, 1.0) for number in range(40)]
-    plan = NamedKernels(took, monkeypatch, tuple(4 + number / 100 for number in range(32)))
-    a, b, out = (torch.empty(2048, 2048, dtype=torch.float16) for _ in range(3))
-    product = Product.of(a, b, out)
-    assert product is not None
-    assert search._search(product, a, b, out) is None
-    assert plan.sustained == set(range(1 + search.MOST_SUSTAINED))
-
-
-def test_the_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = NamedKernels([(1.0, 1.0), (0.5, 0.5)], monkeypatch, (4.0,))
-    monkeypatch.setattr(search, "SCREEN_S", -1.0)
-    a, b, out = (torch.empty(2048, 2048, dtype=torch.float16) for _ in range(3))
-    product = Product.of(a, b, out)
-    assert product is not None
-    assert search._search(product, a, b, out) is None
-    assert not plan.sustained
 
 
 def test_a_product_that_cublas_does_not_make_is_left_to_torch(

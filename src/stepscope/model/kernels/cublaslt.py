@@ -1,16 +1,14 @@
 """cuBLASLt through its C interface, as far as products of 16-bit matrices need it.
 
 torch takes the first kernel that cuBLAS's rules name for a product. Here all that they name can be
-had, and those that it has besides, and each of them be launched. cuBLAS reads matrices by columns:
-what lies in memory by rows is its transpose to it, so it is asked for outᵀ = bᵀ aᵀ.
+had, and each of them be launched. cuBLAS reads matrices by columns: what lies in memory by rows is
+its transpose to it, so it is asked for outᵀ = bᵀ aᵀ.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +25,6 @@ _MAPS = Path("/proc/self/maps")
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _SUMS_IN_FLOAT32 = 68
 _TRANSPOSE_LEFT, _TRANSPOSE_RIGHT, _MOST_WORKSPACE = 3, 4, 1
-_CLUSTERS = range(2, 13)
-"""cuBLAS's numbers for clusters of one to eight blocks."""
-_HAS_TILES, _HAS_VARIANTS = 6, 7
-_TILE, _VARIANT, _CLUSTER = (1, ctypes.c_uint32), (5, ctypes.c_uint32), (8, ctypes.c_uint16)
 
 
 class Matrix(NamedTuple):
@@ -80,8 +74,7 @@ def _by_columns(x: Tensor) -> Matrix | None:
 
 
 class Kernel(ctypes.Structure):
-    """What cuBLAS names: opaque, but for the work space that it needs and how often its tiles
-    fill the device."""
+    """What cuBLAS names: opaque, but for the work space that it needs."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -119,14 +112,6 @@ class Plan:
         )  # fmt: skip
         return [kernel for kernel in named[: count.value] if kernel.state == 0]
 
-    def others(self, like: Kernel) -> Iterator[Kernel]:
-        """Those that cuBLAS accepts without naming them: other tiles, clusters and variants."""
-        for tile, cluster, variant in product(self._tiles(like), _CLUSTERS, self._variants(like)):
-            kernel = Kernel.from_buffer_copy(like)
-            wanted = ((_TILE, tile), (_CLUSTER, cluster), (_VARIANT, variant))
-            if all(self._set(kernel, *each) for each in wanted) and self._accepts(kernel):
-                yield kernel
-
     def launch(self, kernel: Kernel, a: Tensor, b: Tensor, out: Tensor) -> None:
         """On the current stream. The work space goes back to torch's allocator at once: whoever
         gets it next comes later on the same stream."""
@@ -142,39 +127,6 @@ class Plan:
             ctypes.byref(kernel.algorithm), ctypes.c_void_p(space.data_ptr()),
             ctypes.c_size_t(kernel.workspace), ctypes.c_void_p(stream),
         )  # fmt: skip
-
-    def _tiles(self, kernel: Kernel) -> list[int]:
-        size = ctypes.c_size_t()
-        ask = self._library.cublasLtMatmulAlgoCapGetAttribute
-        algorithm = ctypes.byref(kernel.algorithm)
-        if ask(algorithm, _HAS_TILES, None, ctypes.c_size_t(0), ctypes.byref(size)):
-            return []
-        held = (ctypes.c_uint32 * (size.value // ctypes.sizeof(ctypes.c_uint32)))()
-        failed = ask(algorithm, _HAS_TILES, *_value(held), ctypes.byref(size))
-        return [] if failed else list(held)
-
-    def _variants(self, kernel: Kernel) -> range:
-        most, size = ctypes.c_int32(), ctypes.c_size_t()
-        ask = self._library.cublasLtMatmulAlgoCapGetAttribute
-        algorithm = ctypes.byref(kernel.algorithm)
-        failed = ask(algorithm, _HAS_VARIANTS, *_value(most), ctypes.byref(size))
-        return range(1 if failed else most.value + 1)
-
-    def _set(self, kernel: Kernel, attribute: tuple[int, Any], value: int) -> bool:
-        number, kind = attribute
-        change = self._library.cublasLtMatmulAlgoConfigSetAttribute
-        return not change(ctypes.byref(kernel.algorithm), number, *_value(kind(value)))
-
-    def _accepts(self, kernel: Kernel) -> bool:
-        """And learns its work space and waves."""
-        left, right, out = self._layouts
-        found = Kernel()
-        failed = self._library.cublasLtMatmulAlgoCheck(
-            self._handle, self._form, left, right, out, out,
-            ctypes.byref(kernel.algorithm), ctypes.byref(found),
-        )  # fmt: skip
-        kernel.workspace, kernel.waves = found.workspace, found.waves
-        return not failed and not found.state and found.workspace <= WORKSPACE
 
     def _layout(self, matrix: Matrix) -> ctypes.c_void_p:
         return self._made(

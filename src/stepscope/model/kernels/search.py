@@ -1,20 +1,17 @@
 """Of the kernels that cuBLAS has for a product, the one that is fastest here.
 
 torch takes the first that cuBLAS's rules name. As `torch.backends.cudnn.benchmark` does for
-convolutions, all of them are tried where a shape is first met, and the fastest serves from then
-on. So it is for steps whose shapes stay. For heavy products cuBLAS is asked for kernels beyond
-those that it names too, and they are tried for as long as the power cap needs to act: what is
-fastest in a burst need not take the least energy. That takes up to ten seconds for each. In a
+convolutions, all of them are tried where a shape is first met, for up to four seconds, and the
+fastest serves from then on. So it is for steps whose shapes stay. Heavy products are tried for as
+long as the power cap needs to act: what is fastest in a burst need not take the least energy. In a
 capture nothing can be tried: run a step before it.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,13 +20,9 @@ from stepscope.model.kernels.cublaslt import ALIGNMENT, Kernel, Plan, Product
 
 ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 32
 """Of each kernel so many samples, of as many launches as take that long together."""
-HEAVY_FLOPS = 1e10
-"""Products from this size on draw all the power that a GPU may take."""
-SCREEN_S, MOST_WAVES, BEYOND, ALIKE = 2.0, 2.0, 10, 2
-"""Kernels that are not named are screened for so long, if their tiles are at most so many times as
-many as those of the named one with the largest. So many go on, of each size of tile so many."""
-NEAR, MOST_SUSTAINED = 1.1, 6
-"""Those go on that take at most this times as long as the fastest, up to so many."""
+HEAVY_FLOPS, NEAR = 1e10, 1.1
+"""Products from this size on draw all the power that a GPU may take. Of them those kernels go on
+that take at most this times as long as the fastest."""
 SUSTAINED_ROUNDS, SUSTAINED_MS = 2, 240.0
 GAIN = 0.985
 """What takes less than this of the time of torch's choice takes its place."""
@@ -37,7 +30,6 @@ _AHEAD_CYCLES = 500_000
 """The device waits so long before launches are timed: the host is then ahead of it."""
 _HALF = (torch.float16, torch.bfloat16)
 
-Launch = Callable[[Kernel], None]
 Choice = tuple[Plan, Kernel] | None
 """None where torch's own is as fast."""
 _chosen: dict[tuple[torch.device, Product], Choice] = {}
@@ -97,56 +89,32 @@ def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:
     def launch(kernel: Kernel) -> None:
         plan.launch(kernel, a, b, into)
 
-    heavy = product.flops >= HEAVY_FLOPS
     try:
         kernels = plan.kernels()
         once = [_timed(kernel, launch, 1) for kernel in kernels]
     except RuntimeError:
         return None
-    if heavy and kernels:
-        kernels += _beyond(plan, kernels, launch)
     if len(kernels) < 2:
         return None
     each = max(1, min(MOST_LAUNCHES, int(SAMPLE_MS / min(once))))
     took = _medians(kernels, launch, each, ROUNDS)
-    if heavy:
-        order = sorted(range(1, len(kernels)), key=took.__getitem__)
-        near = [n for n in order if took[n] < NEAR * min(took)][:MOST_SUSTAINED]
-        kernels = [kernels[n] for n in (0, *near)]
+    if product.flops >= HEAVY_FLOPS:
+        usual, *others = zip(kernels, took, strict=True)
+        near = [usual[0], *(kernel for kernel, ms in others if ms < NEAR * min(took))]
         launches = int(SUSTAINED_MS / min(took)) + 1
-        took = _medians(kernels, launch, launches, SUSTAINED_ROUNDS)
+        kernels, took = near, _medians(near, launch, launches, SUSTAINED_ROUNDS)
     best = min(took)
     return (plan, kernels[took.index(best)]) if best < GAIN * took[0] else None
 
 
-def _beyond(plan: Plan, named: list[Kernel], launch: Launch) -> list[Kernel]:
-    """Of the kernels that cuBLAS has and does not name, those that are fastest in a burst."""
-    most = MOST_WAVES * min(kernel.waves for kernel in named)
-    held = {bytes(kernel.algorithm) for kernel in named}
-    others = [k for k in plan.others(named[0]) if k.waves <= most]
-    until = time.perf_counter() + SCREEN_S
-    took: list[tuple[float, Kernel]] = []
-    for kernel in sorted(others, key=lambda k: k.waves):
-        if time.perf_counter() > until:
-            break
-        if bytes(kernel.algorithm) not in held:
-            with suppress(RuntimeError):
-                took.append((_timed(kernel, launch, 2), kernel))
-    found: list[Kernel] = []
-    alike: Counter[float] = Counter()
-    for _, kernel in sorted(took, key=lambda pair: pair[0]):
-        alike[kernel.waves] += 1
-        if alike[kernel.waves] <= ALIKE and len(found) < BEYOND:
-            found.append(kernel)
-    return found
-
-
-def _medians(kernels: list[Kernel], launch: Launch, launches: int, rounds: int) -> list[float]:
+def _medians(
+    kernels: list[Kernel], launch: Callable[[Kernel], None], launches: int, rounds: int
+) -> list[float]:
     samples = [[_timed(kernel, launch, launches) for kernel in kernels] for _ in range(rounds)]
     return [statistics.median(times) for times in zip(*samples, strict=True)]
 
 
-def _timed(kernel: Kernel, launch: Launch, launches: int) -> float:
+def _timed(kernel: Kernel, launch: Callable[[Kernel], None], launches: int) -> float:
     """Milliseconds of a launch, in the second half of so many."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
