@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -37,6 +39,38 @@ class TestInBackward:
         torch.testing.assert_close(
             self.trained(InBackwardAdamW), self.trained(FusedAdamW), rtol=2e-5, atol=1e-7
         )
+
+    def test_what_nobody_needs_is_let_go(self) -> None:
+        layer = nn.Linear(4, 4, device=DEVICE)
+        optimizer = InBackwardAdamW(layer.parameters())
+        layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
+        optimizer.step()
+        weight = weakref.ref(layer.weight)
+        del layer, optimizer
+        gc.collect()
+        assert weight() is None
+
+    def test_without_its_optimizer_a_layer_keeps_its_gradients(self) -> None:
+        layer = nn.Linear(4, 4, device=DEVICE)
+        optimizer = InBackwardAdamW(layer.parameters())
+        before = layer.weight.detach().clone()
+        del optimizer
+        gc.collect()
+        layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
+        assert layer.weight.grad is not None
+        torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_rates_that_change_after_a_state_was_loaded_count(self, dtype: torch.dtype) -> None:
+        """In a format that the kernel takes, and in one that it does not."""
+        layer = nn.Linear(4, 4, device=DEVICE, dtype=dtype)
+        optimizer = InBackwardAdamW(layer.parameters(), lr=0.1)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = layer.weight.detach().clone()
+        layer(torch.ones(2, 4, device=DEVICE, dtype=dtype)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
 
     def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
         """Torch would raise: a backward finds its weights as its forward left them."""
@@ -104,9 +138,10 @@ class TestInBackward:
 
     def test_no_gradient_outlives_the_backward(self) -> None:
         subject = model()
-        InBackwardAdamW(subject.parameters())
+        optimizer = InBackwardAdamW(subject.parameters())
         cross_entropy(subject(batch()[0]), batch()[1]).backward()
         assert all(p.grad is None for p in subject.parameters())
+        assert optimizer.updated == len(list(subject.parameters()))
 
     def test_it_listens_only_while_attached(self) -> None:
         weight = nn.Parameter(draw(3, 4))

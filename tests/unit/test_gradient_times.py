@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -114,9 +116,21 @@ def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
         pace.wait(1000.0)
     assert slept == pytest.approx([1.0, 0.75, 0.75])
     assert clock.now == pytest.approx(103.25)
-    pace.put_off(2.0)
+    pace.reach()
+    clock.now += 2.0
+    pace.go_on()
     pace.wait(1000.0)
-    assert slept[-1] == pytest.approx(2.75)
+    assert slept[-1] == pytest.approx(0.75)
+
+
+def test_a_step_that_nobody_needs_is_let_go() -> None:
+    step = WaitingStep(0.0, [Due(4, "float32", 0.0)], 0.0, 0.0)
+    step.count_hooks()
+    step().backward()  # type: ignore[no-untyped-call]
+    gradient = weakref.ref(next(step.parameters()))
+    del step
+    gc.collect()
+    assert gradient() is None
 
 
 @pytest.mark.parametrize(("counted", "took"), [(False, 0.12), (True, 0.18)])

@@ -6,7 +6,7 @@ For ranks that are more than the machine's cores: what they send is real, their 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Pace:
     """A schedule: each stretch begins where the one before should have ended, late or not."""
 
     def __init__(self) -> None:
-        self._due_s = 0.0
+        self._due_s = self._reached_s = 0.0
 
     def start(self, at_s: float) -> None:
         self._due_s = at_s
@@ -37,9 +37,13 @@ class Pace:
         if left > 0:
             time.sleep(left)
 
-    def put_off(self, seconds: float) -> None:
-        """Something else took the thread for so long: all that follows is later."""
-        self._due_s += seconds
+    def reach(self) -> None:
+        """Something else has the thread from now on."""
+        self._reached_s = time.monotonic()
+
+    def go_on(self) -> None:
+        """All that follows is later by as much as it took."""
+        self._due_s += time.monotonic() - self._reached_s
 
 
 class WaitingStep(nn.Module):
@@ -61,7 +65,6 @@ class WaitingStep(nn.Module):
         super().__init__()
         self._forward_ms, self._optimizer_ms = forward_ms, optimizer_ms
         self._pace = Pace()
-        self._reached_s = 0.0
         self.held = nn.ParameterList(
             nn.Parameter(torch.zeros(due.elements, dtype=getattr(torch, due.dtype)))
             for due in gradients
@@ -75,20 +78,16 @@ class WaitingStep(nn.Module):
         self._order = sorted(range(len(gradients)), key=lambda place: gradients[place].ready_ms)
         moments = [0.0, *(gradients[place].ready_ms for place in self._order), backward_ms]
         self._gaps = [end - start for start, end in pairwise(moments)]
-        for parameter in self.held:
-            parameter.register_post_accumulate_grad_hook(self._reach)
-
-    def _reach(self, _: Tensor) -> None:
-        self._reached_s = time.monotonic()
+        self._at_each_gradient(self._pace.reach)
 
     def count_hooks(self) -> None:
         """Hooks that were registered until now put off what follows; call after wrapping."""
+        self._at_each_gradient(self._pace.go_on)
 
-        def done(_: Tensor) -> None:
-            self._pace.put_off(time.monotonic() - self._reached_s)
-
+    def _at_each_gradient(self, act: Callable[[], None]) -> None:
+        # It must not hold this module: no collector looks into the hooks of a parameter.
         for parameter in self.held:
-            parameter.register_post_accumulate_grad_hook(done)
+            parameter.register_post_accumulate_grad_hook(lambda _: act())
 
     def forward(self) -> Tensor:
         self._pace.start(time.monotonic())

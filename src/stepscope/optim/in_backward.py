@@ -16,6 +16,7 @@ widened, and half the bytes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,15 +77,16 @@ class InBackwardAdamW(FusedAdamW):
         """Parameters that the last backward reached."""
         self._attach = attach
         if attach:
-            for group in self.param_groups:
-                self._listen(group)
+            for number in range(len(self.param_groups)):
+                self._listen_on(number)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Updates happen in backwards within this, and what only they wait for is made on their
         stream: such a gradient is there for others after `step()`. Where a backward raises, what it
         had reached is updated and the rest is not; the next one is a new step."""
-        handles = [handle for group in self.param_groups for handle in self._listen(group)]
+        groups = range(len(self.param_groups))
+        handles = [handle for number in groups for handle in self._listen(number)]
         try:
             with offered(self):
                 yield
@@ -99,7 +101,7 @@ class InBackwardAdamW(FusedAdamW):
         super().add_param_group(param_group)
         # The base class adds the first groups before this one is made.
         if getattr(self, "_attach", False):
-            self._listen(self.param_groups[-1])
+            self._listen_on(len(self.param_groups) - 1)
         if getattr(self, "_crowds", None):
             self._forget_settings()
 
@@ -176,20 +178,30 @@ class InBackwardAdamW(FusedAdamW):
             for parameter in group["params"]
         )
 
-    def _listen(self, group: dict[str, Any]) -> list[Any]:
+    def _listen_on(self, number: int) -> None:
+        for handle in self._listen(number):
+            weakref.finalize(self, handle.remove)
+
+    def _listen(self, number: int) -> list[Any]:
+        hook = self._hook_of(number)
         return [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(group))
-            for parameter in group["params"]
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter in self.param_groups[number]["params"]
             if parameter.requires_grad
         ]
 
-    def _hook_of(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+    def _hook_of(self, number: int) -> Callable[[Tensor], None]:
+        # A parameter keeps its hooks where no collector looks: what they hold to, it would itself
+        # be held by for ever. And loading a state makes new groups.
+        held = weakref.ref(self)
+
         def hook(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                # It was taken as it was made.
+            optimizer = held()
+            # Without a gradient it was taken as it was made.
+            if optimizer is None or parameter.grad is None:
                 return
             with torch.no_grad():
-                self._take(parameter, parameter.grad, group)
+                optimizer._take(parameter, parameter.grad, optimizer.param_groups[number])
             parameter.grad = None
 
         return hook
