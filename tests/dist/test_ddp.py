@@ -179,6 +179,17 @@ def test_a_rank_that_skips_a_parameter_is_named() -> None:
         launch(branch_gradients, ("right", "raise"), ranks=2, limits=LIMITS)
 
 
+def one_each(world: World) -> None:
+    model = DDP(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    model.module[world.rank](torch.ones(2, 4)).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+def test_of_a_rank_only_what_it_lacks_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"has no gradient of (\d).weight, \1.bias, rank"):
+        launch(one_each, ranks=2, limits=LIMITS)
+
+
 def misuse_all(world: World) -> dict[str, str]:
     return {how: misuse(world, how) for how in MISUSE}
 

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ranked import BATCH, GOES_ON, LIMITS, RELOADS, adamw, alone, batches, far, loss_of, small, state
+from ranked import (
+    BATCH,
+    GOES_ON,
+    LIMITS,
+    RELOADS,
+    adamw,
+    alone,
+    batches,
+    far,
+    loss_of,
+    small,
+    state,
+)
 from stepscope.model import SIZES, TransformerLM, cross_entropy, with_overrides
 from stepscope.parallel import (
     FSDP,

@@ -7,7 +7,6 @@ import pytest
 
 from quiet_bench import QuietBench
 from stepscope.analysis.links import COLLECTIVES
-from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.sharding.view import moved
 

@@ -309,3 +309,43 @@ def test_optimizers_of_other_parameters_are_refused() -> None:
     words = r"rank 1 holds another optimizer.*parameter 1 of group 0 \(4×4, float32\)"
     with pytest.raises(RankFailed, match=words):
         launch(uneven_optimizers, ranks=2, limits=LIMITS)
+
+
+def unusual(world: World, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    module = nn.Linear(4, 4)
+    before = module.weight.detach().clone()
+    held = [{"params": module.parameters(), "lr": 0.5}]
+    optimizer = ShardedOptimizer(held, torch.optim.AdamW)
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    found["moved"] = not torch.equal(before, module.weight)
+    fold = nn.Conv2d(3, 4, 3)
+    optimizer = ShardedOptimizer(fold.parameters(), torch.optim.SGD, lr=0.1)
+    fold.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    fold(torch.ones(1, 3, 8, 8)).sum().backward()
+    try:
+        optimizer.step()
+    except ParallelError as error:
+        found["converted"] = str(error)
+    # Of seven elements the first of three ranks has two pieces.
+    pieces = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
+    optimizer = ShardedOptimizer(pieces, torch.optim.AdamW, lr=0.01)
+    if world.size > 1:
+        load_optimizer(optimizer, f"{folder}/saved")
+    for parameter in pieces:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if world.size == 1:
+        save_optimizer(optimizer, f"{folder}/saved")
+    held_state = optimizer.state_dict()["state"]
+    found["steps"] = {v.item() for name, v in held_state.items() if name.endswith("step")}
+    return found
+
+
+def test_groups_of_generators_converted_models_and_pieces_of_one_parameter(tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        for held in launch(unusual, (str(tmp_path),), ranks=ranks, limits=LIMITS):
+            assert held["moved"]
+            assert held["converted"].startswith("a parameter of (4, 3, 3, 3) lies elsewhere")
+            assert held["steps"] == {1.0 if ranks == 1 else 2.0}

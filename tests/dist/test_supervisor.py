@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -203,3 +204,12 @@ class TestWorld:
 def test_no_rank_at_all_is_refused() -> None:
     with pytest.raises(UsageError, match="ranks is 0"):
         launch(train, ranks=0)
+
+
+def unsendable(_: World) -> Any:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_sent_is_told() -> None:
+    with pytest.raises(RankFailed, match="rank 0 finished, but what it returned cannot be sent"):
+        launch(unsendable, ranks=1, limits=LIMITS)

@@ -132,19 +132,17 @@ class Agreement:
     def _require_same_usage(self, said: list[Word]) -> None:
         present = [rank for rank, word in enumerate(said) if not word.absent]
         for rank in present:
-            missing = [
-                name
-                for name, own, first in zip(
-                    self._names, said[rank].used, said[present[0]].used, strict=True
-                )
-                if own != first
-            ]
-            if missing:
+            for without, with_ in ((rank, present[0]), (present[0], rank)):
+                missing = [
+                    name
+                    for name, own, other in zip(
+                        self._names, said[without].used, said[with_].used, strict=True
+                    )
+                    if other and not own
+                ]
+                if not missing:
+                    continue
                 more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-                place = self._names.index(missing[0])
-                without, with_ = (
-                    (rank, present[0]) if said[present[0]].used[place] else (present[0], rank)
-                )
                 raise ParallelError(
                     f"rank {without} has no gradient of {', '.join(missing[:_NAMED])}{more},"
                     f" rank {with_} has",

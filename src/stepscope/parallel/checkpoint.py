@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,10 @@ from stepscope.parallel.inner import on_its_device
 from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 
 _OPTIONS = "options"
+_UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, ValueError,
+)  # fmt: skip
+"""What reading a pickle raises that is damaged."""
 Room = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 """Where a saved tensor of that name, size and format goes on this rank; None if nowhere."""
 
@@ -31,12 +36,12 @@ Room = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 def save_optimizer(optimizer: ShardedOptimizer, path: Path | str) -> None:
     """Write every rank's part; collective. A checkpoint is there whole or not at all."""
     held = optimizer.state_dict()
-    _save(held["state"], held["param_groups"], Path(path))
+    _save(held["state"], held["param_groups"], Path(path), optimizer.process_group)
 
 
 def load_optimizer(optimizer: ShardedOptimizer, path: Path | str) -> None:
     """Read this rank's part of a checkpoint that any number of ranks wrote; collective."""
-    found, groups = _load(optimizer.division.room, Path(path))
+    found, groups = _load(optimizer.division.room, Path(path), optimizer.process_group)
     optimizer.load_parts(found.__getitem__, set(found), groups)
 
 
@@ -49,7 +54,7 @@ def save_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
             held[f"optimizer.{key}.{name}"] = _divided(model, parameter, value)
     for name, buffer in model.module.named_buffers():
         held[f"buffer.{name}"] = buffer
-    _save(held, _options(optimizer), Path(path))
+    _save(held, _options(optimizer), Path(path), model.process_group)
 
 
 def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | str) -> None:
@@ -76,29 +81,37 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
         empty: Tensor = _divided(model, parameter, torch.empty_like(parameter, dtype=dtype))
         return empty
 
-    found, groups = _load(room, Path(path))
+    found, groups = _load(room, Path(path), model.process_group)
     missing = [name for name in parameters if f"model.{name}" not in found]
     if missing:
         raise ParallelError(f"{path} is of another model: it has no {missing[0]}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(_local(found[f"model.{name}"]))
-    group_of: dict[Tensor, dict[str, Any]] = {}
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)
-        group_of |= dict.fromkeys(group["params"], group)
+    if len(groups) != len(optimizer.param_groups):
+        raise ParallelError(
+            f"{path} is of another optimizer: {len(groups)} groups of parameters,"
+            f" here {len(optimizer.param_groups)}"
+        )
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    moments: list[tuple[Tensor, str, Any]] = []
     for entry, value in found.items():
         kind, _, rest = entry.partition(".")
         if kind == "optimizer":
             key, _, name = rest.partition(".")
-            parameter, held = parameters[name], _local(value)
-            if parameter not in group_of:
+            if parameters[name] not in group_of:
                 raise ParallelError(
                     f"{path} has moments of {name}, which this optimizer does not have"
                 )
-            if isinstance(held, Tensor):
-                held = on_its_device(held, parameter, group_of[parameter])
-            optimizer.state[parameter][key] = held
+            moments.append((parameters[name], key, _local(value)))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_local(found[f"model.{name}"]))
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
+    optimizer.state.clear()
+    for owner, key, moment in moments:
+        kept = isinstance(moment, Tensor)
+        optimizer.state[owner][key] = (
+            on_its_device(moment, owner, group_of[owner]) if kept else moment
+        )
 
 
 def _divided(model: FSDP, parameter: Tensor, value: Any) -> Any:
@@ -118,26 +131,33 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _save(held: dict[str, Any], groups: list[dict[str, Any]], final: Path) -> None:
+def _save(
+    held: dict[str, Any],
+    groups: list[dict[str, Any]],
+    final: Path,
+    ranks: dist.ProcessGroup | None,
+) -> None:
     unfinished = final.with_name(f"{final.name}.part")
     if final.exists():
         raise ParallelError(f"{final} exists already", "choose another name")
-    if dist.get_rank() == 0:
+    if dist.get_rank(ranks) == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(ranks)
     # As one text: lists would be taken apart into entries of their own.
     options = json.dumps(groups, default=float)
-    save(held | {_OPTIONS: options}, checkpoint_id=str(unfinished))
-    dist.barrier()
-    if dist.get_rank() == 0:
+    save(held | {_OPTIONS: options}, checkpoint_id=str(unfinished), process_group=ranks)
+    dist.barrier(ranks)
+    if dist.get_rank(ranks) == 0:
         unfinished.rename(final)
-    dist.barrier()
+    dist.barrier(ranks)
 
 
-def _load(room: Room, place: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _load(
+    room: Room, place: Path, ranks: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         entries = FileSystemReader(str(place)).read_metadata().state_dict_metadata
-    except (OSError, EOFError) as error:
+    except _UNREADABLE as error:
         raise ParallelError(f"{place} is no checkpoint: {error}") from error
     if _OPTIONS not in entries:
         raise ParallelError(f"{place} is no checkpoint of a sharded optimizer or model")
@@ -150,10 +170,10 @@ def _load(room: Room, place: Path) -> tuple[dict[str, Any], list[dict[str, Any]]
         if empty is not None:
             wanted[name] = empty
     try:
-        load(wanted, checkpoint_id=str(place))
+        load(wanted, checkpoint_id=str(place), process_group=ranks)
     except CheckpointException as error:
-        ranks = ", ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise ParallelError(f"{place} cannot be loaded: {ranks}") from error
+        causes = ", ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
+        raise ParallelError(f"{place} cannot be loaded: {causes}") from error
     groups = [
         {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
         for group in json.loads(wanted.pop(_OPTIONS))

@@ -20,14 +20,19 @@ Every rank must take the same way through the model (`order.py`): one that stray
 its number and the parameter.
 
 A module must use its weights in its own forward: one that reads the weight of another module (as
-torch's MultiheadAttention does with its output projection) is refused.
+torch's MultiheadAttention does with its output projection) is refused, or raises in the backward.
+
+Gradients are of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's function and
+its GradScaler look at one rank's alone; bfloat16 needs no scaling.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +43,7 @@ from torch.utils._pytree import tree_map
 
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast
+from stepscope.parallel.clipping import clip
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import refuse_early_steps
 from stepscope.parallel.layout import require_same_layout
@@ -60,7 +66,7 @@ class FSDP(nn.Module):
         require_same_layout(module, group)
         self.module = module
         self.compute_dtype = compute_dtype
-        self._group = group
+        self.process_group = group
         self._size = dist.get_world_size(group)
         self.order = Order(group)
         self._agreement = Agreement(
@@ -74,14 +80,18 @@ class FSDP(nn.Module):
         broadcast(list(module.buffers()), group)
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
         self._replicated: list[nn.Parameter] = []
+        self._unaveraged = False
         for name, parameter in module.named_parameters():
             broadcast([parameter.data], group)
             if parameter.dim() >= 2:
                 self.sharded[parameter] = ShardedParameter(
                     parameter, name, compute_dtype, group, self.order
                 )
+                if parameter.requires_grad:
+                    parameter.register_hook(_refuse_gradients_of(name))  # type: ignore[no-untyped-call]
             else:
                 self._replicated.append(parameter)
+                self._watch(parameter)
         self._last_used: ShardedParameter | None = None
         for owner in module.modules():
             if any(True for _ in owner.parameters(recurse=False)):
@@ -91,13 +101,16 @@ class FSDP(nn.Module):
     @property
     def pending(self) -> bool:
         """Whether there are gradients that finish_gradient_synchronization has to average."""
-        return any(held.reducing for held in self.sharded.values())
+        return self._unaveraged or any(held.reducing for held in self.sharded.values())
 
     @property
     def steps(self) -> int:
         return self._agreement.steps
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        for held in self.sharded.values():
+            # The rows may have changed since.
+            held.forget()
         self._last_used = None
         return self.module(*inputs, **named)
 
@@ -122,7 +135,17 @@ class FSDP(nn.Module):
             held.finish()
         small = [p for p in self._replicated if p.requires_grad]
         if small and self._size > 1:
-            _average(small, self._group, self._size)
+            _average(small, self.process_group, self._size)
+        self._unaveraged = False
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ of the whole model; collective."""
+        if self.pending:
+            raise ParallelError(
+                "gradients are clipped before they are averaged",
+                "call finish_gradient_synchronization first",
+            )
+        return clip(self.sharded, self._replicated, max_norm, norm_type, self.process_group)
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """Every parameter whole, in the format in which it is kept; collective."""
@@ -131,20 +154,37 @@ class FSDP(nn.Module):
             for name, p in self.module.named_parameters()
         }
 
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Its gradient is not averaged as it is made: an optimizer has to wait for that."""
+        if not parameter.requires_grad:
+            return
+        # No collector looks into the hooks of a parameter: they must not hold this module.
+        held = weakref.ref(self)
+
+        def made(_: Tensor) -> None:
+            root = held()
+            if root is not None:
+                root._unaveraged = True
+
+        handle = parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove)
+
 
 class Unit:
     """A module that owns parameters: they are whole, in the compute format, while it runs."""
 
     def __init__(self, owner: nn.Module, root: FSDP) -> None:
         self._root = root
-        self._names = [name for name, _ in owner.named_parameters(recurse=False)]
-        self._notes: list[AbstractContextManager[Any]] = []
+        # By all its names: one parameter may have two.
+        self._names = [name for name, held in owner._parameters.items() if held is not None]
+        self._runs: list[Run] = []
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, always_call=True)
 
     def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
         # In its place even if a gather fails: `_after` is called then, too.
-        self._notes.append(nullcontext())
+        run = Run({name: owner.__dict__.get(name) for name in self._names})
+        self._runs.append(run)
         wholes: dict[int, ShardedParameter] = {}
         dtype = self._root.compute_dtype
         for name in self._names:
@@ -163,18 +203,31 @@ class Unit:
             owner.__dict__[name] = shown
         notes = saved_tensors_hooks(Notes(wholes), _from_note)
         notes.__enter__()
-        self._notes[-1] = notes
+        run.notes = notes
         if dtype is None:
             return inputs, named
         return tree_map(lambda t: _cast(t, dtype), (inputs, named))  # type: ignore[no-any-return]
 
     def _after(self, owner: nn.Module, *_: Any) -> None:
-        self._notes.pop().__exit__(None, None, None)
-        for name in self._names:
-            owner.__dict__.pop(name, None)
+        run = self._runs.pop()
+        run.notes.__exit__(None, None, None)
+        for name, shown in run.around.items():
+            if shown is None:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = shown
             parameter = owner._parameters[name]
             if parameter in self._root.sharded:
                 self._root.sharded[parameter].release()
+
+
+@dataclass
+class Run:
+    """A module within its forward."""
+
+    around: dict[str, Any]
+    """What it shows by its names to a run around this one."""
+    notes: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -236,6 +289,28 @@ def _refuse_hidden_uses(module: nn.Module) -> None:
                 " other than by their names",
                 "write it with Linear layers",
             )
+        if isinstance(inner, nn.ParameterList | nn.ParameterDict) and any(
+            held.dim() >= 2 for held in inner.parameters(recurse=False)
+        ):
+            raise ParallelError(
+                f"{name or 'the module'} is a {type(inner).__name__}, whose weights others read",
+                "give each weight to the module that uses it in its forward",
+            )
+
+
+def _refuse_gradients_of(name: str) -> Callable[[Tensor | None], None]:
+    """What goes through `Gather` gives its rows no gradient: they were read without it."""
+
+    def refuse(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            raise ParallelError(
+                f"{name} was read outside of the forward of its own module, where it is only this"
+                " rank's rows",
+                "use a weight in the forward of the module that has it; tie weights by giving one"
+                " parameter to both modules",
+            )
+
+    return refuse
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ def on_its_device(value: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
     """Where an optimizer with that group wants a part of its state: a count of steps is on the
     host, except in the forms that read it on the device."""
     if value.dim() or group.get("fused") or group.get("capturable"):
-        return value.to(parameter.device)
+        # A copy: two pieces of one parameter must not share a count of steps.
+        return value.to(parameter.device, copy=True)
     return value.clone()
 
 

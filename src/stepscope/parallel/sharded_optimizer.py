@@ -22,7 +22,7 @@ the rule is the same, the memory is passed over once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, overload
 
 import torch
@@ -80,13 +80,14 @@ class ShardedOptimizer(Optimizer):
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
 
-        params = list(params)  # type: ignore[assignment]
+        params = [_readable_twice(entry) for entry in params]
         kwargs = _fused_where_possible(optimizer_cls, params, kwargs)
 
         def make(held: list[Tensor], options: dict[str, Any]) -> Optimizer:
             return optimizer_cls([{**options, "params": held}], **kwargs)
 
-        self._process_group = group
+        self.process_group = group
+        self._addresses: list[tuple[Tensor, int]] = []
         self.division: Division
         if form == "broadcast":
             rows = optimizer_cls in _BY_ELEMENT if by_rows is None else by_rows
@@ -104,8 +105,9 @@ class ShardedOptimizer(Optimizer):
             tensor_line(f"parameter {place} of group {number}", parameter)
             for place, parameter in enumerate(self.param_groups[-1]["params"])
         ]
-        require_same_lines(lines, "optimizer", self._process_group)
+        require_same_lines(lines, "optimizer", self.process_group)
         self.division.add_group(self.param_groups[-1])
+        self._addresses += [(p, p.data_ptr()) for p in self.param_groups[-1]["params"]]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -120,6 +122,13 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter, address in self._addresses:
+            if parameter.data_ptr() != address:
+                raise ParallelError(
+                    f"a parameter of {tuple(parameter.shape)} lies elsewhere than when this"
+                    " optimizer was made, which updates the old place",
+                    "make the optimizer after the model was moved or converted",
+                )
         self.division.step(self.param_groups)
         return loss
 
@@ -163,6 +172,12 @@ class ShardedOptimizer(Optimizer):
         """What this rank's optimizer state takes."""
         held = self.division.local_state().values()
         return sum(_local(t).numel() * t.element_size() for t in held if isinstance(t, Tensor))
+
+
+def _readable_twice(entry: Any) -> Any:
+    if isinstance(entry, dict) and isinstance(entry["params"], Iterator):
+        return {**entry, "params": list(entry["params"])}
+    return entry
 
 
 def _fused_where_possible(

@@ -67,6 +67,13 @@ class ShardedParameter:
     def release(self) -> None:
         self._whole = None
 
+    def forget(self) -> None:
+        """Also what was fetched ahead of a use that did not come."""
+        self.release()
+        if self._coming is not None:
+            self._order.wait(self._coming[1])
+            self._coming = None
+
     def gather_master(self) -> Tensor:
         """All rows in the format in which they are kept."""
         padded, work = self._start_gather(self.parameter.dtype)
@@ -99,11 +106,7 @@ class ShardedParameter:
             else:
                 self.parameter.grad += gradient
         self._reducing = []
-        self.release()
-        if self._coming is not None:
-            # Fetched ahead of a use that did not come.
-            self._order.wait(self._coming[1])
-            self._coming = None
+        self.forget()
 
     @staticmethod
     def _padded(rows: Tensor, count: int) -> Tensor:

@@ -216,6 +216,10 @@ class Watch:
             stacks |= self._stacks(*others) if others else {}
             lost = silent[0]
             raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
+        if not raised:
+            lost = min(self._exit_codes)
+            what = "finished, but what it returned cannot be sent: it must be picklable"
+            raise RankFailed(lost, pulses[lost].step, what, stacks)
         first = min(raised, key=lambda rank: raised[rank]["at_s"])
         raise RankFailed(first, pulses[first].step, f"raised {raised[first]['what']}", stacks)
 
