@@ -7,11 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+
+
+class Rule(NamedTuple):
+    """The hyperparameters of a group, as numbers: a learning rate may be a tensor that a scheduler
+    changes in place."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Rule:
+        beta1, beta2 = group["betas"]
+        held = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        return cls(*map(float, held))
 
 
 class AdamW(Optimizer):
@@ -32,13 +49,18 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_hyperparameters(self.defaults | param_group)
         super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise ValueError("AdamW takes real parameters: give it view_as_real of complex ones")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            _refuse_variants(group)
         super().__setstate__(state)
-        for group in self.param_groups:
-            for variant in ("amsgrad", "maximize"):
-                if group.get(variant):
-                    raise ValueError(f"the state was made with {variant}=True, which AdamW lacks")
+        for held in self.state.values():
+            if "step" in held and not isinstance(held["step"], Tensor):
+                # As older versions of torch saved it.
+                held["step"] = torch.tensor(float(held["step"]))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -72,17 +94,18 @@ class AdamW(Optimizer):
         parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+        rule = Rule.of(group)
+        beta1, beta2 = rule.beta1, rule.beta2
 
         state["step"] += 1
         steps = state["step"].item()
-        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.mul_(1 - rule.lr * rule.weight_decay)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
         # Both moments start at zero; dividing by 1 - βᵗ takes that bias out.
-        root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
-        parameter.addcdiv_(mean, root, value=-lr / (1 - beta1**steps))
+        root = square.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(rule.eps)
+        parameter.addcdiv_(mean, root, value=-rule.lr / (1 - beta1**steps))
 
     def _state_of(self, parameter: Tensor, moments: torch.dtype) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -94,7 +117,14 @@ class AdamW(Optimizer):
         return state
 
 
+def _refuse_variants(group: dict[str, Any]) -> None:
+    for variant in ("amsgrad", "maximize"):
+        if group.get(variant):
+            raise ValueError(f"{variant}=True is of another AdamW: this one lacks it")
+
+
 def _check_hyperparameters(group: dict[str, Any]) -> None:
+    _refuse_variants(group)
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"{name} is {group[name]}; it must be at least 0")

@@ -6,42 +6,14 @@ from the host: the counts are tensors, and what follows from them is computed be
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
+from stepscope.optim.adamw import Rule
 from stepscope.optim.triton_adamw import Settings, sent
 
 _COUNTED = 5
 """The first column of the settings that depends on the step."""
-
-
-class Rule(NamedTuple):
-    """The hyperparameters of one tensor."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Rule:
-        beta1, beta2 = group["betas"]
-        return cls(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-
-    def settings(self) -> Settings:
-        """Those before the first step; the last two are worked out on the device."""
-        return Settings(
-            decay=1 - self.lr * self.weight_decay,
-            mean_share=1 - self.beta1,
-            square_kept=self.beta2,
-            square_share=1 - self.beta2,
-            eps=self.eps,
-            step_size=0.0,
-            root_bias=0.0,
-        )
 
 
 class DeviceSettings:
@@ -61,7 +33,9 @@ class DeviceSettings:
         if rules == self.rules:
             return
         device = self.rows.device
-        fixed = torch.tensor([rule.settings() for rule in rules], dtype=torch.float32)
+        # The last two are worked out here, from the count.
+        settings = [Settings.of(rule, 0.0, 0.0) for rule in rules]
+        fixed = torch.tensor(settings, dtype=torch.float32)
         lr = torch.tensor([rule.lr for rule in rules], dtype=torch.float64)
         betas = torch.tensor([(r.beta1, r.beta2) for r in rules], dtype=torch.float64)
         self.rows[:, :_COUNTED].copy_(sent(fixed, device)[:, :_COUNTED])
@@ -78,3 +52,7 @@ class DeviceSettings:
         kept = self._betas ** self._steps.double()[:, None]
         self.rows[:, _COUNTED] = self._lr / (1 - kept[:, 0])
         self.rows[:, _COUNTED + 1] = (1 - kept[:, 1]).sqrt()
+
+    def uncount(self, rows: list[int]) -> None:
+        """Those had no gradient: the step was none of theirs."""
+        torch._foreach_sub_([self.steps[row] for row in rows], 1)

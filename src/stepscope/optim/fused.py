@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from stepscope.optim.adamw import AdamW
+from stepscope.optim.adamw import AdamW, Rule
 from stepscope.triton_here import HAS_TRITON, format_taken, interpreted
 
 if TYPE_CHECKING:
-    from stepscope.optim.device_settings import DeviceSettings, Rule
+    from stepscope.optim.device_settings import DeviceSettings
     from stepscope.optim.triton_adamw import Formats, Row, Settings, Table
 
 _LARGEST_SEED = (1 << 31) - 1
@@ -38,6 +38,9 @@ class Copies(Protocol):
     """Weights in another format beside themselves, such as `model.kernels.copies.WeightCopies`."""
 
     def find(self, weight: Tensor) -> Tensor | None: ...
+
+    def written(self, weight: Tensor) -> None:
+        """What `find` gave is written together with the weight, whose version has moved."""
 
 
 class Counted(NamedTuple):
@@ -57,6 +60,9 @@ class FusedAdamW(AdamW):
     of a parameter, it is written together with the parameter. `master` keeps 16-bit parameters in
     float32 as well, in the state, and updates those: the state is that of `MasterWeights` around
     AdamW, and no gradient is widened for it."""
+
+    _KEPT: tuple[str, ...] = ("_master", "_by_chance", "_seed", "_capturable", "_copies")
+    """What a copy of this has as well."""
 
     def __init__(
         self,
@@ -82,6 +88,18 @@ class FusedAdamW(AdamW):
         self._seed = seed
         self._capturable = capturable
         self._copies = copies
+        self._start_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._KEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_tables" not in self.__dict__:
+            # A copy: what was made for the parameters of another is left behind.
+            self._start_anew()
+
+    def _start_anew(self) -> None:
         self._tables: dict[tuple[torch.device, Formats], Table] = {}
         self._counted: dict[tuple[torch.device, Formats], Counted] = {}
 
@@ -141,10 +159,16 @@ class FusedAdamW(AdamW):
 
         device, kept = key[0], self._counted.get(key)
         states = [self.state[parameter] for parameter in parameters]
-        fits = kept is not None and kept.table.rows == rows and all(
-            state["step"] is steps
-            for state, steps in zip(states, kept.settings.steps, strict=True)
-        )  # fmt: skip
+        fits = (
+            kept is not None
+            and kept.table.rows == rows
+            and all(
+                state["step"] is steps
+                for state, steps in zip(states, kept.settings.steps, strict=True)
+            )
+            # Loading a state makes new groups.
+            and all(held is group for held, group in zip(kept.groups, groups, strict=True))
+        )
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if kept is None or not fits:
                 raise RuntimeError(
@@ -166,11 +190,16 @@ class FusedAdamW(AdamW):
         gathered: dict[tuple[torch.device, Formats], list[Row]] = {}
         settings: dict[Settings, int] = {}
         seed = self._seed
+        dense: list[Tensor] = []
+        """Held until the launch: a row has an address alone."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
+                if not gradient.is_sparse and not gradient.is_contiguous():
+                    gradient = gradient.contiguous()
+                    dense.append(gradient)
                 if not kernel_takes(parameter, gradient):
                     self._update(parameter, gradient, group)
                     continue
@@ -234,14 +263,15 @@ class FusedAdamW(AdamW):
     def _copy_of(self, parameter: Tensor) -> Tensor | None:
         """What the kernel writes beside what it updates: the parameter where that is a master copy,
         else its own copy. A parameter's version tells others that it changed: the kernel writes
-        past torch, so it is counted here, unless the copy changes along."""
+        past torch, so it is counted here."""
+        torch.autograd.graph.increment_version(parameter)
         if self._has_master(parameter):
-            torch.autograd.graph.increment_version(parameter)
             return parameter
         copy = self._copies.find(parameter) if self._copies is not None else None
         if copy is None or not copy.is_contiguous() or not format_taken(copy.dtype):
-            torch.autograd.graph.increment_version(parameter)
             return None
+        assert self._copies is not None
+        self._copies.written(parameter)
         return copy
 
     def _state_for_kernel(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -258,8 +288,6 @@ class FusedAdamW(AdamW):
 
 
 def rules(groups: tuple[dict[str, Any], ...]) -> tuple[Rule, ...]:
-    from stepscope.optim.device_settings import Rule
-
     return tuple(Rule.of(group) for group in groups)
 
 
@@ -277,16 +305,8 @@ def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
 def _settings(group: dict[str, Any], steps: float) -> Settings:
     from stepscope.optim.triton_adamw import Settings
 
-    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
-    return Settings(
-        decay=1 - lr * group["weight_decay"],
-        mean_share=1 - beta1,
-        square_kept=beta2,
-        square_share=1 - beta2,
-        eps=eps,
-        step_size=lr / (1 - beta1**steps),
-        root_bias=math.sqrt(1 - beta2**steps),
-    )
+    rule = Rule.of(group)
+    return Settings.of(rule, rule.lr / (1 - rule.beta1**steps), math.sqrt(1 - rule.beta2**steps))
 
 
 def _described(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,15 +69,30 @@ class InBackwardAdamW(FusedAdamW):
         )
         self._overlap = overlap
         self._as_made = as_made
+        self._attach = attach
+        self._listen_where_attached()
+
+    _KEPT = (*FusedAdamW._KEPT, "_overlap", "_as_made", "_attach")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied = "_tables" not in self.__dict__
+        super().__setstate__(state)
+        if copied:
+            self._listen_where_attached()
+
+    def _start_anew(self) -> None:
+        super()._start_anew()
         self._beside: dict[torch.device, Beside] = {}
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
         self._handed: set[Tensor] = set()
+        self._reached: set[Tensor] = set()
         self.updated = 0
         """Parameters that the last backward reached."""
-        self._attach = attach
-        if attach:
+
+    def _listen_where_attached(self) -> None:
+        if self._attach:
             for number in range(len(self.param_groups)):
                 self._listen_on(number)
 
@@ -163,9 +179,24 @@ class InBackwardAdamW(FusedAdamW):
         return self._beside[device]
 
     def _finish(self) -> None:
+        if self._begun:
+            self._uncount_the_rest()
         for beside in self._beside.values():
             beside.join()
         self._begun = False
+
+    def _uncount_the_rest(self) -> None:
+        """All were counted with the first gradient, when nobody knew which would follow."""
+        missed: dict[int, list[int]] = {}
+        for parameter, (crowd, row) in self._places.items():
+            if parameter not in self._reached:
+                missed.setdefault(id(crowd), []).append(row)
+        for crowd in self._crowds:
+            rows = missed.get(id(crowd))
+            if rows and crowd.beside is None:
+                crowd.settings.uncount(rows)
+            elif rows and crowd.beside is not None:
+                crowd.beside.run(partial(crowd.settings.uncount, rows), None)
 
     def _forget_settings(self) -> None:
         self._crowds.clear()
@@ -209,7 +240,7 @@ class InBackwardAdamW(FusedAdamW):
     def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self._begun:
             self._begin()
-        if parameter in self._places:
+        if parameter in self._places and not gradient.is_sparse:
             self._update_by_kernel(parameter, gradient)
             return
         self.updated += 1
@@ -221,6 +252,7 @@ class InBackwardAdamW(FusedAdamW):
 
     def _update_by_kernel(self, parameter: Tensor, gradient: Tensor) -> None:
         self.updated += 1
+        self._reached.add(parameter)
         crowd, row = self._places[parameter]
         state, copy = self._state_for_kernel(parameter), self._copy_of(parameter)
         updated, dense = self._updated(parameter), gradient.contiguous()
@@ -249,6 +281,7 @@ class InBackwardAdamW(FusedAdamW):
                 crowd.beside.run(crowd.settings.advance, None)
         self._begun, self.updated = True, 0
         self._handed.clear()
+        self._reached.clear()
 
     def _gather(self) -> None:
         members: dict[torch.device, list[tuple[Tensor, dict[str, Any]]]] = {}

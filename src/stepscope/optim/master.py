@@ -45,7 +45,7 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inner = self._inner or self._with_copies()
+        inner = self._inner = self._inner or self._with_copies()
         for mine, own in zip(self.param_groups, inner.param_groups, strict=True):
             own.update({name: value for name, value in mine.items() if name != "params"})
         pairs = [
@@ -60,19 +60,38 @@ class MasterWeights(Optimizer):
         for parameter, copy in pairs:
             copy.grad = None
             self.state[parameter] = {MASTER: copy} | inner.state[copy]
-        torch._foreach_copy_([parameter for parameter, _ in pairs], [copy for _, copy in pairs])
+        if pairs:
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [copy for _, copy in pairs])
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._inner = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_make": self._make, "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._inner = None
+
     def _with_copies(self) -> Optimizer:
-        """Made with the first step, as an optimizer's own state is."""
-        self._inner = self._make(
+        """Made with the first step, as an optimizer's own state is; from the state where there is
+        some."""
+        held = {p: self.state.get(p, {}) for group in self.param_groups for p in group["params"]}
+        copies = {p: state[MASTER] if MASTER in state else _wide(p) for p, state in held.items()}
+        inner = self._make(
             [
-                group | {"params": [_wide(parameter) for parameter in group["params"]]}
+                group | {"params": [copies[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ],
             **self._settings,
         )
-        return self._inner
+        for parameter, state in held.items():
+            rest = {name: value for name, value in state.items() if name != MASTER}
+            if rest:
+                inner.state[copies[parameter]] = rest
+        return inner
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """State of a `MasterWeights` around the same kind of optimizer."""
@@ -83,7 +102,8 @@ class MasterWeights(Optimizer):
         copies = [copy for group in inner.param_groups for copy in group["params"]]
         with torch.no_grad():
             for number, state in held.items():
-                copies[number].copy_(state[MASTER])
+                if MASTER in state:
+                    copies[number].copy_(state[MASTER])
         rest = {
             number: {name: value for name, value in state.items() if name != MASTER}
             for number, state in held.items()

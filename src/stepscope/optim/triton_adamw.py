@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.optim.adamw import Rule
+
 BLOCK = 1024
 """Four elements for each thread of a program: few registers, so five programs share a processor and
 one's loads hide behind another's stores."""
@@ -38,6 +40,12 @@ class Settings(NamedTuple):
     eps: float
     step_size: float  # lr / (1 - β₁ᵗ)
     root_bias: float  # √(1 - β₂ᵗ)
+
+    @classmethod
+    def of(cls, rule: Rule, step_size: float, root_bias: float) -> Settings:
+        beta1, beta2 = rule.beta1, rule.beta2
+        decay = 1 - rule.lr * rule.weight_decay
+        return cls(decay, 1 - beta1, beta2, 1 - beta2, rule.eps, step_size, root_bias)
 
 
 class Row(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class WeightCopies:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._rows: dict[int, Tensor] = {}
+        self._places: dict[int, list[_Place]] = {}
 
     def narrow(self, weights: Weights, dtype: torch.dtype) -> Weights:
         """What products in that format read: one tensor with all rows where it is a copy, the
@@ -40,8 +41,21 @@ class WeightCopies:
         return (group.joined,)
 
     def find(self, weight: Tensor) -> Tensor | None:
-        """The copy of this weight, for whoever updates it."""
-        return self._rows.get(id(weight))
+        """The copy of this weight, for whoever updates it; None where there are several."""
+        place = self._place_of(weight)
+        return None if place is None else place.group.rows[place.number]
+
+    def written(self, weight: Tensor) -> None:
+        """What `find` gave is written together with the weight, whose version has moved."""
+        place = self._place_of(weight)
+        if place is not None:
+            place.group.saw(place.number, weight)
+
+    def _place_of(self, weight: Tensor) -> _Place | None:
+        places = self._places.get(id(weight), ())
+        # A number may have a new owner.
+        alive = [place for place in places if place.group.holds(place.number, weight)]
+        return alive[0] if len(alive) == 1 else None
 
     def refresh(self, all_of_them: bool = False) -> None:
         """Follow what others did to the weights since; all of them, whether or not it shows."""
@@ -53,7 +67,7 @@ class WeightCopies:
     def clear(self) -> None:
         """Let go of all copies; who asks again gets a new one."""
         self._groups.clear()
-        self._rows.clear()
+        self._places.clear()
 
     def __reduce__(self) -> tuple[type[WeightCopies], tuple[()]]:
         """Neither saved nor copied along: they belong to these weights."""
@@ -62,11 +76,18 @@ class WeightCopies:
     def _made(self, key: tuple[int, ...], weights: Weights, dtype: torch.dtype) -> _Group:
         self._groups = {k: held for k, held in self._groups.items() if held.weights() is not None}
         group = self._groups[key] = _Group(weights, dtype)
-        self._rows = {
-            number: row for k, held in self._groups.items()
-            for number, row in zip(k, held.rows, strict=True)
-        }  # fmt: skip
+        self._places = {}
+        for k, held in self._groups.items():
+            for number, owner in enumerate(k):
+                self._places.setdefault(owner, []).append(_Place(held, number))
         return group
+
+
+class _Place(NamedTuple):
+    """A weight among those of a group."""
+
+    group: _Group
+    number: int
 
 
 class _Group:
@@ -79,7 +100,7 @@ class _Group:
                 sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
             )
             self.rows: Sequence[Tensor] = torch.split(self.joined, rows)
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[int, int] | None] = [None] * len(weights)
 
     def weights(self) -> Weights | None:
         """Those it was made for; None where one is gone, or where its number has a new owner."""
@@ -94,9 +115,20 @@ class _Group:
             dtype, weights[0].device,
         )  # fmt: skip
 
+    def holds(self, number: int, weight: Tensor) -> bool:
+        return self._owners[number]() is weight and self.rows[number].shape == weight.shape
+
+    def saw(self, number: int, weight: Tensor) -> None:
+        self._seen[number] = _state_of(weight)
+
     @torch.no_grad()
     def follow(self, weights: Weights, anyway: bool = False) -> None:
-        state = [(weight._version, weight.data_ptr()) for weight in weights]
-        if anyway or state != self._seen:
+        state = [_state_of(weight) for weight in weights]
+        if anyway or None in state or state != self._seen:
             torch._foreach_copy_(list(self.rows), list(weights))
             self._seen = state
+
+
+def _state_of(weight: Tensor) -> tuple[int, int] | None:
+    """What moves with a change; None where nothing does, as in inference mode."""
+    return None if weight.is_inference() else (weight._version, weight.data_ptr())
