@@ -15,7 +15,10 @@ import stepscope
 SOURCE = Path(stepscope.__file__).parent
 LONGEST_FILE = 400
 
-FOR_ALL = {f"stepscope{name}" for name in ("", ".beside", ".errors", ".ranges", ".triton_here")}
+FOR_ALL = {
+    f"stepscope{name}"
+    for name in ("", ".beside", ".derivatives", ".errors", ".ranges", ".triton_here")
+}
 LEAVES = {
     "stepscope.model.checkpointing",
     "stepscope.model.config",

@@ -15,6 +15,7 @@ import torch
 import stepscope
 from stepscope.errors import UsageError
 from stepscope.measure import environment as module
+from stepscope.measure import scheduling
 from stepscope.measure.device import (
     CpuDevice,
     CudaDevice,
@@ -68,6 +69,19 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> CudaDev
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return CudaDevice()
+
+
+def test_how_long_threads_had_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, held in {"1": "90 2000000000 7", "2": "5 500000000 1", "3": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(held)
+    (tmp_path / "ended").mkdir()
+    monkeypatch.setattr(scheduling, "_THREADS", tmp_path)
+    assert CpuDevice().read().waited_s == 2.5
+    monkeypatch.setattr(scheduling, "_THREADS", tmp_path / "ended")
+    assert CpuDevice().read().waited_s is None
+    monkeypatch.setattr(scheduling, "_THREADS", tmp_path / "nowhere")
+    assert CpuDevice().read().waited_s is None
 
 
 @pytest.mark.usefixtures("no_driver")

@@ -26,6 +26,10 @@ def clocks(*mhz: float | None, throttle: tuple[str, ...] = ()) -> tuple[Reading,
     )
 
 
+def waits(*seconds: float | None) -> tuple[Reading, ...]:
+    return tuple(Reading(at_s=float(n), waited_s=held) for n, held in enumerate(seconds))
+
+
 def count(value: float) -> dict[str, Quantity]:
     return {"gradients_missing": Quantity(value=value, unit="parameters")}
 
@@ -52,6 +56,10 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "first-call-inside": [
         ({"series": step_of(2500.0, *STEADY)}, "first sample of step took 2500 ms, the others 100")
+    ],
+    "busy-machine": [
+        ({"readings": waits(0.5, 0.6, 1.1)}, "in 2 s threads of this process waited 0.6 s"),
+        ({"readings": waits(9.0, 0.1, 0.6)}, "waited 0.5 s for a core"),
     ],
     "clocks-dropped": [
         ({"readings": clocks(1980, 1970, 1700, 1980)}, "from 1980 to 1700 MHz"),
@@ -105,6 +113,8 @@ def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str
         pytest.param({"readings": clocks(345, 1980, 1900, None)}, id="clocks that rise and waver"),
         pytest.param({"readings": clocks(1980, 345, throttle=("idle",))}, id="idle"),
         pytest.param({"readings": clocks(1500, throttle=("application-clocks",))}, id="set"),
+        pytest.param({"readings": waits(5.0, 5.05, 5.1)}, id="cores that are there"),
+        pytest.param({"readings": waits(None, None)}, id="cores that nobody counts"),
         pytest.param({"series": changed("optimizer", samples(11.0))}, id="phases within 5 %"),
         pytest.param({"series": (), "quantities": {}}, id="nothing measured"),
         pytest.param(

@@ -37,6 +37,8 @@ ABOVE_MEASURED = 1.05
 """A measured ceiling is itself a measurement; a data sheet is not."""
 FIRST_ABOVE_REST = 1.5
 CLOCK_DROP = 0.10
+BUSY, WAITED = "busy-machine", 0.10
+"""Seconds that threads wait for a core in a second."""
 BACKWARD_OVER_FORWARD = 0.5
 PHASES_OFF = 0.05
 CHOSEN_CLOCKS = frozenset({"none", "idle", "application-clocks", "display-clocks"})
@@ -152,6 +154,21 @@ def _clocks_dropped(record: Record) -> str | None:
     return (
         f"{' and '.join(filter(None, (fell, held)))}: the samples mix several speeds; cool the"
         " device, lock its clocks lower, or raise its power limit, and measure again"
+    )
+
+
+@_lint(BUSY)
+def _busy_machine(record: Record) -> str | None:
+    held = [(r.at_s, r.waited_s) for r in record.readings if r.waited_s is not None]
+    # A later process counts from zero.
+    waited = sum(max(0.0, after - before) for (_, before), (_, after) in pairwise(held))
+    elapsed = held[-1][0] - held[0][0] if held else 0.0
+    if elapsed <= 0.0 or waited < WAITED * elapsed:
+        return None
+    return (
+        f"in {elapsed:.3g} s threads of this process waited {waited:.3g} s for a core: other work"
+        " has it, or there are more threads than cores, and all times are too long; end that work"
+        " and measure again"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stepscope.errors import UsageError
+from stepscope.measure.scheduling import seconds_without_a_core
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
 
@@ -137,6 +138,9 @@ class CpuDevice(Device):
             "cublas": "cuBLAS multiplies on NVIDIA GPUs, not on a CPU",
             "kernels": "our kernels need an NVIDIA GPU; on a CPU the plain form runs",
         }
+
+    def read(self) -> Reading:
+        return Reading(at_s=time.monotonic(), waited_s=seconds_without_a_core())
 
     def synchronize(self) -> None:
         """Eager work on a CPU is done when the call returns."""

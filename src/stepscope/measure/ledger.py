@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.course import Course
+from stepscope.measure.hooks import after_gradient, around_calls
 from stepscope.measure.modules import all_named_parts, model_names
 from stepscope.measure.tensors import Held, TensorBytes
 from stepscope.records.memory import (
@@ -87,7 +88,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> Iterator[None]:
         """Everything that lives so far is put on its line, and modules tell where they begin."""
-        self.count_existing(models, optimizers)
+        self.aside(self.count_existing, models, optimizers)
         with ExitStack() as stack:
             for model, root in zip(models, model_names(models), strict=True):
                 for name, module in all_named_parts(model):
@@ -95,14 +96,16 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                         stack.callback(handle.remove)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
-                        made = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            self._gradient_made
-                        )
-                        stack.callback(made.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x))
+                        stack.callback(after_gradient(parameter, self._gradient_made).remove)
+            stack.enter_context(self.seeing_saved(self._pack))
             stack.enter_context(_FunctionNames(self._functions))
             stack.enter_context(self)
             yield
+
+    def seeing_saved(
+        self, pack: Callable[[torch.Tensor], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
 
     def count_existing(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
@@ -163,16 +166,14 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         kind = kind_of(line)
         self._kinds[kind] = self._kinds.get(kind, 0) + size
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
+    def before(self) -> None:
         if self._allocator is not None:
             self._allocator.reset_peak()
-        result = super().__torch_dispatch__(function, types, arguments, keywords)
+
+    def after(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
+        super().after(function, arguments, keywords, result)
         if function is torch.ops.aten._to_copy.default:
             self._mark_weight_copy(arguments[0], result)
         reached = self.now if self._allocator is None else self._allocator.peak()
@@ -180,7 +181,6 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
             self.course.add(self._current, self._kinds)
         if reached > self._best.allocated:
             self._best = self._lines_at(self._current, reached, str(function))
-        return result
 
     def _allocated(self) -> int:
         return self.now if self._allocator is None else self._allocator.allocated()
@@ -200,32 +200,37 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return msgspec.structs.replace(peak, lines=lines)
 
     def _mark_weight_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        original, made = self.held(source), self.held(copy)
-        if original is not None and made is not None and original.line == PARAMETERS:
-            self.move(made, WEIGHT_COPIES)
+        if any(original.line == PARAMETERS for original in self.held(source)):
+            for made in self.held(copy):
+                self.move(made, WEIGHT_COPIES)
 
     def _gradient_made(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self.count((parameter.grad,), GRADIENTS)
+            self.aside(self.count, (parameter.grad,), GRADIENTS)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        held = self.held(tensor)
-        if held is not None and held.line == TEMPORARIES:
-            module = self._modules[-1] if self._modules else "loss"
-            operator = self._functions[-1] if self._functions else held.operator
-            if not self._functions and _called_by("/torch/utils/checkpoint.py"):
-                module, operator = KEPT_INPUT.split(", ")
-            self.move(held, f"{SAVED}{_part(module)}, {operator}")
-            self.saved.append(
-                SavedTensor(
-                    module=module, operator=operator, shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype).removeprefix("torch."), bytes=held.bytes,
-                    code=_line_of_code(),
-                )
-            )  # fmt: skip
+        self.aside(self._note_saved, tensor)
         # An operator that kept its very output would keep itself alive, beyond any collector.
         with _disable_current_modes():
             return tensor.detach()
+
+    def _note_saved(self, tensor: torch.Tensor) -> None:
+        kept = [held for held in self.held(tensor) if held.line == TEMPORARIES]
+        if not kept:
+            return
+        module = self._modules[-1] if self._modules else "loss"
+        operator = self._functions[-1] if self._functions else kept[0].operator
+        if not self._functions and _called_by("/torch/utils/checkpoint.py"):
+            module, operator = KEPT_INPUT.split(", ")
+        for held in kept:
+            self.move(held, f"{SAVED}{_part(module)}, {operator}")
+        self.saved.append(
+            SavedTensor(
+                module=module, operator=operator, shape=_known_sizes(tensor),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                bytes=sum(held.bytes for held in kept), code=_line_of_code(),
+            )
+        )  # fmt: skip
 
     def _hook(self, name: str, module: torch.nn.Module) -> list[Any]:
         def enter(*_: Any) -> None:
@@ -234,10 +239,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         def leave(*_: Any) -> None:
             self._modules.pop()
 
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+        return around_calls(module, enter, leave)
 
 
 class _FunctionNames(TorchFunctionMode):
@@ -260,6 +262,11 @@ class _FunctionNames(TorchFunctionMode):
             return function(*arguments, **(keywords or {}))
         finally:
             self._names.pop()
+
+
+def _known_sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its shape, with -1 where rows have lengths of their own."""
+    return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
 
 
 def _part(module: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from stepscope.measure.hooks import around_calls
+
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes by which torch.compile, DDP and FSDP hold the module that they wrap."""
 _NOT_OF_THE_PROGRAM = ("stepscope.", "torch.")
@@ -132,14 +134,14 @@ class ModuleRanges:
             for _each in range(2 if name else 1):
                 self._leave()
 
-        return _around(model, enter, leave)
+        return around_calls(model, enter, leave)
 
     def _hook_parts(self, model: torch.nn.Module) -> Iterator[Any]:
         seen = {id(model)}
         for part, words in _called_parts(model, ()):
             if id(part) not in seen and not _compiled_in_place(part):
                 seen.add(id(part))
-                yield from _around(part, self._entering(".".join(words)), self._leaving)
+                yield from around_calls(part, self._entering(".".join(words)), self._leaving)
 
     def _entering(self, name: str) -> Any:
         return lambda *_: self._enter(name)
@@ -211,16 +213,9 @@ def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> E
         return None
     stack = ExitStack()
     for model in models:
-        for handle in _around(model, enter, leave):
+        for handle in around_calls(model, enter, leave):
             stack.callback(handle.remove)
     return stack
-
-
-def _around(module: torch.nn.Module, enter: Any, leave: Any) -> list[Any]:
-    return [
-        module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
 
 
 def _compiled_in_place(module: torch.nn.Module) -> bool:

@@ -7,11 +7,11 @@ and its storage is counted until it dies; what existed before is counted when it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -24,6 +24,26 @@ class Held:
         self.bytes = size
         self.operator = operator
         self.line = line
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
+}
+"""Methods that give the tensors which hold the numbers of one that has no storage of its own."""
+
+
+def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose storages hold its numbers: itself, or its parts. None where a library
+    keeps them to itself."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    with torch.no_grad(), _disable_current_modes():
+        return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,8 +62,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def count(self, tensors: Iterable[torch.Tensor], line: str = "") -> None:
         """Tensors that were made outside, or that belong on another line from now on."""
         for tensor in tensors:
-            held = self._see(tensor, "")
-            if held is not None:
+            for held in self._see(tensor, ""):
                 self.move(held, line)
 
     def move(self, held: Held, line: str) -> None:
@@ -52,8 +71,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset_peak(self) -> None:
         self.peak = self.now
 
-    def held(self, tensor: torch.Tensor) -> Held | None:
-        return self._live.get(tensor.untyped_storage()._cdata)
+    def held(self, tensor: torch.Tensor) -> list[Held]:
+        """The storages of a tensor that are known."""
+        keys = (part.untyped_storage()._cdata for part in stored(tensor))
+        return [self._live[key] for key in keys if key in self._live]
 
     def __torch_dispatch__(
         self,
@@ -63,17 +84,33 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         del types
+        self.aside(self.before)
         result = function(*arguments, **(keywords or {}))
+        self.aside(self.after, function, arguments, keywords or {}, result)
+        return result
+
+    def aside(self, note: Callable[..., None], *given: Any) -> None:
+        """All that is done here within the program that is counted."""
+        note(*given)
+
+    def before(self) -> None:
+        """Called ahead of every operator."""
+
+    def after(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> None:
+        del arguments, keywords
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, str(function))
         self.peak = max(self.peak, self.now)
-        return result
 
-    def _see(self, tensor: torch.Tensor, operator: str) -> Held | None:
+    def _see(self, tensor: torch.Tensor, operator: str) -> list[Held]:
         if tensor.device.type != self._kind:
-            return None
-        storage = tensor.untyped_storage()
+            return []
+        return [self._see_storage(part.untyped_storage(), operator) for part in stored(tensor)]
+
+    def _see_storage(self, storage: torch.UntypedStorage, operator: str) -> Held:
         key = storage._cdata
         if key not in self._live:
             held = self._live[key] = self.made(storage.nbytes(), operator)

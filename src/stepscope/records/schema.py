@@ -64,6 +64,8 @@ class Reading(Part, frozen=True):
     power_w: float | None = None
     temperature_c: float | None = None
     throttle: tuple[str, ...] = ()
+    waited_s: float | None = None
+    """On a CPU: for how long threads of the process were ready and had no core, since it began."""
 
 
 class Lint(Part, frozen=True):
@@ -171,7 +173,9 @@ def decode(data: bytes | str) -> Record:
         raise StepscopeError(f"not a record: {error}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if not isinstance(version, int):
-        raise StepscopeError("not a record: it has no version")
+        raise StepscopeError(
+            "not a record: it has no version", "it was not written by `stepscope export`"
+        )
     if version > SCHEMA_VERSION:
         raise StepscopeError(
             f"the record has format version {version}, this Stepscope reads up to {SCHEMA_VERSION}",

@@ -75,6 +75,10 @@ class IssueClock:
             self.steps.append(self._spent)
             self._spent = None
 
+    def drop(self) -> None:
+        """The step does not count."""
+        self._spent = None
+
     def _start(self, phase: str) -> None:
         self._synchronize()
         self._phase, self._since = phase, time.perf_counter()

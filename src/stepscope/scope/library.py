@@ -81,14 +81,21 @@ class Scope:
         self._recorder.begin()
         try:
             yield
+        except BaseException:
+            self._recorder.discard()
+            raise
+        else:
+            self._recorder.end()
         finally:
             self._inside = False
-            self._recorder.end()
 
     def record(self) -> Record:
         """Everything that was recorded, as `stepscope report` reads it from a file."""
         if self._record is None:
             self._recorder.finish()
+            failed = self._recorder.notes.get("recording_failed")
+            if failed and not self._recorder.times:
+                raise StepscopeError(f"the recording broke off: {failed}")
             if not self._recorder.times:
                 raise StepscopeError(
                     f"{self._recorder.steps} steps were made inside of scope.step(), the recording"

@@ -6,6 +6,7 @@ Whatever goes wrong in here is written down and never reaches the program that i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ ENERGY_WITHIN_S = 1.0
 """Steps that take less together have no energy: one move of the counter would be a tenth of it."""
 MOST_RECOUNTS = 8
 """Of the step whose memory is counted, where it also validates."""
+MOST_RAISED = 3
+"""Steps that raised while they were counted, or traced: that may be our doing."""
 _BROKEN_OFF = {"recording_failed", "trace_missing"}
 """Notes that say why a recording ended before the program."""
 ENERGY_MOVES_S = 0.1
@@ -59,6 +62,7 @@ class Recorder:
         self.traced_evaluations: list[int] = []
         self._evaluated = 0
         self._recounts = 0
+        self._raised: Counter[Stage] = Counter()
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
         self.ledger: WatchedLedger | None = None
         self.traced = 0
@@ -90,6 +94,11 @@ class Recorder:
     def end(self) -> None:
         if not self.done:
             self._guarded(self._end)
+
+    def discard(self) -> None:
+        """The step raised: it is as if it had not been made."""
+        if not self.done:
+            self._guarded(self._discard)
 
     def edge(self) -> None:
         """The step before ends and another begins."""
@@ -137,7 +146,7 @@ class Recorder:
             self._start_counting()
         elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is None:
             self._start_tracing()
-        if stage is Stage.TIMED and not self.times:
+        if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
             self._energy_begun = self.device.energy_j()
             self._open.enter_context(batches_taken(self._loading))
@@ -169,6 +178,7 @@ class Recorder:
             self._open.close()
         elif stage is Stage.COUNTED:
             self._open.close()
+            self._judge_count()
             if self._evaluated > self.usual_evaluations and self._recounts < MOST_RECOUNTS:
                 # The next one, unless the program ends: then this has to do.
                 self._recounts += 1
@@ -185,6 +195,35 @@ class Recorder:
             if self._by_edges and self._tracer is not None:
                 self._mark_trace()
             self.finish()
+
+    def _discard(self) -> None:
+        stage = self.effort.stage(self.steps)
+        if stage is Stage.TIMED and self._energy_begun is not None:
+            self._energy_begun = None
+            self.notes["no_energy"] = "a step raised among the timed ones, and the counter ran on"
+        elif stage is Stage.ISSUED:
+            self.issue.drop()
+            self._open.close()
+        elif stage is Stage.COUNTED:
+            self._open.close()
+            self.ledger = None
+            self.snapshot.unlink(missing_ok=True)
+            if self._raised_often(stage):
+                self.notes["memory_missing"] = "steps raised while their tensors were counted"
+                self.steps += 1
+        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is not None:
+            # Its mark cannot be taken out of the trace.
+            self._open_step.close()
+            self._drop_trace()
+            self._open.close()
+            self.steps = self.effort.steps - self.effort.traced - 1
+            if self._raised_often(Stage.TRACED):
+                self.notes["trace_missing"] = "steps raised while they were traced"
+                self._close()
+
+    def _raised_often(self, stage: Stage) -> bool:
+        self._raised[stage] += 1
+        return self._raised[stage] >= MOST_RAISED
 
     @property
     def cut_short(self) -> str:
@@ -246,6 +285,19 @@ class Recorder:
         self._open.enter_context(ledger.step(self.models, self.optimizers))
         self.ledger = ledger
 
+    def _judge_count(self) -> None:
+        if self.ledger is None:
+            return
+        self.notes.pop("memory_missing", None)
+        if self.ledger.failure:
+            self.notes["memory_missing"] = f"the count broke off ({self.ledger.failure})"
+            self.ledger = None
+        elif self.ledger.saved_unseen:
+            self.notes["memory_missing"] = (
+                "the program uses torch.func.grad or the like, under which nobody sees what is"
+                " saved for backward"
+            )
+
     def _start_tracing(self) -> None:
         if self._others.busy:
             # Perhaps it is done by the next step.
@@ -264,12 +316,17 @@ class Recorder:
         """Somebody else needs the profiler: what was traced so far is of no use."""
         if self._tracer is None:
             return
-        with self._others.ours():
-            self._tracer.stop()
-        self._tracer = None
-        self.traced = 0
+        self._drop_trace()
         self.notes["trace_missing"] = "the program started a profiler of its own meanwhile"
         self._close()
+
+    def _drop_trace(self) -> None:
+        assert self._tracer is not None
+        tracer, self._tracer = self._tracer, None
+        with self._others.ours():
+            tracer.stop()
+        self.traced = self.forwards = 0
+        self.traced_evaluations.clear()
 
     def _close(self) -> None:
         self._open.close()
@@ -289,7 +346,7 @@ class Recorder:
         steps do not outlast."""
         begun, now = self._energy_begun, self.device.energy_j()
         if begun is None or now is None:
-            self.notes["no_energy"] = self.device.energy_missing
+            self.notes.setdefault("no_energy", self.device.energy_missing)
             return
         took = self.times[-1][1].host_s - self.times[0][0].host_s
         if took < ENERGY_WITHIN_S:

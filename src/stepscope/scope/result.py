@@ -60,8 +60,9 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
             _put(quantities, "B", peak_bytes=peak)
         _put(quantities, "FLOP", flops=ledger.flops.total or None)
         dtype = ledger.flops.main_format() or dtype
-        notes["ledger"] = _json(ledger.peaks)
-        notes["saved"] = _json(_largest(ledger.saved))
+        if "memory_missing" not in notes:
+            notes["ledger"] = _json(ledger.peaks)
+            notes["saved"] = _json(_largest(ledger.saved))
     if recorder.traced:
         notes["trace"] = recorder.trace.name
         _put(quantities, "forwards", forwards=recorder.forwards / (recorder.traced + 1))

@@ -152,6 +152,7 @@ class Watcher:
 
     def _say(self) -> None:
         recorder = self._recorder
+        broken_off = "" if recorder is None else recorder.notes.get("recording_failed", "")
         write_progress(
             self._folder,
             Progress(
@@ -161,7 +162,7 @@ class Watcher:
                 steps=0 if recorder is None else recorder.steps,
                 needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,
-                failure=self._failure,
+                failure=self._failure or broken_off,
             ),
         )
 
