@@ -87,6 +87,16 @@ def test_strided_inputs_and_gradients(impl: str, layout: object) -> None:
     assert_same(impl, inputs, torch.ones(1, 1, 1, 1, dtype=grad.dtype).expand_as(grad))
 
 
+@pytest.mark.parametrize("impl", ["auto", *ON_CPU[1:]])
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@ALIGNED
+def test_a_scale_below_or_at_zero(impl: str, scale: float, how: dict[str, str]) -> None:
+    *inputs, grad = draw_qkv(9, 17, 8)
+    # The second call goes straight to where the first was sent.
+    for _ in range(2):
+        assert_same(impl, inputs, grad, scale=scale, **how)
+
+
 @pytest.mark.parametrize("impl", ["reference", "tiled", "sdpa", "sdpa_math"])
 @ALIGNED
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +145,240 @@ def test_what_is_no_attention_is_made_as_written() -> None:
     for one, other in zip(plain, changed, strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(over_rows, torch.softmax(q @ k.mT, dim=-2) @ v)
+
+
+ASKED: tuple[Callable[[Any], Any], ...] = (
+    lambda s: s**2,
+    lambda s: 2**s,
+    lambda s: 1 - s,
+    lambda s: 1 / s,
+    lambda s: s > 0,
+    lambda s: s != 0,
+    lambda s: s % 2,
+    lambda s: torch.stack(list(s)),
+    lambda s: torch.zeros_like(s).add_(s),
+    lambda s: torch.ones(s.shape).mul_(s),
+    lambda s: operator.isub(s, 1),
+    lambda s: torch.from_numpy(s.detach().__array__()),
+    lambda s: torch.where(torch.ones(LENGTH, LENGTH, dtype=torch.uint8), s, -1e9),
+    abs,
+    len,
+    repr,
+)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=range(len(ASKED)))
+def test_whatever_else_python_asks_is_asked_of_the_product(asked: Callable[[Any], Any]) -> None:
+    q, k, _ = inputs()
+    plain = asked(q @ k.mT)
+    with written_out_as_one_kernel():
+        changed = asked(q @ k.mT)
+    assert type(changed) is type(plain)
+    if isinstance(plain, torch.Tensor):
+        torch.testing.assert_close(changed, plain)
+    else:
+        assert changed == plain
+
+
+def test_what_is_done_in_place_shows_under_every_name() -> None:
+    q, k, v = inputs()
+    with written_out_as_one_kernel() as within:
+        scores = named = q @ k.mT
+        scores *= 0.25
+        weights = torch.softmax(named, -1)
+        assert isinstance(weights, PutOff)
+        out = weights @ v
+    assert within.substituted == 1
+    torch.testing.assert_close(out, torch.softmax(q @ k.mT * 0.25, -1) @ v)
+
+
+def test_values_in_another_format_meet_weights_as_written() -> None:
+    q, k, v = (one.half() for one in inputs())
+    wide = torch.softmax(q.float() @ k.float().mT, -1)
+    with written_out_as_one_kernel() as within:
+        weights = torch.softmax(q.float() @ k.float().mT, -1)
+        assert weights.dtype == torch.float32
+        weights = weights.to(v.dtype)
+        assert weights.dtype == torch.float16
+        out = weights @ v
+    assert within.substituted == 0
+    torch.testing.assert_close(out, wide.half() @ v)
+
+
+def test_a_product_has_the_gradients_and_the_autocast_of_its_moment() -> None:
+    q, k, v = (one.detach().float().requires_grad_() for one in inputs())
+    with written_out_as_one_kernel() as within:
+        with torch.no_grad():
+            silent = torch.softmax(q @ k.mT, -1)
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = q @ k.mT
+        assert narrow.dtype == torch.bfloat16
+        out = silent @ v
+        assert not (silent * 1.0).requires_grad
+        assert (narrow - 1).dtype == torch.bfloat16
+        learns = q @ k.mT
+        with torch.no_grad():
+            assert not learns.max().requires_grad
+        assert (learns - 1).requires_grad
+    assert within.substituted == 0
+    assert torch.autograd.grad(out.sum(), (q, v), allow_unused=True)[0] is None
+
+
+def test_a_row_without_a_key_is_as_written() -> None:
+    q, k, v = inputs()
+    hidden = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    hidden[2], hidden[4, :3] = True, True
+    for value, substituted in ((-1e9, 0), (torch.finfo(q.dtype).min, 1)):
+        plain = torch.softmax((q @ k.mT).masked_fill(hidden, value), -1) @ v
+        torch.testing.assert_close(plain[..., 2, :], v.mean(-2))
+        with written_out_as_one_kernel() as within:
+            changed = torch.softmax((q @ k.mT).masked_fill(hidden, value), -1) @ v
+            torch.testing.assert_close(changed, plain)
+        assert within.substituted == substituted
+
+
+def test_a_bias_that_only_looks_causal_is_none() -> None:
+    q, k, v = inputs()
+    slight = -later().to(q.dtype)
+    plain = torch.softmax(q @ k.mT + slight, -1) @ v
+    with written_out_as_one_kernel():
+        changed = torch.softmax(q @ k.mT + slight, -1) @ v
+    torch.testing.assert_close(changed, plain)
+
+
+def test_a_fill_that_is_scaled_afterwards_is_scaled() -> None:
+    q, k, v = inputs()
+    plain = torch.softmax((q @ k.mT).masked_fill(later(), -1e9) * 1e-9, -1) @ v
+    with written_out_as_one_kernel():
+        changed = torch.softmax((q @ k.mT).masked_fill(later(), -1e9) * 1e-9, -1) @ v
+    torch.testing.assert_close(changed + 0.0, plain)
+
+
+@pytest.mark.parametrize("shape", [(1, HEADS, LENGTH, WIDTH), (HEADS, LENGTH, WIDTH)])
+def test_a_product_that_repeats_a_batch_is_made_at_once(shape: tuple[int, ...]) -> None:
+    _, k, _ = inputs()
+    q = torch.randn(shape, dtype=torch.float64)
+    with written_out_as_one_kernel():
+        scores = q @ k.mT
+    assert type(scores) is torch.Tensor
+    assert scores.shape == (BATCH, HEADS, LENGTH, LENGTH)
+
+
+def test_a_mask_of_more_dimensions_than_the_scores_is_as_written() -> None:
+    q, k, _ = (one[:1] for one in inputs())
+    hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.3
+    plain = torch.softmax((q @ k.mT).masked_fill(hidden, float("-inf")), -1)
+    with written_out_as_one_kernel():
+        changed = torch.softmax((q @ k.mT).masked_fill(hidden, float("-inf")), -1)
+    torch.testing.assert_close(changed, plain)
+    assert changed.shape == (BATCH, HEADS, LENGTH, LENGTH)
+
+
+WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda x: x.add_(1),
+    lambda x: x[0].zero_(),
+    lambda x: operator.imul(x, 2),
+    lambda x: operator.setitem(x, 0, 1.0),
+    lambda x: torch.neg(x, out=x),
+    lambda x: functional.relu(x, inplace=True),
+    lambda x: torch._foreach_mul_([x], 2.0),
+)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
+@pytest.mark.parametrize("which", ["queries", "keys", "bias"])
+def test_a_product_is_made_before_what_it_reads_is_written_over(
+    write: Callable[[torch.Tensor], Any], which: str
+) -> None:
+    q, k, v = (one.detach() for one in inputs())
+    bias = torch.randn(LENGTH, LENGTH, dtype=q.dtype)
+    plain = torch.softmax(q @ k.mT + bias, -1) @ v
+    with written_out_as_one_kernel():
+        scores = q @ k.mT + bias
+        write({"queries": q, "keys": k, "bias": bias}[which])
+        changed = torch.softmax(scores, -1) @ v
+    torch.testing.assert_close(changed + 0.0, plain)
+
+
+def test_a_change_that_nobody_saw_is_told() -> None:
+    q, k, _ = (one.detach() for one in inputs())
+    with written_out_as_one_kernel():
+        scores = q @ k.mT
+        with torch._C.DisableTorchFunction():
+            q.zero_()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            scores.sum()
+        del scores
+
+
+def test_a_product_that_leaves_is_made_on_the_way_out() -> None:
+    q, k, _ = (one.detach() for one in inputs())
+    plain = q @ k.mT
+    with written_out_as_one_kernel():
+        scores = q @ k.mT
+    q.zero_()
+    torch.testing.assert_close(scores + 0.0, plain)
+
+
+def test_an_autograd_function_of_one_s_own_is_told_that_no_gradient_would_come_back() -> None:
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            del ctx
+            return torch.softmax(x, -1)
+
+    q, k, _ = inputs()
+    with pytest.raises(RuntimeError, match="autograd Function"), written_out_as_one_kernel():
+        Softmax.apply(q @ k.mT)
+    with written_out_as_one_kernel():
+        made: Any = Softmax.apply(q.detach() @ k.detach().mT)
+    torch.testing.assert_close(made, torch.softmax(q @ k.mT, -1).detach())
+
+
+def traced(form: Attention, tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """How many were found in its graph, and what it gives."""
+    found = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        found.append(substitute(module, written_out_as_one_kernel()))
+        return module.forward
+
+    torch._dynamo.reset()
+    made = torch.compile(form, backend=backend, dynamic=False)(*tensors)
+    return sum(found), made
+
+
+def masked_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    hidden = torch.arange(LENGTH)[:, None].expand(LENGTH, LENGTH) == 2
+    return torch.softmax((q @ k.mT).masked_fill(hidden, torch.finfo(q.dtype).min), -1) @ v
+
+
+def two_masks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    bias = torch.arange(LENGTH, dtype=q.dtype)[None, :].expand(LENGTH, -1)
+    return torch.softmax((q @ k.mT + bias).masked_fill(later(), float("-inf")), -1) @ v
+
+
+def filled_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    hidden = torch.arange(LENGTH)[:, None].expand(LENGTH, LENGTH) == 2
+    return torch.softmax((q @ k.mT).masked_fill(hidden, -1e9), -1) @ v
+
+
+def some_seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(3)
+    return torch.softmax(torch.where(seen, q @ k.mT, float("-inf")), -1) @ v
+
+
+def written_over(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    own = q.clone()
+    scores = own @ k.mT
+    own.zero_()
+    return torch.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize(("form", "found"), [(masked_rows, 1), (two_masks, 1), (filled_rows, 0),
+                                             (some_seen, 0), (written_over, 0)])  # fmt: skip
+def test_a_graph_is_changed_where_it_says_the_same(form: Attention, found: int) -> None:
+    tensors = [one.detach() for one in inputs()]
+    count, changed = traced(form, tensors)
+    assert count == found
+    torch.testing.assert_close(changed, form(*tensors))

@@ -11,6 +11,7 @@ from stepscope.attention import attention, implementation
 from stepscope.model import SIZES, ModelConfig, TransformerLM, cost, cross_entropy, precision
 
 SHAPE = ModelConfig(d_model=48, d_ff=80, n_layers=2, n_heads=3, vocab=61, context=32)
+FORMS: tuple[dict[str, bool], ...] = ({}, {"fused": True}, {"fused": True, "joined": True})
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,35 @@ def test_loss_is_the_mean_over_tokens_in_float32() -> None:
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence of 33 tokens in a model for 32"):
         TransformerLM(SHAPE)(some_tokens(33))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1, 5)])
+@pytest.mark.parametrize("how", FORMS, ids=str)
+def test_tokens_are_a_batch_of_sequences(how: dict[str, bool], shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"they need \(batch, seq\)"):
+        TransformerLM(SHAPE, **how)(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("how", FORMS, ids=str)
+def test_no_sequences_give_no_logits_and_no_gradient(how: dict[str, bool]) -> None:
+    model = TransformerLM(SHAPE, **how)
+    nothing = torch.zeros(0, 4, dtype=torch.long)
+    logits = model(nothing)
+    assert logits.shape == (0, 4, SHAPE.vocab)
+    loss = model(nothing, nothing)
+    assert loss.isnan()
+    for made in (logits.sum(), loss):
+        gradients = torch.autograd.grad(made, list(model.parameters()))
+        assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("how", FORMS, ids=str)
+def test_autocast_leaves_a_model_in_float64_alone(how: dict[str, bool]) -> None:
+    model = TransformerLM(SHAPE, dtype=torch.float64, **how)
+    tokens = some_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = model(tokens), model(tokens, tokens)
+    torch.testing.assert_close(under, (model(tokens), model(tokens, tokens)))
 
 
 def test_built_on_meta_then_filled() -> None:

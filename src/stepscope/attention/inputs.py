@@ -10,6 +10,8 @@ from torch import Tensor
 
 from stepscope.attention.masking import causal_offset
 
+TINY_SCALE = 1e-30
+"""Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -31,13 +33,21 @@ def checked_inputs(
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:
         causal_offset(q.shape[-2], k.shape[-2], causal_align)
-    if not _autocast_is_on(q):
+    if autocast_format(q) is None:
         return q, k, v
     return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)
 
 
 def default_scale(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale above zero that give the same scores: kernels that mask before they scale
+    would turn -inf round."""
+    if scale < 0:
+        return -q, -scale
+    return q, scale or TINY_SCALE
 
 
 def heads_per_key_head(q: Tensor, k: Tensor) -> int:
@@ -113,16 +123,22 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-def _autocast_is_on(x: Tensor) -> bool:
+def autocast_format(x: Tensor) -> torch.dtype | None:
+    """What autocast casts to where x is; None where it is off."""
     kind = x.device.type
-    return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+    on = kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def product_format(x: Tensor) -> torch.dtype:
+    """What a matrix product will read x in: the format of autocast where that is on. It never casts
+    float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_format(x) or x.dtype
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
     """Autocast casts what torch's own products read; an implementation of ours is none of them."""
-    if x.dtype == torch.float64 or not _autocast_is_on(x):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(product_format(x))
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -15,18 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from stepscope.attention.inputs import as_four_dims, checked_inputs, default_scale
+from stepscope.attention.inputs import (
+    as_four_dims,
+    checked_inputs,
+    default_scale,
+    with_positive_scale,
+)
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.tiles import MAX_HEAD
+from stepscope.derivatives import differentiable_once
 
 FEWEST_PRODUCTS = 1 << 34
 """Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
 TUNED_FOR = 9
 WIDEST = 96
-TINY_SCALE = 1e-30
-"""Stands in for a scale of zero, which would turn the -inf of a masked score into NaN."""
 
 
 @functools.cache
@@ -140,10 +143,7 @@ def triton_attention(
     causal_align: str | None = None,
 ) -> Tensor:
     """Attention by our kernels. Inputs have been checked and not refused."""
-    factor = default_scale(q) if scale is None else scale
-    if factor < 0:
-        q, factor = -q, -factor
-    factor = factor or TINY_SCALE
+    q, factor = with_positive_scale(q, default_scale(q) if scale is None else scale)
     shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
     if _launches_directly(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -255,4 +255,4 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*shaped, None, None, None)
 
 
-_gradients_once = once_differentiable(_gradients)
+_gradients_once = differentiable_once("attention by our kernels", "impl='reference'")(_gradients)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from stepscope.attention.inputs import as_four_dims, heads_per_key_head
+from stepscope.attention.inputs import as_four_dims, heads_per_key_head, with_positive_scale
 from stepscope.attention.masking import Sight
 from stepscope.attention.reference import reference_attention
 from stepscope.attention.registry import AttentionFunction, BoundAttention
@@ -59,7 +59,7 @@ def bind(
     causal_align: str | None,
 ) -> BoundAttention:
     """For inputs like these: torch's function itself where it takes them as they are."""
-    if q.numel() and k.numel():
+    if q.numel() and k.numel() and (scale is None or scale > 0):
         call = _Call.of(q, k, v, is_causal, causal_align, None)
         if call.q is q and call.k is k and call.mask is None:
             return functools.partial(
@@ -136,6 +136,8 @@ def _attend(
         return reference_attention(
             q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align
         )
+    if scale is not None:
+        q, scale = with_positive_scale(q, scale)
     call = _Call.of(q, k, v, is_causal, causal_align, backend)
     out = functional.scaled_dot_product_attention(
         call.q, call.k, call.v, attn_mask=call.mask, is_causal=call.is_causal, scale=scale,

@@ -6,15 +6,27 @@ an eager forward, with the compiler's stand-ins for tensors.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.amp import autocast_mode
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from stepscope.attention.substitute import IN_PLACE, PRODUCTS, PutOff, written_out_as_one_kernel
+from stepscope.attention.substitute import (
+    IN_PLACE,
+    PRODUCTS,
+    PutOff,
+    can_wait,
+    written_out_as_one_kernel,
+)
+from stepscope.attention.substitute_masks import kernel_mask
+from stepscope.attention.substitute_moment import writes
+
+_SETTINGS: set[Any] = {
+    torch._C._set_grad_enabled, autocast_mode._enter_autocast, autocast_mode._exit_autocast,
+}  # fmt: skip
 
 
 def backend(
@@ -46,11 +58,9 @@ def _function(node: Node) -> Any:
     return node.target if node.op == "call_function" else None
 
 
-def _substitute_one(
-    module: GraphModule, last: Node, within: written_out_as_one_kernel
-) -> bool:  # fmt: skip
+def _substitute_one(module: GraphModule, last: Node, within: written_out_as_one_kernel) -> bool:
     chain = _chain(last.args[0])
-    if not chain:
+    if not chain or _changed_between(chain, last):
         return False
     queries, keys = chain[0].args
     asked: Any = PutOff(_value(queries), _value(keys), within)
@@ -60,17 +70,17 @@ def _substitute_one(
         asked = PutOff.__torch_function__(_function(node), (), values, named)
         if not isinstance(asked, PutOff) or not asked.is_put_off:
             return False
-    if not asked.are_weights or len(asked.masked) + len(asked.added) > 1:
+    if not asked.takes(_value(last.args[1])):
         return False
     graph, causal = module.graph, asked.is_causal
+    filled = [(_node_of(chain, where), value) for where, value in asked.masked]
+    added = [_node_of(chain, one) for one in asked.added]
+    if not causal and None in (*added, *(where for where, _ in filled)):
+        return False
     with graph.inserting_before(last):
         mask = None
-        if not causal and asked.masked:
-            mask = graph.call_function(operator.invert, (_node_of(chain, asked.masked[0]),))
-        elif not causal and asked.added:
-            mask = graph.call_function(
-                torch.Tensor.to, (_node_of(chain, asked.added[0]), _value(queries).dtype)
-            )
+        if not causal and (filled or added):
+            mask = graph.call_function(kernel_mask, (filled, added, queries))
         new = graph.call_function(
             functional.scaled_dot_product_attention,
             (queries, graph.call_method("transpose", (keys, -2, -1)), last.args[1]),
@@ -83,6 +93,17 @@ def _substitute_one(
         graph.erase_node(node)
     within.substituted += 1
     return True
+
+
+def _changed_between(chain: Sequence[Node], last: Node) -> bool:
+    """Something writes, or torch is set otherwise, while the product would wait."""
+    node = chain[0]
+    while node is not last:
+        node = node.next
+        function = _function(node)
+        if node not in chain and (function in _SETTINGS or writes(function, dict(node.kwargs))):
+            return True
+    return False
 
 
 def _chain(node: Any) -> list[Node]:
@@ -98,15 +119,11 @@ def _chain(node: Any) -> list[Node]:
             return []
         chain = [node, *in_place, *chain]
         if _function(node) in PRODUCTS:
-            return chain if len(node.args) == 2 and _batches(node) else []
+            return chain if can_wait(tuple(map(_value, node.args))) else []
         shape = _shape(node)
         tensors = [one for one in node.args if isinstance(one, Node) and _shape(one) == shape]
         node = tensors[0] if tensors else None
     return []
-
-
-def _batches(node: Node) -> bool:
-    return all(len(_shape(one) or ()) >= 3 for one in node.args)
 
 
 def _value(given: Any) -> Any:
@@ -118,7 +135,7 @@ def _shape(given: Any) -> tuple[Any, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _node_of(chain: Sequence[Node], value: Any) -> Node:
-    return next(
-        one for node in chain for one in node.args if isinstance(one, Node) and _value(one) is value
-    )
+def _node_of(chain: Sequence[Node], value: Any) -> Node | None:
+    """None for what was made on the way."""
+    given = (one for node in chain for one in node.args if isinstance(one, Node))
+    return next((one for one in given if _value(one) is value), None)

@@ -22,27 +22,10 @@ from torch import Tensor
 
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import Sight
+from stepscope.derivatives import differentiable_once
 
 QUERY_TILE = 128
 KEY_TILE = 128
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient that depends on q, k and v: torch's `once_differentiable` would call it a constant
-    and leave it out of a second derivative without a word."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor) -> Tensor:
-        del ctx, depends_on
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        del ctx, grads
-        raise RuntimeError(
-            "FlashAttentionTorch is differentiable once: there is no double backward "
-            "(impl='reference' has one)"
-        )
 
 
 class FlashAttentionTorch(torch.autograd.Function):
@@ -85,13 +68,11 @@ class FlashAttentionTorch(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             grads = backward_by_tiles(q, k, v, out, log_sum_exp, grad_out, ctx.sight, ctx.scale)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            depends_on = (q, k, v, grad_out)
-            grads = tuple(_NoSecondDerivative.apply(x, *depends_on) for x in grads)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 

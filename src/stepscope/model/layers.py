@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
+from stepscope.attention.inputs import product_format
 from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.kernels.embedding import embedded
 from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import (
     Normed,
     add_rms_norm,
@@ -231,7 +231,7 @@ class CausalSelfAttention(nn.Module):
         return heads
 
     def _split_heads(self, x: Tensor) -> Tensor:  # -> (batch, heads, seq, d_head)
-        return x.view(*x.shape[:-1], self.n_heads, -1).transpose(1, 2)
+        return x.view(*x.shape[:-1], self.n_heads, x.shape[-1] // self.n_heads).transpose(1, 2)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

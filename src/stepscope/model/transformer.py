@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint as run_again_in_backward
 
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
+from stepscope.attention.inputs import product_format
 from stepscope.model.config import ModelConfig
 from stepscope.model.kernels import linear_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.launching import product_format
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -157,6 +157,8 @@ class TransformerLM(nn.Module):
         tokens: Tensor,  # (batch, seq)
         targets: Tensor | None = None,  # (batch, seq)
     ) -> Tensor:  # (batch, seq, vocab), or the loss
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; they need (batch, seq)")
         if tokens.shape[-1] > self.context:
             raise ValueError(
                 f"sequence of {tokens.shape[-1]} tokens in a model for {self.context}: "

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import WIDEST
 from stepscope.triton_here import interpreted
@@ -41,7 +41,7 @@ class _Embedded(torch.autograd.Function):
         return functional.embedding(tokens, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused embedding", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         from stepscope.model.kernels.triton_embedding import backward
 

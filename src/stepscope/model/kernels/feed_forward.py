@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from stepscope.attention.inputs import product_format
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.copies import WeightCopies, Weights
-from stepscope.model.kernels.launching import kernels_take, product_format
+from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import Normed
 from stepscope.model.kernels.products import Kept, Learned, product, product_back, wide_product
 from stepscope.model.memory import ALL, INPUTS
@@ -51,10 +52,10 @@ class _FeedForward(torch.autograd.Function):
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
         ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
         ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
-        return out.view(*x.shape[:-1], -1)
+        return out.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the joined feed-forward", "joined=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, (*first, second), held = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
@@ -64,7 +65,7 @@ class _FeedForward(torch.autograd.Function):
         # Gates that were made for this alone give their room to their gradient.
         grad_gates = torch.empty_like(gates) if held else gates
         gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
-        grad_x = product_back(grad_gates, tuple(first)).view(*grad.shape[:-1], -1)
+        grad_x = product_back(grad_gates, tuple(first)).view(grad.shape)
         *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
         of_second = ctx.second.gradients(flat, gated, (of_w2,))
         of_first = ctx.first.gradients(grad_gates, x, (of_w1, of_w3))

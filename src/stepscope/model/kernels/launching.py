@@ -1,4 +1,4 @@
-"""Where our Triton kernels can run, and what every launch here needs."""
+"""Where our Triton kernels can run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,3 @@ def kernels_take(*tensors: Tensor) -> bool:
     if not all(format_taken(x.dtype) and x.numel() for x in tensors):
         return False
     return interpreted() or all(x.is_cuda for x in tensors)
-
-
-def product_format(x: Tensor) -> torch.dtype:
-    """What a matrix product will read x in: the format of autocast where that is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stepscope.attention.inputs import product_format
+from stepscope.derivatives import differentiable_once
 from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
 from stepscope.model.kernels import plain_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
@@ -27,6 +28,7 @@ from stepscope.ranges import named
 Made = tuple[Tensor, Tensor, Tensor, Tensor]
 """The loss, what gradients are still to be multiplied by (empty: nothing), and those of x and
 weight (empty where nobody asks)."""
+_TARGETS = (torch.int64, torch.int32)
 Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
 
 
@@ -52,13 +54,12 @@ def linear_cross_entropy(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}:"
             " (..., d), (vocab, d) and (...) go together"
         )
+    if targets.dtype not in _TARGETS:
+        raise ValueError(f"targets are {targets.dtype}; they must be torch.int64 or torch.int32")
     rows = chunk_rows or rows_of_a_chunk(targets.numel(), weight.shape[0], x.shape[-1])
     flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        compute = torch.get_autocast_dtype(kind)
-    else:
-        compute = torch.promote_types(x.dtype, weight.dtype)
+    compute = torch.promote_types(product_format(x), product_format(weight))
     with named("loss"), torch.autocast(kind, enabled=False):
         learns = torch.is_grad_enabled()
         arguments = (
@@ -157,11 +158,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(*made)
         ctx.formats = (x.dtype, weight.dtype)
+        ctx.spent = False
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused loss", "cross_entropy of the logits")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError(
+                "the fused loss has one backward: its gradients, made in the forward, are scaled in"
+                " place"
+            )
+        ctx.spent = True
         return *_differentiate(ctx, grad, _scale), None
 
 

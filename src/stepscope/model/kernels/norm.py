@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.launching import kernels_take
 from stepscope.triton_here import format_taken
 
@@ -99,7 +99,7 @@ class _AddNorm(torch.autograd.Function):
         return made.stream if ctx.added else None, made.normed, made.unit
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused norm", "fused=False")
     def backward(
         ctx: Any, grad_stream: Tensor | None, grad_normed: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stepscope.attention.inputs import product_format
 from stepscope.beside import taker_of
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.copies import WeightCopies, Weights
-from stepscope.model.kernels.launching import product_format
 from stepscope.model.kernels.norm import Normed
 from stepscope.model.kernels.search import multiplied_into, searching
 
@@ -45,14 +45,15 @@ class _Joined(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         ctx.x = Kept(ctx, flat, normed, narrow)
         ctx.learned = Learned(weights)
-        return product(flat, narrow).view(*x.shape[:-1], -1)
+        made = product(flat, narrow)
+        return made.view(*x.shape[:-1], made.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a joined product", "joined=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, narrow, _ = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = product_back(flat, narrow).view(*grad.shape[:-1], -1)
+        grad_x = product_back(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
         return grad_x, None, None, *ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:])
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.launching import kernels_take
 
 
@@ -57,7 +57,7 @@ def rotated_parts_(
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 class _Rotate(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _Rotate(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused rotation", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from stepscope.model.kernels.triton_rotary import turn
 
@@ -100,7 +100,7 @@ class _RotateParts(torch.autograd.Function):
         return tuple(_split(part, heads) for part in held.chunk(3, dim=-1))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused rotation", "fused=False")
     def backward(
         ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
     ) -> tuple[Tensor | None, ...]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from stepscope.derivatives import differentiable_once
 from stepscope.model.kernels.launching import kernels_take
 
 
@@ -30,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
         return triton_swiglu.forward(*map(_as_row, (gate, up))).view(gate.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("the fused SwiGLU", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         from stepscope.model.kernels import triton_swiglu
 

@@ -1,0 +1,75 @@
+"""What a product depends on besides its operands' values, for one that is made later."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepscope.attention.inputs import autocast_format
+
+_WRITING_NAMES = {"__setitem__", "__set__"}
+_WRITING_OPERATORS: set[Any] = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor,
+}  # fmt: skip
+
+
+class Moment(NamedTuple):
+    """How torch stands: whether it keeps gradients, and what autocast casts to."""
+
+    gradients: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def now(cls, x: Tensor) -> Moment:
+        return cls(torch.is_grad_enabled(), autocast_format(x))
+
+    @contextlib.contextmanager
+    def again(self, x: Tensor) -> Iterator[None]:
+        cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if autocast_format(x) != self.autocast:
+            on = self.autocast is not None
+            cast = torch.autocast(x.device.type, self.autocast, enabled=on)
+        with torch.set_grad_enabled(self.gradients), cast:
+            yield
+
+
+def writes(function: Any, keywords: dict[str, Any]) -> bool:
+    """It changes a tensor: its first argument, or `out`."""
+    return "out" in keywords or bool(keywords.get("inplace")) or _writes_always(function)
+
+
+@functools.lru_cache(1024)
+def _writes_always(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or name in _WRITING_NAMES or function in _WRITING_OPERATORS
+
+
+def share_memory(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    return not _storages(some).isdisjoint(_storages(others))
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {
+        one.untyped_storage()._cdata
+        for one in values
+        if isinstance(one, Tensor) and one.layout == torch.strided
+    }
+
+
+def within_an_autograd_function() -> bool:
+    """A forward that somebody wrote runs: torch gave it its tensors without gradients."""
+    apply: Any = torch.autograd.Function.apply
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not apply.__func__.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,55 @@
+"""A gradient penalty through a fused piece raises; it is never left out without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_joined_model import DEVICE, batch, draw, model
+from torch import Tensor
+
+from stepscope.attention import attention
+from stepscope.model.kernels import embedded, linear_cross_entropy, rms_norm, swiglu
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.feed_forward import feed_forward
+from stepscope.model.kernels.products import joined_product
+
+TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
+PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "joined product": (lambda x, w: joined_product(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
+    "feed-forward": (
+        lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),
+        ((4, 6), (8, 6), (8, 6), (6, 8)),
+    ),
+    "swiglu": (swiglu, ((4, 6), (4, 6))),
+    "norm": (lambda x, w: rms_norm(x, w, 1e-5), ((4, 6), (6,))),
+    "embedding": (lambda w: embedded(TOKENS, w), ((5, 4),)),
+    "loss": (lambda x, w: linear_cross_entropy(x, w, TOKENS), ((3, 6), (11, 6))),
+    "attention": (
+        lambda q, k, v: attention(q, k, v, impl="triton"),
+        ((1, 2, 16, 16), (1, 2, 16, 16), (1, 2, 16, 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_second_derivative_raises(name: str) -> None:
+    piece, shapes = PIECES[name]
+    inputs = [draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+    out = piece(*inputs).sum()
+    gradients = torch.autograd.grad(out, inputs, create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(RuntimeError, match="no double backward"):
+            gradient.square().sum().backward(retain_graph=True)
+    for each in inputs:
+        assert each.grad is None
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
+def test_a_penalty_on_a_model_s_gradients_raises(how: dict[str, bool]) -> None:
+    subject = model(**how)
+    loss = subject(*batch())
+    gradients = torch.autograd.grad(loss, list(subject.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        (loss + sum(g.square().sum() for g in gradients)).backward()
