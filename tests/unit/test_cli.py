@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from prepared_store import Desk, Said, fill, one_line, run_of
+from sample_records import record, run
 from stepscope.analysis.compare import Comparison
 from stepscope.cli import COMMANDS, compare_command, doctor_command, main
 from stepscope.errors import StepscopeError
@@ -223,6 +224,19 @@ def test_runs_without_a_case_in_common_are_refused(desk: Desk, tmp_path: Path) -
     one_line(desk("compare", str(file), str(other)), 2, "no measured case in common")
 
 
+def test_only_a_run_that_is_not_done_says_how_to_go_on(desk: Desk) -> None:
+    with Store(desk.store) as store:
+        for name, cases in (("more", 1), ("open", 3)):
+            store.add_run(run(id=name, cases=cases, command="go on"))
+            for case in ("base", "trial"):
+                store.add(record(id=f"{name}-{case}", run=name, case=case))
+    told = {
+        row["run"]: (row["done"], row["cases"], row["go on with"])
+        for row in parsed(desk("list", "runs", "--json"))["runs"]
+    }
+    assert (told["more"], told["open"]) == ((2, 2, ""), (2, 3, "go on"))
+
+
 def test_list_tells_of_everything(desk: Desk) -> None:
     facts = parsed(desk("list", "--json"))
     assert set(facts) >= {"studies", "presets", "sizes", "dtypes", "runs"}
@@ -231,7 +245,7 @@ def test_list_tells_of_everything(desk: Desk) -> None:
     assert {size["name"] for size in facts["sizes"]} >= {"small", "xl", "2.7b", "10b", "tiny"}
     assert set(parsed(desk("list", "presets", "--json"))) == {"presets"}
     said = desk("list")
-    assert all(word in said.out for word in ("benchmark", "quick", "bfloat16", "--preset new"))
+    assert all(word in said.out for word in ("benchmark", "quick", "bfloat16", "Runs in"))
 
 
 class NoWorker:

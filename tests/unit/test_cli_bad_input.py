@@ -50,6 +50,7 @@ def ended(done: subprocess.CompletedProcess[str]) -> Said:
         (["--attention", "flush"], ["attention 'flush'", "reference"]),
         (["--steps", "0"], ["steps is 0"]),
         (["--warmup", "-1"], ["warmup is -1"]),
+        (["--min-seconds", "-1"], ["min-seconds is -1", "negative"]),
         (["--timeout", "0"], ["timeout is 0"]),
         (["--retry"], ["--resume"]),
         (["--size"], ["no case to measure"]),
@@ -65,13 +66,45 @@ def test_cases_that_cannot_be_meant(desk: Desk, words: list[str], parts: list[st
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
+        (["fsdp", "--ranks", "0"], ["ranks is 0", "at least 1"]),
+        (["sharding", "--ranks", "0"], ["ranks is 0", "at least 1"]),
+        (["ddp", "--ranks", "0"], ["ranks is 0", "at least 1"]),
+        (["ddp", "--bucket-mb", "10", "0"], ["bucket-mb is 0"]),
+        (["allreduce", "--ranks", "0"], ["ranks is 0", "from 1 on"]),
+        (["allreduce", "--ranks"], ["ranks has no value"]),
+        (["warmup", "--warmup", "2", "-1"], ["warmup is -1"]),
+        (["step", "--min-seconds", "-1"], ["min-seconds is -1"]),
+        (["flash", "--race-seconds", "-1"], ["race-seconds is -1"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_value_that_cannot_be_meant_is_named_alone(
+    desk: Desk, words: list[str], parts: list[str]
+) -> None:
+    one_line(desk("run", *words), 2, *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["--preset", "quick", "benchmark"], "stepscope run benchmark --preset quick"),
+        (["--no-report", "warmup", "--steps", "8"], "stepscope run warmup --no-report --steps 8"),
+    ],
+)
+def test_a_study_after_options_is_told_its_place(desk: Desk, words: list[str], right: str) -> None:
+    one_line(desk("run", *words), 2, "name the study first", right)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
         (["rum"], ["command 'rum'", "perhaps you meant run"]),
         (["run", "benchmrk"], ["study 'benchmrk'", "perhaps you meant benchmark"]),
         (["run", "--preset", "quik"], ["preset 'quik'", "perhaps you meant quick"]),
         (["run", "profile", "--preset", "h20"], ["preset 'h20'", "perhaps you meant h200"]),
         (["show", "nothing"], ["no run", "'nothing'", "base"]),
         (["show", "latest~5"], ["latest~5"]),
-        (["show", "--study", "profil"], ["'profil'"]),
+        (["show", "--study", "profil"], ["'profil'", "these have: benchmark"]),
         (["export", "--format", "csv", "--table", "bench"], ["table 'bench'", "benchmark-times"]),
         (["compare", "base", "nothing"], ["'nothing'"]),
     ],
@@ -143,7 +176,24 @@ def test_a_run_without_records_says_how_to_go_on(desk: Desk) -> None:
 def test_a_file_without_records_is_named(desk: Desk, tmp_path: Path) -> None:
     for name, content in (("empty.jsonl", ""), ("text.jsonl", "not a record\n")):
         (tmp_path / name).write_text(content)
-        one_line(desk("export", str(tmp_path / name)), 1, name)
+        for command in ("export", "import"):
+            one_line(desk(command, str(tmp_path / name)), 1, name)
+    one_line(desk("import", str(tmp_path / "empty.jsonl")), 1, "has no records")
+
+
+def test_an_import_of_nothing_makes_no_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    one_line(Desk(tmp_path / "none", capsys)("import", str(tmp_path / "empty.jsonl")), 1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_a_comparison_lacks_is_named(desk: Desk) -> None:
+    said = desk("compare", "latest")
+    assert said.code == 2
+    assert "NEW" in said.err
+    assert "STR" not in said.err
 
 
 @pytest.mark.parametrize(

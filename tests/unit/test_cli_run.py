@@ -71,6 +71,16 @@ def test_a_run_says_one_line_of_json_and_keeps_everything(cli: CommandLine) -> N
     assert [(r.case, r.attempt) for r in attempts[3:]] == [("raise-0", 2)]
 
 
+def test_a_run_in_which_nothing_succeeds_leaves_the_report_that_is_there(cli: CommandLine) -> None:
+    cli.out.mkdir()
+    page = cli.out / "report.html"
+    page.write_text("the old page")
+    done = cli("run", "planted", "--does", "raise", "skip", "--device", "cpu")
+    assert done.returncode == 1
+    assert "no case succeeded, so no report is written" in done.stderr
+    assert page.read_text() == "the old page"
+
+
 def test_a_run_that_succeeds_prints_the_headline_and_exits_with_0(cli: CommandLine) -> None:
     done = cli("run", "benchmark", "--size", "tiny", "--context", "8", "--batch", "1",
                "--steps", "3", "--min-seconds", "0", "--vocab", "9", "--device", "cpu")  # fmt: skip

@@ -104,7 +104,7 @@ def test_one_rank_claims_no_link() -> None:
     [
         ({"collective": ("all-reduse",)}, "perhaps you meant all-reduce"),
         ({"backend": ("mpi",)}, "backend 'mpi' does not exist"),
-        ({"ranks": (0,)}, "ranks is"),
+        ({"ranks": (2, 0)}, "ranks is 0 "),
         ({"ranks": (4,), "sizes": (8,)}, "every rank needs 4 bytes"),
         ({"rounds": 0}, "rounds is 0"),
     ],

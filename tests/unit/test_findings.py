@@ -209,6 +209,25 @@ def test_the_first_steps_cost_is_found() -> None:
     assert re.search(r"the mean of 12 steps is 20\.8 ?% off", per_case)
     assert verdict.startswith("This machine needs 2 warm-up steps")
     assert "2 fresh processes" in verdict
+    assert "more than that changes nothing" in verdict
+
+
+def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
+    slow = warmup_record([900.0, *[100.0] * 9])
+    others = [warmup_record([first, *[100.0] * 9], 1) for first in (200.0, 300.0)]
+    text = findings("warmup", slow, *others)[0]
+    assert "by the medians of 3 fresh processes" in text
+    assert "the first step takes 300 ms" in text
+    assert "cost 200 ms extra" in text
+    assert "in one process, the mean of" in text
+    assert "medians" not in findings("warmup", slow)[0]
+
+
+def test_where_steps_never_settle_no_number_of_them_is_said_to_be_enough() -> None:
+    falling = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
+    verdict = findings("warmup", falling)[-1]
+    assert "needs at least 4 warm-up steps" in verdict
+    assert "changes nothing" not in verdict
 
 
 def test_the_slowest_process_decides_how_many_steps_are_needed() -> None:

@@ -164,6 +164,30 @@ def test_a_crash_while_it_is_recorded_is_told_with_what_there_is(
     assert why in (command.out / "train.html").read_text()
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_the_script_starts(
+    command: CommandLine, script: Path
+) -> None:
+    script.write_text("print('started')")
+    for page in (script / "in-a-file.html", script.parent):
+        done = command("inspect", "--page", str(page), str(script))
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert str(page) in line
+        assert "--page" in line
+
+
+def test_where_the_page_is_lost_the_records_are_named(command: CommandLine, script: Path) -> None:
+    page = command.out / "train.html"
+    script.write_text(f"import os\nos.mkdir({str(page)!r})\n{TRAINING}")
+    done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script), "14")
+    assert done.returncode == 7
+    said = done.stderr.splitlines()[-1]
+    assert f"cannot write {page}" in said
+    records = page.with_suffix(".jsonl").resolve()
+    assert said.endswith(f"the records are in {records}")
+    assert len(read_records(records)) == 1
+
+
 def test_steps_that_change_while_they_are_recorded_are_told(
     command: CommandLine, script: Path
 ) -> None:

@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from own_records import inspected_record
+from sample_records import environment
+from stepscope.analysis.trace.summary import decode, encode
+from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.rows import programs
+from stepscope.studies.inspected.view import headline_table
+from study_records import memory_record
 
 
 def test_ranks_that_take_turns_are_not_blamed() -> None:
@@ -58,3 +63,27 @@ def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[st
     text = " ".join(one.text for one in inspected_findings(ranks))
     assert all(part in text for part in said), text
     assert ("Under the profiler" in text) is (step != 1.01)
+
+
+@pytest.mark.parametrize(("device", "things"), [("cpu", "operators"), ("cuda", "kernels")])
+def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
+    device: str, things: str
+) -> None:
+    made = inspected_record(environment=environment(device_kind=device))
+    summary = msgspec.structs.replace(decode(made.notes["profile"]), launches=367.7)
+    made = msgspec.structs.replace(made, notes=made.notes | {"profile": encode(summary)})
+    (ranks,) = programs([made])
+    texts = [one.text for one in inspected_findings(ranks)]
+    assert any(f"in 368 {things}" in text for text in texts), texts
+    table = headline_table([made])
+    titles = [column.title for column in table.columns]
+    assert table.rows[0][titles.index(things)] == 368
+
+
+def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
+    lines = {PARAMETERS: 1 << 20, f"{SAVED}1 BatchNorm2d, batch_norm": 1 << 30}
+    made = inspected_record()
+    notes = made.notes | {"ledger": memory_record(lines=lines).notes["ledger"]}
+    (ranks,) = programs([msgspec.structs.replace(made, notes=notes)])
+    (text,) = [one.text for one in inspected_findings(ranks) if "kept for backward" in one.text]
+    assert "the line “1 BatchNorm2d, batch_norm” has the most" in text

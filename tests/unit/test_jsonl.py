@@ -41,6 +41,28 @@ def test_an_error_names_file_and_line(tmp_path: Path, broken: bytes) -> None:
         read_records(path)
 
 
+def test_a_file_that_is_cut_off_says_how_to_take_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    first, second, last = (encode(r) for r in three())
+    path.write_bytes(b"\n".join([first, second, last[:-20]]))
+    with pytest.raises(StepscopeError, match=r"line 3: .*cut off.*head -n 2 .*records\.jsonl"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{\n  "rows": []\n}\n', "no file of records, which has one JSON object a line"),
+        ('{"piece": "adamw"}\n', "not written by `stepscope export`"),
+    ],
+)
+def test_a_file_of_something_else_is_told_so(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(StepscopeError, match=told):
+        read_records(path)
+
+
 def test_a_newer_record_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

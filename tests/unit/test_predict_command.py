@@ -9,6 +9,7 @@ import sys
 import pytest
 from test_prediction import plan
 
+from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.cli import main
 from stepscope.studies.prediction_view import budget_findings
@@ -61,6 +62,19 @@ def test_a_budget_is_held_and_a_change_named(capsys: pytest.CaptureFixture[str])
     assert "with: flash attention (" in said
     assert main(["predict", "--size", "small", "--context", "1024", "--budget", "9"]) == 0
     assert "fits into 9.00 GiB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_step_fits_by_the_test_that_chooses_the_changes() -> None:
+    told = predict(plan("tiny", 512, batch=2, attention="sdpa", optimizer="torch-fused"))
+    budget = int(0.3 * 2**30)
+    assert told.peak.allocated * MARGIN <= budget
+    (finding,) = budget_findings("tiny", told, budget)
+    assert "gaps between its blocks" in finding.text
+    whole = changes_that_fit(predict(plan("tiny", 512)).plan, budget)
+    assert told.plan not in [change.plan for change in whole]
+    for change in whole:
+        (fitting,) = budget_findings("tiny", predict(change.plan), budget)
+        assert fitting.tone == "good"
 
 
 def test_a_budget_that_nothing_fits_is_said() -> None:

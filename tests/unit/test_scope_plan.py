@@ -117,8 +117,9 @@ def test_words_after_the_script_are_the_scripts(
     ],
 )
 def test_one_line_says_why_there_is_no_page(progress: Progress, child: bool, expected: str) -> None:
-    said = why_nothing(progress, "train.py", describe_end(256), child)
+    said = why_nothing(progress, "train.py", describe_end(256), child, "let it make more")
     assert said.startswith("train.py ended with exit code 1")
+    assert said.endswith("(let it make more)") == (progress.optimizer_steps > 0)
     assert expected in said
 
 

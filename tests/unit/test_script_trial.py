@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -372,3 +373,24 @@ def test_a_script_that_never_steps_gets_no_advice(tmp_path: Path) -> None:
     done = CommandLine(tmp_path)("advise", "--verify", str(path))
     assert done.returncode == 1
     assert "quiet.py ended with exit code 3 without an optimizer step" in done.stderr
+
+
+def test_a_script_that_fails_early_gets_its_own_error_and_leaves_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "crash.py"
+    path.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(8):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise ValueError('my data is bad')\n"
+    )
+    command = CommandLine(tmp_path)
+    done = command("advise", str(path))
+    assert done.returncode == 1
+    assert "the program ended after 8 of the 21 steps" in done.stderr
+    assert "it ended with exit code 1" in done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "ValueError: my data is bad"
+    listed = command("list", "runs", "--json")
+    assert json.loads(listed.stdout)["runs"] == []

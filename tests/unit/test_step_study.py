@@ -361,6 +361,15 @@ def test_ladders_of_several_sizes_stay_apart() -> None:
     ]  # fmt: skip
 
 
+def test_a_ladder_of_a_changed_size_says_so() -> None:
+    plain = rung_record("start", "start")
+    config = plain.config | {"overrides": {"vocab": 1024}}
+    changed = msgspec.structs.replace(plain, config=config)
+    assert {ladder.name for ladder in ladders([plain, changed])} == {
+        "small at context 512, batch 4", "small (changed) at context 512, batch 4",
+    }  # fmt: skip
+
+
 def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Path) -> None:
     cli = CommandLine(tmp_path)
     cli.know_ceilings()

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sample_records import environment
 from step_records import CEILINGS
 from stepscope.analysis.ideal import ideal_ms, operations
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.trace.summary import Line, Summary, Use
 from stepscope.analysis.waterfall import CAUSES, Step, waterfall
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
@@ -82,8 +83,6 @@ def planted(**lines: float) -> Summary:
         for name, ms in lines.items()
         for phase, _, kind in [name.partition("__")]
     )
-    from msgspec.structs import replace
-
     return replace(summary, lines=held, steps=(sum(lines.values()),))
 
 
@@ -158,8 +157,36 @@ class TestWaterfall:
         assert found.measured_ms == (summary.wall_ms if measured is None else measured)
 
 
+class TestAttentionsPart:
+    STEP = Step(find_size("tiny"), 4, 64, FLOAT32)
+
+    def lost_share(self, *uses: Use, context: int = 64) -> float:
+        """Of a time of the products beside which no ideal counts."""
+        traced = replace(planted(forward__matmul=100.0), uses=uses)
+        step = self.STEP._replace(context=context)
+        return waterfall(traced, step, 1e30, 1e30).attention_lost_ms / 100.0
+
+    def test_it_is_what_its_ranges_took(self) -> None:
+        core, linear = (
+            Use(kernel="k", kind="matmul", phase="forward", module=module, role="", ms=ms,
+                count=1, places=1)
+            for module, ms in (("block */attention/core/scores", 1.0), ("head", 3.0))
+        )  # fmt: skip
+        assert self.lost_share(core, linear) == pytest.approx(0.25)
+
+    def test_without_ranges_it_is_its_share_of_the_arithmetic(self) -> None:
+        assert self.lost_share() < 0.1
+        assert self.lost_share(context=8192) > 0.5
+
+
 def replaced(fall: Any, **changes: Any) -> Any:
     return fall._replace(workload=msgspec.structs.replace(fall.workload, **changes))
+
+
+def _with_attention(fall: Any, share: float) -> Any:
+    """Attention loses that share of what all products lose."""
+    parts = fall.water.parts | {"matmuls below peak": 10.0}
+    return fall._replace(water=fall.water._replace(parts=parts, attention_lost_ms=share * 10.0))
 
 
 class TestView:
@@ -208,7 +235,8 @@ class TestView:
         (slow,) = self.falls()
         (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
         assert "lower number format" in remedy("matmuls below peak", slow)
-        assert "flash attention" in remedy("matmuls below peak", half)
+        assert "flash attention" in remedy("matmuls below peak", _with_attention(half, 0.5))
+        assert "larger products" in remedy("matmuls below peak", _with_attention(half, 0.4))
         assert "master weights" in remedy("casts and copies", half)
         assert "CUDA graph" in remedy("launch gaps", slow)
         short = replaced(slow, context=8)

@@ -25,6 +25,8 @@ CAUSES: tuple[Cause, ...] = (
 )  # fmt: skip
 RECOVERABLE: tuple[Cause, ...] = CAUSES[:-1]
 _MATRIX = ("matmul", "attention")
+_CORE = "attention/core"
+"""The range of attention between its projections."""
 
 
 class Step(NamedTuple):
@@ -45,6 +47,8 @@ class Waterfall(NamedTuple):
     parts: dict[Cause, float]
     """Milliseconds by cause; below zero where a part is faster than its ideal."""
     measured_ms: float
+    attention_lost_ms: float = 0.0
+    """What attention's products take beyond their ideal: of the matmuls below peak."""
 
     @property
     def ideal_ms(self) -> float:
@@ -82,7 +86,8 @@ def waterfall(
         "communication": spent["communication"],
         "unattributed": measured - busy - gaps,
     }
-    return Waterfall(ideal, parts, measured)
+    attention = _attention_share(summary, step) * spent["matrix"]
+    return Waterfall(ideal, parts, measured, attention - ideal["attention"])
 
 
 def _group(line: Line) -> str:
@@ -99,6 +104,18 @@ def _group_of_class(kind: str) -> str:
     if kind in _MATRIX:
         return "matrix"
     return kind if kind == "copy/cast" else "memory"
+
+
+def _attention_share(summary: Summary, step: Step) -> float:
+    """Of the time of all products. Where no range names attention's, its share of the arithmetic
+    stands for it, with the masked half, as attention that is written out does it."""
+    products = [use for use in summary.uses if use.kind in _MATRIX]
+    own = sum(use.ms for use in products if _CORE in use.module)
+    if own:
+        return own / sum(use.ms for use in products)
+    counted = flops(step.model, step.batch, step.context)
+    written_out = 2 * counted.forward_attention
+    return written_out / (counted.forward_linear + written_out)
 
 
 def _run_again(summary: Summary, step: Step) -> dict[str, float]:

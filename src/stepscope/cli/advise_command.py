@@ -213,15 +213,17 @@ def _advise_script(
                     timed=10, traced=3, memory=True, stop=True,
                 )
             )  # fmt: skip
-            if new:
-                store.add_run(run)
         with Runner(base.environment.device_kind, options.timeout) as runner, _kept(store, run):
             if not held:
                 with make_observer(run, 0, 0) as observer:
                     ceilings = runner.ceilings(observer)
                 base = msgspec.structs.replace(base, run=run.id, ceilings=ceilings)
                 base = with_advice(base, _advice(base, tuple(runner.lacks), run.created))
-                store.add(base)
+                # No run without a record: it would be the latest.
+                with store.transaction():
+                    if new:
+                        store.add_run(run)
+                    store.add(base)
             advice = advice_given(base) or ()
             _verify(options, advice, OF_SCRIPTS, Verification(
                 runner, store, run, lambda some: _trial(options, base, some, script=script),
@@ -246,7 +248,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
         request = (*cases, Case(study=TRIALS, key="trials", config={}))
         run, new = _find_run(options, store, request, words)
         if new:
-            store.add_run(run)
+            store.add_run(msgspec.structs.replace(run, cases=len(cases)))
         with _kept(store, run):
             with make_observer(run, len(cases), 0) as observer:
                 runner.run(cases, run, store, observer)
@@ -291,8 +293,10 @@ def _kept(store: Store, run: Run) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tried = counted(sum(study == TRIALS for study, _ in store.finished(run.id)), "trial")
-        say(f"interrupted: {tried} kept in run {run.id}\ngo on with: {run.command}")
+        done = store.finished(run.id)
+        if done:
+            tried = counted(sum(study == TRIALS for study, _ in done), "trial")
+            say(f"interrupted: {tried} kept in run {run.id}\ngo on with: {run.command}")
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -59,15 +60,19 @@ def parse(
 def load_records(source: str, place: Place) -> tuple[Record, ...]:
     """The records meant: a JSON Lines file, or a run by id, its beginning, `latest`, `latest~1`."""
     if source.endswith(".jsonl") or Path(source).is_file():
-        records = read_records(Path(source))
-        if not records:
-            raise StepscopeError(f"{source} has no records", "name a file that has some")
-        return records
+        return load_file(Path(source))
     with existing_store(place) as store:
         run = store.find_run(source)
         records = store.records(run.id)
     if not records:
         raise StepscopeError(f"run {run.id} has no records yet", f"go on with: {run.command}")
+    return records
+
+
+def load_file(path: Path) -> tuple[Record, ...]:
+    records = read_records(path)
+    if not records:
+        raise StepscopeError(f"{path} has no records", "name a file that has some")
     return records
 
 
@@ -92,6 +97,18 @@ def existing_store(place: Place) -> Store:
             "make one with `stepscope run`, or name its folder with --out",
         )
     return Store(place.store, create=False)
+
+
+def require_writable(path: Path, mend: str) -> None:
+    """Before work that ends with writing it: better now than then."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", mend)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", mend) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,9 +20,9 @@ _GATE_FAILED = 3
 
 
 class CompareOptions(Place, frozen=True, kw_only=True):
-    base: Annotated[str, tyro.conf.Positional]
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE")]
     """A run, a .jsonl file, or the id of one record."""
-    new: Annotated[str, tyro.conf.Positional]
+    new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
     """The same, held against it."""
     across: bool = False
     """Compare unlike machines: times are then normalised by each machine's measured ceilings."""

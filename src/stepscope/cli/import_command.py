@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from stepscope.cli.common import Place, json_line, parse
-from stepscope.records.jsonl import import_into, read_records
+from stepscope.cli.common import Place, json_line, load_file, parse
+from stepscope.records.jsonl import import_into
 from stepscope.records.store import Store
 from stepscope.report.format import counted
 
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
         "Add the records of JSON Lines files to the store; those it has already are passed over.",
         ("stepscope import results/h200.jsonl",),
     )
-    records = [record for path in options.files for record in read_records(path)]
+    records = [record for path in options.files for record in load_file(path)]
     with Store(options.store) as store:
         added, skipped = import_into(store, records)
     if options.json:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import tyro
 
-from stepscope.cli.common import Place, json_line, parse, write_text
+from stepscope.cli.common import Place, json_line, parse, require_writable, write_text
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import write_records
@@ -23,6 +24,7 @@ from stepscope.report.format import bytes_, duration
 from stepscope.studies.inspected.order import Order
 
 _OTHER_RANKS_WITHIN_S = 60.0
+_MEND = "let it make more, or give a smaller --warmup and --timed"
 _ALIKE = 0.7, 3.0
 """Traced steps as a share of timed ones: a profiler makes short operators take twice as long."""
 
@@ -84,10 +86,11 @@ def main(words: list[str]) -> int:
     if target is None:
         raise UsageError("there is no script to inspect", "stepscope inspect [options] script.py")
     order = _order(options, target, rest)
-    folder, leads = _folder()
     # A script and a module of one name are two programs.
     name = f"{target}-module" if options.module else Path(target).stem
     page = options.page or options.out / f"{name}.html"
+    require_writable(page, "name another place with --page")
+    folder, leads = _folder()
     try:
         return _run(order, folder, page if leads else None, options)
     finally:
@@ -147,7 +150,8 @@ def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions)
             outcome = _write(folder, page, options, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, describe_end(status), stepped)
+            ending = describe_end(status)
+            why = why_nothing(read_progress(folder), order.name, ending, stepped, _MEND)
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
@@ -173,22 +177,23 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     from stepscope.studies.inspected.rows import Watched
     from stepscope.studies.page import make_page
 
-    kept = page.with_suffix(".jsonl")
+    kept: Path | None = None
     try:
-        records = [_with_ending(record, ending) for record in gather(folder)]
+        records = gather(folder, ending)
+        kept = _keep(records, page.with_suffix(".jsonl"))
         write_text(page, html_page(make_page(records)))
-        write_records(records, kept)
         if options.keep:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
-    except StepscopeError as error:
-        return _failed(str(error), options)
+    except (StepscopeError, OSError) as error:
+        told = f"{error}; the records are in {kept}" if kept else str(error)
+        return _failed(told, options, kept)
     ranks = [Watched(record) for record in records]
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
     outcome = Outcome(
-        page=page.resolve(), records=kept.resolve(),
+        page=page.resolve(), records=kept,
         step_ms=max(times, default=None), traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
         reason=next((why for record in records if (why := record.notes.get("cut_short"))), ""),
@@ -202,12 +207,14 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     return outcome
 
 
-def _with_ending(record: Record, ending: str) -> Record:
-    why = record.notes.get("cut_short")
-    if why is None or not ending:
-        return record
-    whole = f"{why}; it {ending}"
-    return msgspec.structs.replace(record, notes=record.notes | {"cut_short": whole})
+def _keep(records: Sequence[Record], path: Path) -> Path:
+    """Where the records are: beside the page, or where that is full, among the temporary files."""
+    try:
+        write_records(records, path)
+    except StepscopeError:
+        path = Path(tempfile.mkdtemp(prefix="stepscope-records-")) / path.name
+        write_records(records, path)
+    return path.resolve()
 
 
 def _in_short(outcome: Outcome, ranks: int) -> str:
@@ -223,10 +230,10 @@ def _in_short(outcome: Outcome, ranks: int) -> str:
     return ", ".join(parts) + (f" (the most of {ranks} ranks)" if parts and ranks > 1 else "")
 
 
-def _failed(why: str, options: InspectOptions) -> Outcome:
+def _failed(why: str, options: InspectOptions, records: Path | None = None) -> Outcome:
     if not options.json:
         _say(why)
-    return Outcome(reason=why)
+    return Outcome(reason=why, records=records)
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,8 @@ from stepscope.cli.common import Place, existing_store, json_line, parse
 from stepscope.model import cost
 from stepscope.model.config import PRECISIONS
 from stepscope.model.sizes import SIZES
-from stepscope.report.blocks import Column, Table
+from stepscope.records.schema import Run
+from stepscope.report.blocks import Cell, Column, Table
 from stepscope.studies.presets import PRESETS
 from stepscope.studies.registry import all_studies
 
@@ -97,10 +98,7 @@ def _tables(options: ListOptions) -> Iterator[Table]:
     )
     if options.what == "runs" or (options.what == "all" and options.store.exists()):
         with existing_store(options) as store:
-            rows = tuple(
-                (run.id, run.created[:19], len(store.finished(run.id)), run.cases, run.command)
-                for run in store.runs()
-            )
+            rows = tuple(_run_row(run, len(store.finished(run.id))) for run in store.runs())
         yield Table(
             name="runs",
             title=f"Runs in {options.store}",
@@ -113,3 +111,9 @@ def _tables(options: ListOptions) -> Iterator[Table]:
             ),
             rows=rows,
         )
+
+
+def _run_row(run: Run, done: int) -> tuple[Cell, ...]:
+    # What a case showed may have called for more of them: trials of advice.
+    cases = max(run.cases, done)
+    return run.id, run.created[:19], done, cases, run.command if done < cases else ""

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from stepscope.cli.common import Place, json_line, parse
 from stepscope.cli.progress import make_observer
 from stepscope.cli.report_command import print_results, write_report
+from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
@@ -102,6 +103,10 @@ def main(words: list[str]) -> int:
         if asked.cases != study.flags():
             raise UsageError("a preset has its own cases", "leave --preset or the other flags out")
         return _run(asked.run, Share(asked.run.preset, study.name), words)
+    own, target, rest = split_words(words, PresetOptions)
+    if target in all_studies():
+        right = shlex.join(["stepscope", "run", str(target), *own, *rest])
+        raise UsageError(f"{target} comes after options", f"name the study first: {right}")
     options = parse(
         PresetOptions,
         words,
@@ -213,10 +218,14 @@ def _conclude(options: RunOptions, run: Run) -> int:
         "run": run.id, "cases": run.cases, "status": dict(tally), "store": options.store,
         "records": exported,
     }  # fmt: skip
-    if options.report:
+    # An out-of-memory says something: what held the memory.
+    shown = tally["ok"] or tally["oom"]
+    if options.report and shown:
         facts |= write_report(records, options.out, quiet=options.json)
     elif not options.json:
         print_results(records)
+        if options.report:
+            print("stepscope: no case succeeded, so no report is written", file=sys.stderr)
     if options.json:
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

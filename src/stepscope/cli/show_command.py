@@ -32,9 +32,13 @@ def main(words: list[str]) -> int:
     meant = load_meant(options.source, options)
     records = (meant,) if isinstance(meant, Record) else meant
     if options.study is not None:
+        held = dict.fromkeys(record.study for record in records)
+        if options.study not in held:
+            raise UsageError(
+                f"study {options.study!r} has no records in {options.source}",
+                f"these have: {', '.join(held)}",
+            )
         records = tuple(record for record in records if record.study == options.study)
-        if not records:
-            raise UsageError(f"study {options.study!r} has no records in {options.source}")
     if options.json:
         print(json_line(msgspec.to_builtins(records)))
     elif isinstance(meant, Record):

@@ -106,8 +106,25 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
         try:
             records.append(decode(line))
         except StepscopeError as error:
-            raise StepscopeError(f"{source}, line {number}: {error}") from error
+            mend = _mend(source, number, len(lines), error)
+            raise StepscopeError(f"{source}, line {number}: {error}", mend) from error
     return tuple(records)
+
+
+def _mend(source: Path, number: int, lines: int, error: StepscopeError) -> str:
+    """What can be done about a line that is not JSON; other errors say it themselves."""
+    cause = error.__cause__
+    if not isinstance(cause, msgspec.DecodeError) or isinstance(cause, msgspec.ValidationError):
+        return ""
+    if number == 1:
+        return "it is no file of records, which has one JSON object a line"
+    if number == lines:
+        whole = number - 1
+        return (
+            f"the file is cut off in its last line; to take what is whole:"
+            f" head -n {whole} {source} > whole.jsonl"
+        )
+    return ""
 
 
 def import_into(store: Store, records: Sequence[Record]) -> Imported:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
+from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.model.checkpointing import NONE
@@ -95,16 +95,19 @@ def peak_finding(name: str, told: Prediction) -> Finding:
 def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, ...]:
     """Whether it fits, and if not the smallest changes that do."""
     peak = told.peak.allocated
-    if peak * MARGIN <= budget:
+    if fits(told.plan, peak, budget):
         return (
             Finding(
                 text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.", tone="good"
             ),
         )
-    missing = (
-        f"{name} does not fit into {bytes_(budget)}: {bytes_(peak * MARGIN - budget)} too much,"
-        f" with a margin of {percent(MARGIN - 1)}."
+    beyond = peak * MARGIN - budget
+    why = (
+        f"{bytes_(beyond)} too much, with a margin of {percent(MARGIN - 1)}."
+        if beyond > 0
+        else f"{bytes_(peak)} predicted, and with the gaps between its blocks more is needed."
     )
+    missing = f"{name} does not fit into {bytes_(budget)}: {why}"
     changes = changes_that_fit(told.plan, budget)
     if not changes:
         weights = told.phases[0].allocated

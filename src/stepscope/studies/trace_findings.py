@@ -41,9 +41,10 @@ def _account(summary: Summary, step_ms: float | None) -> Finding:
     if step_ms and abs(wall / step_ms - 1) > TRACED_APART:
         whose, aside = "A traced step", f" ({duration(step_ms)} without the profiler)"
     what = "the device works" if summary.on_device else "operators run"
+    things = "kernels" if summary.on_device else "operators"
     text = (
         f"{whose} takes {duration(wall)}{aside}: {what} for {percent(summary.busy_ms / wall)} of"
-        f" it, in {count(summary.launches)} {'kernels' if summary.on_device else 'operators'}."
+        f" it, in {count(round(summary.launches))} {things}."
     )
     if summary.cut == "nothing":
         text = (

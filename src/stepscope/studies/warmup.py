@@ -21,6 +21,7 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_each
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
@@ -36,8 +37,8 @@ class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.steps < 4:
             raise UsageError(f"steps is {self.steps}", "telling first from steady steps takes 4")
-        if min(self.warmup, default=-1) < 0:
-            raise UsageError(f"warmup is {self.warmup}", "give numbers of steps, such as 0 1 2 5")
+        meant = "give numbers of steps, such as 0 1 2 5"
+        check_each("warmup", self.warmup, lambda steps: steps >= 0, meant)
 
 
 class Warmup(Study[WarmupFlags]):
@@ -138,16 +139,19 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
         needed.append(slowest.steps)
         steady = summarize([curve.steady for curve in curves]).median
         first = summarize([_all_steps(record)[0] for record in members]).median
+        extra = summarize([curve.extra for curve in curves]).median
+        many = len(members) > 1
+        where = f"by the medians of {len(members)} fresh processes" if many else "in its process"
         text = (
-            f"{name}: the first step takes {duration(first)}, {number(first / steady, 3)}× a steady"
-            f" one ({duration(steady)}); the steps before steady state cost"
-            f" {duration(max(curve.extra for curve in curves))} extra."
+            f"{name}, {where}: the first step takes {duration(first)},"
+            f" {number(first / steady, 3)}× a steady one ({duration(steady)}), and the steps before"
+            f" steady state cost {duration(extra)} extra."
         )
         cold = next((record for record in members if record.config["warmup"] == 0), None)
         if cold is not None:
             biased = summarize(_all_steps(cold)[: cold.config["steps"]])
             text += (
-                f" Without warm-up the mean of {biased.count} steps is"
+                f" Without warm-up{', in one process,' * many} the mean of {biased.count} steps is"
                 f" {percent(biased.mean / steady - 1)} off, with a standard deviation of"
                 f" {duration(biased.std)}."
             )
@@ -155,11 +159,12 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     if needed:
         most = max(needed)
         sized = "no warm-up step" if most == 0 else f"{most} warm-up step{'s' if most > 1 else ''}"
+        rest = "; more than that changes nothing"
         if any(curve.steps >= len(_all_steps(record)) // 2 for record, curve in judged):
-            sized = f"at least {sized}"
+            sized, rest = f"at least {sized}", ""
         yield Finding(
             text=f"This machine needs {sized} before a step is steady, in the slowest of"
-            f" {len(records)} fresh processes; more than that changes nothing.",
+            f" {len(records)} fresh processes{rest}.",
             tone="good" if most <= 5 else "warn",
         )
 

@@ -228,7 +228,8 @@ def remedy(cause: Cause, fall: Fall) -> str:
     if cause == "matmuls below peak":
         if form.compute == "float32" and fall.on_device:
             return "a lower number format: tf32, or bfloat16 autocast"
-        if w.attention == "reference":
+        lost = fall.water.attention_lost_ms
+        if w.attention == "reference" and lost >= 0.5 * fall.water.parts[cause]:
             return "flash attention, which does half of the work under a causal mask"
         others = [
             *(["joined projections"] if w.compile == "no" and not w.joined else []),

@@ -144,8 +144,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """In words, for findings; what goes without saying is left out, so names stay apart."""
-        year = f"{self.table} " if self.table != "2025" else ""
-        changed = " (changed)" if self.overrides else ""
         extras = [
             *([] if self.batch == 4 else [f"batch {self.batch}"]),
             *([] if self.attention == "reference" else [self.attention]),
@@ -160,8 +158,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
         ]
         at = "" if self.own else f" at context {self.context}"
-        words = f"{year}{self.size}{changed}{at} in {self.dtype}"
+        words = f"{self.model_name}{at} in {self.dtype}"
         return f"{words} ({', '.join(extras)})" if extras else words
+
+    @property
+    def model_name(self) -> str:
+        year = f"{self.table} " if self.table != "2025" else ""
+        return f"{year}{self.size}{' (changed)' if self.overrides else ''}"
 
     @property
     def fuses_loss(self) -> bool:

@@ -24,6 +24,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     peak: int
 
 
+def fits(plan: StepPlan, peak: int, budget: int) -> bool:
+    """With the margin, and so that the allocator finds room for every block."""
+    return peak * MARGIN <= budget and runs_within(plan, budget)
+
+
 def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change, ...]:
     """Up to so many changes that fit, those that alter the step least first; none where nothing
     fits. The order: what leaves the result as it is and costs no time, then the number format, then
@@ -40,7 +45,7 @@ def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change
             # Does not go with the rest of the plan.
             continue
         peak = predict(changed).peak.allocated
-        if peak * MARGIN <= budget and runs_within(changed, budget):
+        if fits(changed, peak, budget):
             found.append(Change(words=words, plan=changed, peak=peak))
             done.add(frozenset(fields))
         if len(found) == most:

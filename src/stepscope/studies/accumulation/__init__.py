@@ -18,6 +18,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_each
 
 SUMS = (
     ("float32", "float32"),
@@ -50,8 +51,7 @@ class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"count is {self.count}", "it must be at least 1000")
         if not 0 < self.term < 1000:
             raise UsageError(f"term is {self.term}", "give a positive number below 1000")
-        if min(self.length, default=0) < 2:
-            raise UsageError(f"length is {self.length}", "give lengths of at least 2")
+        check_each("length", self.length, lambda one: one >= 2, "give lengths of at least 2")
         for name in self.format:
             if name not in FORMATS:
                 raise unknown_name("format", name, FORMATS)

@@ -44,8 +44,7 @@ def facts_of(
     watched = Watched(record)
     summary, step_ms = watched.summary, watched.step_ms
     if summary is None or step_ms is None:
-        why = record.notes.get("trace_missing", record.reason or "it has no trace")
-        raise StepscopeError(f"{record.case} gives no advice: {why}", "record it again")
+        raise StepscopeError(f"{record.case} gives no advice: {watched.missing}", "record it again")
     held = {c.name: c.value for c in ceilings if c.source == "measured"}
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting

@@ -20,6 +20,7 @@ from stepscope.report.blocks import Block
 from stepscope.studies.allreduce.ranks import time_collective
 from stepscope.studies.allreduce.view import collective_blocks
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_each
 from stepscope.studies.ranked import default_ranks, on_ranks
 
 BACKENDS = ("auto", "gloo", "nccl")
@@ -46,10 +47,9 @@ class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.backend:
             if name not in BACKENDS:
                 raise unknown_name("backend", name, BACKENDS)
-        if min(self.ranks, default=0) < 1:
-            raise UsageError(f"ranks is {self.ranks}", "give numbers from 1 on")
-        if min(self.sizes, default=0) < 4 * max(self.ranks):
-            raise UsageError(f"sizes is {self.sizes}", "every rank needs 4 bytes at least")
+        check_each("ranks", self.ranks, lambda ranks: ranks >= 1, "give numbers from 1 on")
+        least = 4 * max(self.ranks)
+        check_each("sizes", self.sizes, lambda size: size >= least, "every rank needs 4 bytes")
         if self.rounds < 1:
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 

@@ -18,6 +18,7 @@ from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, step_cases
 
@@ -41,6 +42,7 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError(f"steps is {self.steps}", "it must be at least 1")
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_seconds("min-seconds", self.min_seconds)
 
 
 class Benchmark(Study[BenchmarkFlags]):

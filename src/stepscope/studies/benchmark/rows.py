@@ -8,6 +8,7 @@ from functools import cached_property
 
 import msgspec
 
+from stepscope.analysis.lints import BUSY
 from stepscope.model.config import ModelConfig
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
@@ -136,7 +137,10 @@ def common_context(rows: Sequence[Row]) -> int:
 def is_steady(record: Record, name: str = "step") -> bool:
     """Whether there are samples of that name, with nothing doubtful about them."""
     series = record.find(name)
-    return series is not None and bool(series.values) and not stability(series.values)
+    if series is None or not series.values or stability(series.values):
+        return False
+    # As even as they may be: on a busy machine all of them are too long.
+    return BUSY not in {lint.code for lint in record.lints}
 
 
 def _summary(record: Record | None, name: str) -> Summary | None:

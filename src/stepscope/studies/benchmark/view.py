@@ -22,6 +22,7 @@ from stepscope.studies.benchmark.formats import formats_table
 from stepscope.studies.benchmark.rows import (
     Row,
     common_context,
+    is_steady,
     rows_of,
 )
 from stepscope.studies.identity import identity, identity_cells
@@ -214,7 +215,9 @@ def _tokens(record: Record) -> int | None:
 def _verdict(record: Record) -> str:
     series = record.find("step")
     assert series is not None
-    if not stability(series.values):
+    if is_steady(record):
         return "steady"
+    if not stability(series.values):
+        return "no: the machine is busy"
     held = summarize(series.values)
     return f"no: ± {percent(held.std / held.mean)} over {held.count}"

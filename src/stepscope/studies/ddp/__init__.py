@@ -22,6 +22,7 @@ from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.ddp.ranks import DTYPES, time_ways
 from stepscope.studies.ddp.view import ddp_blocks
+from stepscope.studies.flag_checks import check_each, check_ranks
 from stepscope.studies.rank_subject import subject_config
 from stepscope.studies.ranked import default_ranks, on_ranks
 
@@ -51,19 +52,11 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
     """A model of your own instead of a size: package.module:function (see `run own --help`)."""
 
     def __post_init__(self) -> None:
-        for ranks in self.ranks:
-            if ranks < 1:
-                raise UsageError(f"ranks is {ranks}", "it must be at least 1")
-            if self.batch < ranks or self.batch % ranks:
-                raise UsageError(
-                    f"a batch of {self.batch} cannot be shared out among {ranks} ranks",
-                    "choose a multiple of the ranks",
-                )
+        check_ranks(self.ranks, self.batch)
         for name in self.dtype:
             if name not in DTYPES:
                 raise unknown_name("dtype", name, DTYPES)
-        if min(self.bucket_mb, default=0) <= 0:
-            raise UsageError(f"bucket_mb is {self.bucket_mb}", "give sizes above 0")
+        check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
         if self.rounds < 1:
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 

@@ -27,6 +27,7 @@ from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.flash.cases import (
     PARTS,
     Part,
@@ -89,6 +90,8 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_seconds("min-seconds", self.min_seconds)
+        check_seconds("race-seconds", self.race_seconds)
 
 
 class Flash(Study[FlashFlags]):

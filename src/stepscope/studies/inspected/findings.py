@@ -79,9 +79,10 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
     if idle is None or lead.summary is None:
         return
     if idle < HOST_LIMITS_FROM:
+        launches = count(round(lead.summary.launches))
         yield Finding(
-            text=f"This step is not launch-bound: its {count(lead.summary.launches)} kernels are"
-            f" launched in time for {percent(1 - idle)} of it.",
+            text=f"This step is not launch-bound: its {launches} kernels are launched in time for"
+            f" {percent(1 - idle)} of it.",
             tone="good",
         )
 
@@ -190,7 +191,7 @@ def memory_finding(lead: Watched) -> Iterator[Finding]:
     if kept:
         line = max(kept, key=lambda one: kept[one])
         text += (
-            f" Of what is kept for backward, {line.removeprefix(SAVED)} has the most:"
+            f" Of what is kept for backward, the line “{line.removeprefix(SAVED)}” has the most:"
             f" {bytes_(kept[line])}."
         )
     yield Finding(text=text)

@@ -64,8 +64,17 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob(PART), key=lambda path: int(path.stem.partition("-")[2]))
 
 
-def gather(folder: Path) -> list[Record]:
-    """Every rank's record, in order of rank, as one run."""
-    held = [record for path in parts(folder) for record in read_records(path)]
+def gather(folder: Path, ending: str = "") -> list[Record]:
+    """Every rank's record, in order of rank, as one run. `ending` says how the program ended, if it
+    has."""
+    held = [_with_ending(record, ending) for path in parts(folder) for record in read_records(path)]
     found = [with_profile(record, folder) for record in held]
     return [msgspec.structs.replace(record, run=found[0].run) for record in found]
+
+
+def _with_ending(record: Record, ending: str) -> Record:
+    why = record.notes.get("cut_short")
+    if why is None or not ending:
+        return record
+    whole = f"{why}; it {ending}"
+    return msgspec.structs.replace(record, notes=record.notes | {"cut_short": whole})

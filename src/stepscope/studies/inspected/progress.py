@@ -46,8 +46,11 @@ def read_progress(folder: Path) -> Progress:
         return Progress()
 
 
-def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool) -> str:
-    """One line for a script that left no recording; `ending` says how it ended."""
+def why_nothing(
+    progress: Progress, name: str, ending: str, child_stepped: bool, mend: str
+) -> str:  # fmt: skip
+    """One line for a script that left no recording; `ending` says how it ended, `mend` what to do
+    where it made too few steps."""
     if progress.failure:
         return f"{name} {ending}; it was not recorded: {progress.failure}"
     if not progress.torch:
@@ -66,6 +69,5 @@ def why_nothing(progress: Progress, name: str, ending: str, child_stepped: bool)
     made = counted(progress.optimizer_steps, "optimizer step")
     return (
         f"{name} {ending} after {made}, before any was recorded; a whole"
-        f" recording takes {progress.needed + 1}"
-        " (let it make more, or give a smaller --warmup and --timed)"
+        f" recording takes {progress.needed + 1} ({mend})"
     )

@@ -16,12 +16,15 @@ from stepscope.studies.inspected.child import describe_end
 from stepscope.studies.inspected.gather import gather, parts
 from stepscope.studies.inspected.order import Order
 from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress, why_nothing
+from stepscope.studies.inspected.rows import Watched
 
 _LAST_LINES = 3
+_MEND = "let it make more"
 
 
 def record_script(order: Order) -> Record:
-    """The record of its steps; one line says why there is none."""
+    """The record of its steps, timed and traced; an error says why there is none, with the end of
+    what a script said that failed."""
     with tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name, \
             tempfile.TemporaryFile() as log:  # fmt: skip
         folder = Path(name)
@@ -35,10 +38,16 @@ def record_script(order: Order) -> Record:
             child.kill()
             child.wait()
             raise
-        if not parts(folder):
+        ending = describe_end(status)
+        if parts(folder):
+            record = gather(folder, ending)[0]
+            missing = Watched(record).missing
+            if not missing:
+                return record
+            why = f"{order.name} gives no advice: {missing}"
+        else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, describe_end(status), stepped)
-            log.seek(0)
-            said = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-            raise StepscopeError("\n  ".join((why, *(said if status else ()))))
-        return gather(folder)[0]
+            why = why_nothing(read_progress(folder), order.name, ending, stepped, _MEND)
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        raise StepscopeError("\n  ".join((why, *(said if status else ()))))

@@ -55,6 +55,15 @@ class Watched:
         return median_ms(self.record, "step")
 
     @property
+    def missing(self) -> str:
+        """Why there is no time or no trace of a step; empty where there are both."""
+        if self.summary is not None and self.step_ms is not None:
+            return ""
+        notes = self.record.notes
+        whys = (notes.get("trace_missing"), notes.get("cut_short"), self.record.reason)
+        return next(filter(None, whys), "it has no trace")
+
+    @property
     def issue_ms(self) -> dict[str, float]:
         """By phase, what the host takes to issue it to an idle device; empty where that was not
         timed."""

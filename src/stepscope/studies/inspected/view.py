@@ -71,6 +71,10 @@ def headline_table(records: Sequence[Record]) -> Table:
     found = [one for ranks in programs(records) for one in ranks]
     several = any(int(one.record.config["ranks"]) > 1 for one in found)
 
+    on_device = {one.summary.on_device for one in found if one.summary}
+    launched = "operators" if on_device == {False} else "kernels"
+    hint = "or operators on a CPU, in one step" if len(on_device) > 1 else "in one step"
+
     def row(one: Watched) -> tuple[Cell, ...]:
         summary, wall = one.summary, one.summary.wall_ms if one.summary else 0.0
         return (
@@ -79,7 +83,7 @@ def headline_table(records: Sequence[Record]) -> Table:
             _timed(one),
             summary.busy_ms / wall if summary else None,
             one.host_idle,
-            summary.launches if summary else None,
+            round(summary.launches) if summary else None,
             one.record.quantity("peak_bytes"),
             achieved_flops(one.record),
             mfu(one.record),
@@ -94,7 +98,7 @@ def headline_table(records: Sequence[Record]) -> Table:
             Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
             Column(title="working", kind="percent", hint="of the traced step"),
             Column(title="waits for the host", kind="percent", hint="the device, of the step"),
-            Column(title="kernels", kind="count", hint="or operators on a CPU, in one step"),
+            Column(title=launched, kind="count", hint=hint),
             Column(title="peak memory", kind="bytes", hint="on a CPU: of all tensors"),
             Column(title="FLOP/s", kind="rate", unit="FLOP/s"),
             Column(title="MFU", kind="percent", hint="of the ceiling measured here, where known"),

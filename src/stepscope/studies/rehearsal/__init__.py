@@ -24,6 +24,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_each
 from stepscope.studies.ranked import patience
 from stepscope.studies.rehearsal.view import CHECK, RECORDING, rehearsal_blocks
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
@@ -60,8 +61,7 @@ class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
                 raise unknown_name("link", link, LINKS)
         if not (self.ranks and self.link):
             raise UsageError("there is no cluster to predict", "give --ranks and --link a value")
-        if min(self.bucket_mb, default=0) <= 0:
-            raise UsageError(f"bucket_mb is {self.bucket_mb}", "give sizes above 0")
+        check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
         if self.steps < 1 or self.rounds < 1:
             raise UsageError("steps and rounds must be at least 1")
 

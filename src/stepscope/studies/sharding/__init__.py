@@ -17,6 +17,7 @@ from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_ranks
 from stepscope.studies.rank_subject import subject_config
 from stepscope.studies.ranked import default_ranks, on_ranks
 from stepscope.studies.sharding.ranks import PEERS, WAYS, measure_ways
@@ -44,12 +45,7 @@ class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
     """A model of your own instead of a size: package.module:function (see `run own --help`)."""
 
     def __post_init__(self) -> None:
-        for ranks in self.ranks:
-            if ranks < 1 or self.batch < ranks or self.batch % ranks:
-                raise UsageError(
-                    f"a batch of {self.batch} cannot be shared out among {ranks} ranks",
-                    "choose a multiple of the ranks",
-                )
+        check_ranks(self.ranks, self.batch)
         if self.rounds < 1:
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 

@@ -29,6 +29,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.step.goals import ATTENTIONS, GOALS, MODES, SCOPES, goal, racers
 from stepscope.studies.step.ladder import (
     RUNGS,
@@ -117,6 +118,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_seconds("min-seconds", self.min_seconds)
 
 
 class Step(Study[StepFlags]):

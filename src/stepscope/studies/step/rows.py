@@ -55,8 +55,7 @@ class Ladder(NamedTuple):
     @property
     def name(self) -> str:
         w = self.stands[0].workload
-        year = "" if w.table == "2025" else f"{w.table} "
-        return f"{year}{w.size} at context {w.context}, batch {w.batch}"
+        return f"{w.model_name} at context {w.context}, batch {w.batch}"
 
     @property
     def first(self) -> Stand | None:
