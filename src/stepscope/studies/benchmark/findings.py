@@ -73,8 +73,9 @@ def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
         f" {rate(ceiling.value, 'FLOP/s')} that matrix products alone reach here"
     )
     worst, far = min(judged, key=lambda pair: pair[0])
-    if far is not row:
-        text += f"; the farthest is {far.name} with {percent(worst)}"
+    if far is not row and far.step_record is not None:
+        doubt = "" if is_steady(far.step_record) else " (not steady)"
+        text += f"; the farthest is {far.name} with {percent(worst)}{doubt}"
     yield Finding(text=text + ".", tone="good" if best >= 0.4 and steady else "info")
 
 
