@@ -99,3 +99,11 @@ def test_the_bound_parts_two_regimes(ranks: int, rate: float) -> None:
         elif below > 1e-6:
             assert way.ratio(2 * below) < 1 + 1e-6, way.name
             assert way.ratio(below / 2) > 1 - 1e-6, way.name
+
+
+def test_a_node_with_few_ranks_has_few_ports() -> None:
+    """One rank of nine moves all of a message through its own port, twice."""
+    full, lonely = (make_cluster("infiniband", ranks) for ranks in (16, 9))
+    port = lonely.between.bytes_per_ms
+    assert lonely.time("all-reduce", 1e9) >= 1e9 / port
+    assert full.time("all-reduce", 1e9) < 1e9 / port

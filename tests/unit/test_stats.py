@@ -278,6 +278,18 @@ def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
         paired_ratio([1.0, 0.0], [1.0, 1.0])
 
 
+@pytest.mark.parametrize("count", [5, 10, 15, 20])
+def test_the_interval_of_a_paired_ratio_holds_what_its_level_says(count: int) -> None:
+    drawn = np.random.default_rng(count)
+    held = [
+        paired_ratio(*np.exp(0.05 * drawn.normal(size=(2, count))))  # type: ignore[misc]
+        for _ in range(4 * TRIALS)
+    ]
+    inside = sum(each.low <= 1.0 <= each.high for each in held) / len(held)
+    assert held[0].level == (0.99 if count > 7 else pytest.approx(1 - 2**-4))
+    assert inside >= held[0].level - 0.005
+
+
 @pytest.mark.parametrize(
     ("values", "places", "every"),
     [
@@ -287,10 +299,12 @@ def test_a_machine_that_slows_down_does_not_hide_a_paired_difference() -> None:
         ((10.0, 30.0, 30.0, 10.0), [], None),
         ((30.0, 10.0, 10.0, 30.0, 10.0, 10.0, 30.0, 10.0, 10.0), [0, 3, 6], 3),
         ((30.0, 10.0, 10.0, 30.0, 10.0, 30.0, 10.0, 10.0, 10.0), [0, 3, 5], None),
+        ((10.0, 30.0, 10.0, 10.0, 30.0, 10.0, 10.0), [1, 4], None),
+        ((10.0, 30.0) * 3 + (10.0,) * 12, [1, 3, 5], None),
     ],
 )
 def test_samples_far_above_the_others(
     values: tuple[float, ...], places: list[int], every: int | None
 ) -> None:
     assert far_above(values) == places
-    assert turns_of(places) == every
+    assert turns_of(places, len(values)) == every

@@ -128,6 +128,8 @@ def host_bound(record: Record, form: str = "") -> HostShare | None:
         pairs = [("step", step.values, issue.values)]
     so_far = [0.0] * min(len(values) for _, values, _ in pairs)
     lag = so_far
+    if not so_far:
+        return None
     total, starved = 0.0, {}
     for name, on_device_ms, on_host_ms in pairs:
         so_far = [before + spent for before, spent in zip(so_far, on_device_ms, strict=False)]
@@ -140,6 +142,8 @@ def host_bound(record: Record, form: str = "") -> HostShare | None:
         passed = median(so_far)
         if median(lag) <= max(EMPTY_QUEUE * passed, min(LAST_KERNEL * passed, LAST_KERNEL_MS)):
             starved[name] = spent
+    if not total:
+        return None
     fraction = sum(starved.values()) / total
     return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM, phases=tuple(starved))
 

@@ -116,7 +116,7 @@ def _wide_spread(record: Record) -> str | None:
     if spread < WIDE_STD and off < FAR_EXTREME:
         return None
     far = far_above(values)
-    every = turns_of(far)
+    every = turns_of(far, len(values))
     if every is not None and every > 1:
         longer = summarize([values[place] for place in far]).median
         return (

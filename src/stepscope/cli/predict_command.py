@@ -67,7 +67,7 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Print one line of JSON: every phase with its lines, in bytes."""
 
     def __post_init__(self) -> None:
-        if self.budget is not None and not self.budget > 0:
+        if self.budget is not None and not 0 < self.budget < 2**40:
             raise UsageError(f"budget is {self.budget}", "give GiB, such as 80")
         if self.sharding != "none" and self.ranks == 1:
             raise UsageError(f"sharding {self.sharding} with one rank", "say how many with --ranks")

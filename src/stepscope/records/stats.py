@@ -67,10 +67,14 @@ def far_above(values: Sequence[float]) -> list[int]:
     return found if len(found) <= len(values) // 3 else []
 
 
-def turns_of(places: Sequence[int]) -> int | None:
-    """Every how many samples one of these comes, where they come at all evenly."""
+def turns_of(places: Sequence[int], count: int) -> int | None:
+    """Every how many of so many samples one of these comes, where they come evenly throughout: two
+    of them always have one distance."""
     gaps = {after - before for before, after in itertools.pairwise(places)}
-    return gaps.pop() if len(gaps) == 1 else None
+    if len(places) < 3 or len(gaps) != 1:
+        return None
+    gap = gaps.pop()
+    return gap if places[0] < gap and count - places[-1] <= gap else None
 
 
 class Ratio(Part, frozen=True):
@@ -161,17 +165,25 @@ def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0
 
 def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
     """The median ratio of samples that were taken next to each other, so that a machine that gets
-    slower meanwhile moves both; rounds are resampled for its interval."""
+    slower meanwhile moves both. Its interval is between two of the ratios, counted from both ends:
+    resampled, the median of few of them would seem surer than it is. Where there are too few for
+    that level, it is between the smallest and the largest, with the level that this has."""
     if min(*base, *new) <= 0.0:
         raise ValueError("a ratio needs samples above zero")
     ratios = _ordered([after / before for before, after in zip(base, new, strict=True)])
-    medians = _bootstrap_medians(ratios, stream=0)
-    medians.sort()
-    tail = (1.0 - level) / 2.0
+    count = len(ratios)
+    left_out, beyond, one_more = 0, 0.0, 0.5**count
+    while beyond + one_more <= (1.0 - level) / 2.0:
+        beyond += one_more
+        left_out += 1
+        one_more = math.comb(count, left_out) * 0.5**count
+    if not left_out:
+        level = max(0.0, 1.0 - 2 * 0.5**count)
+    place = max(0, left_out - 1)
     return Ratio(
         value=_quantile(ratios, 0.5),
-        low=_quantile(medians, tail),
-        high=_quantile(medians, 1.0 - tail),
+        low=float(ratios[place]),
+        high=float(ratios[count - 1 - place]),
         level=level,
     )
 

@@ -13,12 +13,15 @@ _KEPT_OF_SAVED = 0.75
 def _checkpoint(facts: Facts) -> Judged | None:
     if not facts.is_tight(TIGHT) or facts.recomputed_bytes or not facts.saved_bytes:
         return None
+    gain = facts.lower_peak(int(_KEPT_OF_SAVED * facts.saved_bytes))
+    if not gain:
+        return None
     forward = facts.phase_ms("forward")
     advice = Advice(
         code="checkpoint",
         title="blocks run again in the backward",
         gain_ms=-forward,
-        gain_bytes=int(_KEPT_OF_SAVED * facts.saved_bytes),
+        gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
         f" {facts.saved_bytes / 2**30:.3g} GiB of it are kept for backward",
         risk=f"time: a second forward of {forward:.3g} ms; it pays where the room is used,"

@@ -17,6 +17,9 @@ _SEVERAL = "a job of several ranks does not take turns with itself"
 def _buckets(facts: Facts) -> Judged | None:
     if facts.ranks < 2 or not facts.messages or facts.exposed_ms <= 0:
         return None
+    if facts.micro_batches > 1:
+        # Each backward may send all gradients, or the last alone.
+        return None
     each = 4 * facts.parameters / facts.messages
     if each >= _LARGE:
         # The last bucket cannot hide behind a backward that is over: half of it is half as late.

@@ -127,7 +127,8 @@ def _flash(facts: Facts) -> Judged | None:
         if part is None:
             return work
         left = {kind: ms - part.classes.get(kind, 0.0) for kind, ms in work.classes.items()}
-        left["attention"] = _over_products(facts) * part.classes.get("matmul", 0.0)
+        made = _over_products(facts) * part.classes.get("matmul", 0.0)
+        left["attention"] = left.get("attention", 0.0) + made
         launches = work.launches - part.launches * (1 - _FUSED_LAUNCHES)
         return replace(work, classes=left, launches=max(0.0, launches))
 
@@ -182,8 +183,9 @@ def _over_products(facts: Facts) -> float:
         return _ONE_KERNEL_ON_CPU
     if facts.dtype == "tf32":
         # The kernel stays on FP32 cores, while the products that it replaces do not.
-        rates = facts.rates
-        return _ONE_KERNEL_OVER_PRODUCTS["float32"] * rates["tf32"] / rates["float32"]
+        now, wide = facts.rates.get("tf32"), facts.rates.get("float32")
+        faster = now / wide if now and wide else 1.0
+        return _ONE_KERNEL_OVER_PRODUCTS["float32"] * faster
     return _ONE_KERNEL_OVER_PRODUCTS.get(facts.dtype, _ONE_KERNEL_ON_CPU)
 
 

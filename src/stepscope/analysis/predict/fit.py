@@ -63,14 +63,18 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "updates in the backward", {"optimizer": IN_BACKWARD}
     flash: dict[str, Any] = {}
     if plan.attention == "reference":
-        flash = {"attention": "sdpa"} | fused
+        flash = {"attention": "sdpa"}
         yield "flash attention", flash
+        if fused:
+            flash |= fused
+            yield "fused AdamW and flash attention", flash
+    with_flash = "fused AdamW, flash attention" if fused else "flash attention"
     bf16: dict[str, Any] = {}
     if plan.dtype in ("float32", "tf32"):
         bf16 = {"dtype": "bfloat16"}
         yield "bfloat16 autocast", bf16
         if flash:
-            yield "flash attention and bfloat16 autocast", flash | bf16
+            yield f"{with_flash} and bfloat16 autocast", flash | bf16
     if plan.joined and plan.mode != "forward" and plan.keep in KEEPS:
         for keep in KEEPS[KEEPS.index(plan.keep) + 1 :]:
             yield f"keeping {keep} for the backward", {"keep": keep}
@@ -81,18 +85,18 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"checkpointing of {words}", {"checkpoint": str(k)}
         for k in stretches if flash else ():
             words = "each block" if k == 1 else f"every {k} blocks"
-            yield f"flash attention and checkpointing of {words}", flash | {"checkpoint": str(k)}
+            yield f"{with_flash} and checkpointing of {words}", flash | {"checkpoint": str(k)}
     smallest = {} if plan.checkpoint != NONE or plan.mode == "forward" else {"checkpoint": "1"}
     batch = plan.batch // 2
     while batch >= 1:
         yield f"batch {batch}", {"batch": batch}
         if flash:
-            yield f"flash attention and batch {batch}", flash | {"batch": batch}
+            yield f"{with_flash} and batch {batch}", flash | {"batch": batch}
         batch //= 2
     if plan.mode == "train-step":
         narrow = flash | fused | {"dtype": "bfloat16-pure"}
         words = "weights and optimizer state in bfloat16"
-        words += ", flash attention" if flash else ""
+        words += ", fused AdamW" * bool(fused) + ", flash attention" * bool(flash)
         yield words, narrow
         if smallest:
             yield f"{words}, checkpointing", narrow | smallest

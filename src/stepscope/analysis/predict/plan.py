@@ -22,6 +22,7 @@ _UNKNOWN_ATTENTIONS = {
     "compiled": "is the compiler's choice",
     "tiled": "depends on its tiles, whose temporaries are not counted",
 }
+_HALF = ("bfloat16", "float16")
 LOSSES = ("plain", "fused")
 SHARDINGS = ("none", "optimizer", "full")
 
@@ -89,6 +90,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(
                 f"the memory of attention {self.attention} {_UNKNOWN_ATTENTIONS[self.attention]}",
                 "predict sdpa or reference instead",
+            )
+        if self.attention == "sdpa_math" and precision(self.dtype).compute in _HALF:
+            raise UsageError(
+                f"attention sdpa_math computes in float32 whatever the format: what it holds in"
+                f" {self.dtype} is not known",
+                "predict sdpa or reference instead, or float32",
             )
         if self.fused and not self.has_kernels:
             raise UsageError(

@@ -340,7 +340,7 @@ class Play:
         if self.plan.sharding != "optimizer":
             return sizes
         model, loads = self.plan.model, [0] * self.plan.ranks
-        block = [*[model.d_model] * 6, model.d_ff, model.d_ff, model.d_model]
+        block = [*[model.d_model] * 6, model.d_ff, model.d_model, model.d_ff]
         rows = [model.vocab, *block * model.n_layers, model.d_model, model.vocab]
         things = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
         pieces = share_out(things, loads)

@@ -41,13 +41,15 @@ class Cluster(NamedTuple):
             return 0.0
         local = min(self.per_node, self.ranks)
         nodes = math.ceil(self.ranks / local)
+        # The last node may have fewer ranks, and as many ports.
+        ports = self.ranks - (nodes - 1) * local
         if collective == "all-reduce" and local == 1:
             return self.start_ms + all_reduce_ms(self.between, nodes, size)
         inside = ring_half_ms(self.inside, local, size)
         if collective != "all-reduce":
-            return self.start_ms + inside + ring_half_ms(self.between, nodes, size / local)
+            return self.start_ms + inside + ring_half_ms(self.between, nodes, size / ports)
         # Inside one node there is no second level to save: ring or tree as well.
-        split = 2 * inside + all_reduce_ms(self.between, nodes, size / local)
+        split = 2 * inside + all_reduce_ms(self.between, nodes, size / ports)
         whole = all_reduce_ms(self.inside, local, size) if nodes == 1 else split
         return self.start_ms + min(split, whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -143,8 +144,10 @@ def closed_forms(
 ) -> tuple[Way, ...]:
     cluster = network.cluster_of(ranks)
     # A tensor group stays inside a node where there are nodes.
-    node = cluster.per_node if 1 < cluster.per_node < ranks else NODE
-    tensor = question.tensor or largest_tensor(subject.model, ranks, node)
+    has_nodes = 1 < cluster.per_node < ranks
+    node = cluster.per_node if has_nodes else NODE
+    divided = math.gcd(ranks, node) if has_nodes else ranks
+    tensor = question.tensor or largest_tensor(subject.model, divided, node)
     return ways(
         subject.model, cluster, subject.flops_per_s, subject.gradient_bytes,
         subject.activation_bytes, tensor,
