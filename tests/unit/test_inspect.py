@@ -59,7 +59,9 @@ def test_a_script_has_its_page_and_its_own_output_and_exit_code(
     page = command.out / "train.html"
     *rest, short, last = done.stderr.splitlines()
     assert (rest, last) == (["threads 1"], f"stepscope: page: {page.resolve()}")
-    assert re.fullmatch(r"stepscope: a step takes [\d.]+ \ws, peak memory [\d.]+ \w*B", short)
+    # On a busy machine traced steps may take another time than the timed ones.
+    told = r"stepscope: a step takes [\d.]+ \ws( \(the traced ones .*\))?, peak memory [\d.]+ \w*B"
+    assert re.fullmatch(told, short)
     assert "A step of train.py takes" in page.read_text()
     (record,) = read_records(page.with_suffix(".jsonl"))
     watched = Watched(record)
