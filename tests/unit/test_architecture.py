@@ -17,7 +17,15 @@ LONGEST_FILE = 400
 
 FOR_ALL = {
     f"stepscope{name}"
-    for name in ("", ".beside", ".derivatives", ".errors", ".ranges", ".triton_here")
+    for name in (
+        "",
+        ".beside",
+        ".derivatives",
+        ".errors",
+        ".gradient_hooks",
+        ".ranges",
+        ".triton_here",
+    )
 }
 LEAVES = {
     "stepscope.model.checkpointing",

@@ -16,7 +16,6 @@ widened, and half the bytes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.beside import Beside, offered
+from stepscope.gradient_hooks import hook_for_life, hook_of
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
 from stepscope.triton_here import format_taken
 
@@ -210,32 +210,14 @@ class InBackwardAdamW(FusedAdamW):
         )
 
     def _listen_on(self, number: int) -> None:
-        for handle in self._listen(number):
-            weakref.finalize(self, handle.remove)
+        for parameter in self._trained(number):
+            hook_for_life(self, parameter, _taking_from(number))
 
     def _listen(self, number: int) -> list[Any]:
-        hook = self._hook_of(number)
-        return [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for parameter in self.param_groups[number]["params"]
-            if parameter.requires_grad
-        ]
+        return [hook_of(self, one, _taking_from(number)) for one in self._trained(number)]
 
-    def _hook_of(self, number: int) -> Callable[[Tensor], None]:
-        # A parameter keeps its hooks where no collector looks: what they hold to, it would itself
-        # be held by for ever. And loading a state makes new groups.
-        held = weakref.ref(self)
-
-        def hook(parameter: Tensor) -> None:
-            optimizer = held()
-            # Without a gradient it was taken as it was made.
-            if optimizer is None or parameter.grad is None:
-                return
-            with torch.no_grad():
-                optimizer._take(parameter, parameter.grad, optimizer.param_groups[number])
-            parameter.grad = None
-
-        return hook
+    def _trained(self, number: int) -> list[Tensor]:
+        return [one for one in self.param_groups[number]["params"] if one.requires_grad]
 
     def _take(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self._begun:
@@ -305,6 +287,20 @@ class InBackwardAdamW(FusedAdamW):
             self.state[parameter]["step"] = settings.steps[row]
             self._places[parameter] = (crowd, row)
         return crowd
+
+
+def _taking_from(number: int) -> Callable[[InBackwardAdamW, Tensor], None]:
+    """By the number of the group: loading a state makes new groups."""
+
+    def take(optimizer: InBackwardAdamW, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            # It was taken as it was made.
+            return
+        with torch.no_grad():
+            optimizer._take(parameter, parameter.grad, optimizer.param_groups[number])
+        parameter.grad = None
+
+    return take
 
 
 def _capturing(device: torch.device) -> bool:

@@ -17,7 +17,6 @@ weights are then the ranks' shares of all samples, and a rank without any takes 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepscope.errors import unknown_name
+from stepscope.gradient_hooks import hook_for_life
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast
 from stepscope.parallel.buckets import identity
@@ -81,21 +81,8 @@ class DDP(nn.Module):
         self._samples: int | None = None
         self._factor = 1.0 / self._world
         for place, (_, parameter) in enumerate(named):
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
-            weakref.finalize(self, hook.remove)
+            hook_for_life(self, parameter, _ready_at(place))
         refuse_early_steps(self, module.parameters())
-
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
-        # A parameter keeps its hooks where no collector looks: what they hold to, it would itself
-        # be held by for ever.
-        held = weakref.ref(self)
-
-        def ready(_: Tensor) -> None:
-            wrapper = held()
-            if wrapper is not None and wrapper._synchronize:
-                wrapper._reducer.gradient_is_ready(place, wrapper._factor)
-
-        return ready
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.pending and torch.is_grad_enabled() and self.training:
@@ -173,3 +160,11 @@ def _running_buffers(module: nn.Module) -> Iterator[Tensor]:
         for name, buffer in inner._buffers.items():
             if buffer is not None and name not in inner._non_persistent_buffers_set:
                 yield buffer
+
+
+def _ready_at(place: int) -> Callable[[DDP, Tensor], None]:
+    def ready(wrapper: DDP, _: Tensor) -> None:
+        if wrapper._synchronize:
+            wrapper._reducer.gradient_is_ready(place, wrapper._factor)
+
+    return ready

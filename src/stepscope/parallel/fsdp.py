@@ -28,7 +28,6 @@ its GradScaler look at one rank's alone; bfloat16 needs no scaling.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from stepscope.gradient_hooks import hook_for_life
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast
 from stepscope.parallel.clipping import clip
@@ -156,18 +156,12 @@ class FSDP(nn.Module):
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Its gradient is not averaged as it is made: an optimizer has to wait for that."""
-        if not parameter.requires_grad:
-            return
-        # No collector looks into the hooks of a parameter: they must not hold this module.
-        held = weakref.ref(self)
 
-        def made(_: Tensor) -> None:
-            root = held()
-            if root is not None:
-                root._unaveraged = True
+        def made(root: FSDP, _: Tensor) -> None:
+            root._unaveraged = True
 
-        handle = parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove)
+        if parameter.requires_grad:
+            hook_for_life(self, parameter, made)
 
 
 class Unit:
