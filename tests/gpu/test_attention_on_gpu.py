@@ -99,3 +99,15 @@ def test_on_a_stream_of_its_own_and_in_a_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, expected)
+
+
+def test_lengths_that_vary_under_the_compiler() -> None:
+    compiled = torch.compile(attention, dynamic=True)
+    for length in (32, 40, 48, 1024, 1280, 2048):
+        *inputs, grad = draw(2, 4, length, 64, dtype=torch.bfloat16, seed=length)
+        inputs = [each.requires_grad_() for each in inputs]
+        found, expected = compiled(*inputs, is_causal=True), attention(*inputs, is_causal=True)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        gradients = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)

@@ -51,5 +51,6 @@ def test_a_penalty_on_a_model_s_gradients_raises(how: dict[str, bool]) -> None:
     subject = model(**how)
     loss = subject(*batch())
     gradients = torch.autograd.grad(loss, list(subject.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="no double backward"):
+    # On a GPU either of the two nodes may be the first to run.
+    with pytest.raises(RuntimeError, match=r"no double backward|fused loss has one backward"):
         (loss + sum(g.square().sum() for g in gradients)).backward()
