@@ -5,7 +5,7 @@
 #   scripts/record_step.sh                      all of them: about an hour
 #
 #   race-512    xl, 2.7b and small at context 512 (11 min, most of it the compiler's)
-#   race-2048   2.7b and xl at context 2048 (10 min)
+#   race-2048   2.7b and xl at context 2048 (12 min)
 #   race-long   8b at 32,768 tokens (5 min)
 #   loss        300 steps of every rung, three seeds side by side (4 min)
 #   ladder      small: each change alone and on top of the others, waterfalls (2 min)
@@ -53,7 +53,7 @@ keep() { # FILE FOLDER...: the newest runs of those folders, one after the other
 }
 
 race() { # RACE MODE: of the model that is compiled whole, which is tried last
-    run "$1" 400 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
+    run "$1" 480 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
         --forms "${forms[@]}" "peer: model $2 sdpa_cudnn"
     keep "step-$1" "$1"
 }

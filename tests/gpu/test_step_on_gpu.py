@@ -302,9 +302,9 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     field = Field(alone[0], Silent(device))
     for racer in alone:
         field.heat(racer, Steps(3), seconds=60.0)
-    assert set(field.fastest) == {"peer", "ours", "narrow"}, field.notes
+    assert set(field.heats) == {"peer", "ours", "narrow"}, field.notes
     assert not any(key.startswith("out.") for key in field.notes), field.notes
-    entries = [field.entry(racer) for racer in field.fastest.values()]
+    entries = [field.entry(field.run_off(side)) for side in field.heats]
     peer, *others = (entry.step.model for entry in entries)
     for other in others:
         pairs = zip(peer.parameters(), other.parameters(), strict=True)

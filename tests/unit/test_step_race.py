@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+import time
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from step_records import (
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.patience import TookTooLong
+from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags, race
 from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
@@ -68,7 +70,8 @@ class TestRacers:
     def test_less_memory_is_asked_for_where_it_is_a_goal(self) -> None:
         kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
         assert kept == {
-            ("ours", "norms"), ("ours", "gates"), ("narrow", "gates"), ("spare", "inputs")
+            ("ours", "norms"), ("ours", "gates"), ("narrow", "norms"), ("narrow", "gates"),
+            ("spare", "inputs"),
         }  # fmt: skip
         assert {r.workload.keep for r in racers("xl-2048")} == {"all"}
 
@@ -105,7 +108,8 @@ class Silent:
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-def test_a_race_tries_each_form_alone_and_lets_go_of_it() -> None:
+def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_NEAR", 1.0)
     bench = Silent()
     made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
     assert bench.device.released == 3
@@ -141,6 +145,70 @@ def test_the_last_that_was_tried_is_not_built_again(
     # Tried, and once more to race but for what is still there.
     assert built.count("reference") == 1
     assert built.count("sdpa") == (3 if fastest == "sdpa" else 2)
+    assert turns(made) == {}, "no other was near"
+
+
+def turns(made: Measurement) -> dict[str, float]:
+    heats = {
+        name.removeprefix("heat."): msgspec.json.decode(note, type=Heat)
+        for name, note in made.notes.items()
+        if name.startswith("heat.")
+    }
+    return {name: heat.turns_ms for name, heat in heats.items() if heat.turns_ms is not None}
+
+
+@pytest.mark.parametrize(("slowed", "fastest"), [("sdpa", "reference"), ("reference", "sdpa")])
+def test_forms_that_are_near_take_turns(
+    slowed: str, fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heats call the slower one the faster, as a device does that is warmer later."""
+    plain = race.Entry.run
+
+    def run(entry: race.Entry) -> None:
+        plain(entry)
+        if entry.racer.workload.attention == slowed:
+            time.sleep(0.1)
+
+    def timed(entry: race.Entry, *_: Any) -> list[float]:
+        return [1.0 if entry.racer.workload.attention == slowed else 1.01]
+
+    monkeypatch.setattr(race.Entry, "run", run)
+    monkeypatch.setattr(race, "_timed", timed)
+    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    found = turns(made)
+    assert made.notes["best.peer"] == f"peer: eager {fastest}"
+    assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
+    assert found[f"peer: eager {slowed}"] - found[f"peer: eager {fastest}"] > 50
+
+
+def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Racer:
+        raise MemoryError("no room for two")
+
+    monkeypatch.setattr(Field, "_by_turns", full)
+    monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
+    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    assert made.notes["no_turns.peer"] == "MemoryError: no room for two"
+    assert made.notes["best.peer"] == "peer: eager sdpa", "the first of two that are level"
+
+
+def test_what_torch_s_graphs_hold_is_let_go_of_with_the_form_that_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near = [
+        Racer("peer", msgspec.structs.replace(racers("tiny-64")[0].workload, **form))
+        for form in ({}, {"compile": "block", "compile_mode": "reduce-overhead"})
+    ]
+    for found, stays in ((near[0], False), (near[1], True)):
+        field = Field(near[0], Silent())  # type: ignore[arg-type]
+        for racer in near:
+            field._note(racer, Heat(ms=1.0, first_s=0.0))
+            field._ready[racer.name] = cast("race.Entry", object())
+        field._ready["ours: another"] = cast("race.Entry", object())
+        monkeypatch.setattr(field, "_by_turns", lambda _, found=found: found)
+        assert field.run_off("peer") is found
+        assert (found.name in field._ready) is stays
+        assert "ours: another" in field._ready
 
 
 def test_where_the_time_for_heats_is_over_those_that_were_tried_race(

@@ -78,6 +78,8 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
     first_s: float
     """Until it had run for the first time: building, compiling, tuning."""
     peak_bytes: float | None = None
+    turns_ms: float | None = None
+    """In turns with the forms that were near the fastest of its side."""
 
 
 SIDES = {
@@ -180,7 +182,8 @@ def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
     # Gradients in another format than the peer's, and a stream: no forms of the same row.
     made = msgspec.structs.replace(beside, keep=keep, graph=True, optimizer=AS_MADE)
     yield _racer("narrow", made)
-    made = msgspec.structs.replace(made, dtype=f"{wanted.dtype}-stream", searched=True)
+    most = ALL if wanted.memory is None else NORMS
+    made = msgspec.structs.replace(made, dtype=f"{wanted.dtype}-stream", searched=True, keep=most)
     for attention in ("auto", wanted.other_attention):
         yield _racer("narrow", made, attention=attention)
     if wanted.spare:

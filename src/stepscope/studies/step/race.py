@@ -2,17 +2,18 @@
 
 All share one set of weights and moments, so that a model of which one fits can be raced in several
 forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
-was compiled for it, so none is short of memory because of another. The fastest of each side are
-then built once more, from the compiler's caches, and take turns, sample by sample, in this process;
-the last that was tried stays where it is among them, since a whole model takes long even so.
-Last, each of them runs on its own without a pause, for what power does to it.
+was compiled for it, so none is short of memory because of another. A device lowers its clock as it
+works, so heats do not tell forms apart that are close: those of a side take turns. The fastest of
+each side are then built once more, from the compiler's caches, and take turns, sample by sample, in
+this process; the last that was tried stays where it is among them, since a whole model takes long
+even so. Last, each of them runs on its own without a pause, for what power does to it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,15 +25,20 @@ from stepscope.studies.captured import forget_steps
 from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.goals import Heat, Racer
 from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.workload import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     import torch
 
     from stepscope.measure.device import Device
+    from stepscope.measure.timer import Timing
 
 _WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
 """Steps of a heat, or fewer where they take longer than these seconds together."""
 _MOST_STEPS = 50
+_NEAR, _MOST_NEAR = 1.02, 3
+"""Times the fastest heat of a side: so close they take turns, and so many of them."""
+_TURNS = 7
 _UNBROKEN_S = 4.0
 """How long each side runs without a pause for its energy, after a lead."""
 _FORMS = 64
@@ -40,8 +46,7 @@ _FORMS = 64
 
 
 class Steps(NamedTuple):
-    """Of a heat: so many, and more until so much time has passed. The fastest forms of a side are
-    1 % apart."""
+    """Of a heat: so many, and more until so much time has passed."""
 
     least: int
     seconds: float = 0.0
@@ -62,8 +67,6 @@ class Entry:
 
 
 def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
-    from stepscope.measure.turns import time_in_turns
-
     racers = [msgspec.convert(racer, Racer) for racer in config["racers"]]
     if any(racer.workload.compile != "no" for racer in racers):
         _allow_many_forms()
@@ -77,28 +80,36 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
         last = place == len(racers) - 1
         steps = Steps(config["heat_steps"], config["steady_seconds"])
         field.heat(racer, steps, config["form_seconds"], last=last)
-    if {"peer", "ours"} - field.fastest.keys():
+    sides = list(field.heats)
+    if {"peer", "ours"} - set(sides):
         said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
         raise CaseSkipped(f"no race: {said}")
-    entries = [field.entry(racer) for racer in field.fastest.values()]
-    contestants: dict[str, Callable[[], object]] = {e.racer.name: e.run for e in entries}
-    timing = time_in_turns(
-        contestants,
-        bench.device,
-        warmup=2,
-        rounds=config["rounds"],
-        min_seconds=config["min_seconds"],
-        before={entry.racer.name: entry.step.follow_weights for entry in entries},
-        progress=lambda done, total: bench.progress(done, total, "rounds"),
-    )
+    # The peer's last: it may have a form that is ready, which costs minutes to build again.
+    fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
+    entries = [field.entry(fastest[side]) for side in sides]
+    timing = _in_turns(entries, bench, "rounds", config["rounds"], config["min_seconds"])
     taken, no_energy = _energy(entries, bench)
     return Measurement(
         series=timing.series,
-        quantities=field.fastest["ours"].workload.quantities() | taken,
+        quantities=fastest["ours"].workload.quantities() | taken,
         readings=timing.readings,
-        notes=field.notes
-        | {f"best.{side}": racer.name for side, racer in field.fastest.items()}
-        | no_energy,
+        notes=field.notes | {f"best.{side}": fastest[side].name for side in sides} | no_energy,
+    )
+
+
+def _in_turns(
+    entries: Sequence[Entry], bench: Bench, what: str, rounds: int, min_seconds: float = 0.0
+) -> Timing:
+    from stepscope.measure.turns import time_in_turns
+
+    return time_in_turns(
+        {entry.racer.name: entry.run for entry in entries},
+        bench.device,
+        warmup=2,
+        rounds=rounds,
+        min_seconds=min_seconds,
+        before={entry.racer.name: entry.step.follow_weights for entry in entries},
+        progress=lambda done, total: bench.progress(done, total, what),
     )
 
 
@@ -133,8 +144,9 @@ class Field:
         )
         self._owner = TrainingStep(plain, bench.device)
         begin_moments(self._owner.optimizer)
-        self.fastest: dict[str, Racer] = {}
-        self._times: dict[str, float] = {}
+        self.heats: dict[str, dict[str, Heat]] = {}
+        """By side and name."""
+        self._racers: dict[str, Racer] = {}
         self._ready: dict[str, Entry] = {}
         self.notes: dict[str, str] = {}
 
@@ -149,7 +161,7 @@ class Field:
         return entry
 
     def heat(self, racer: Racer, steps: Steps, seconds: float, *, last: bool = False) -> None:
-        """The last of all stays ready if it is the fastest of its side."""
+        """The last of all stays ready if it may be the fastest of its side."""
         from stepscope.measure.patience import TookTooLong, at_most
 
         try:
@@ -165,16 +177,63 @@ class Field:
             # The traceback holds the frames that hold the tensors.
             del error
         else:
-            self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
-            if heat.ms < self._times.get(racer.side, float("inf")):
-                self.fastest[racer.side], self._times[racer.side] = racer, heat.ms
-                if last:
-                    forget_steps(entry.step)
-                    self._ready[racer.name] = entry
-                    self._bench.device.release()
-                    return
+            self._note(racer, heat)
+            if last and racer.name in {each.name for each in self.near(racer.side)}:
+                forget_steps(entry.step)
+                self._ready[racer.name] = entry
+                self._bench.device.release()
+                return
             del entry
         self._let_go(racer)
+
+    def near(self, side: str) -> list[Racer]:
+        """The fastest in its heat, and those that may be as fast."""
+        heats = self.heats[side]
+        order = sorted(heats, key=lambda name: heats[name].ms)
+        most_ms = heats[order[0]].ms * _NEAR
+        return [self._racers[name] for name in order[:_MOST_NEAR] if heats[name].ms <= most_ms]
+
+    def run_off(self, side: str) -> Racer:
+        """The fastest of a side; where some are near it, by turns among them."""
+        first, *others = near = self.near(side)
+        if not others:
+            return first
+        try:
+            found = self._by_turns(near)
+        except Exception as error:
+            self.notes[f"no_turns.{side}"] = first_cause(error)
+            found = first
+        lost = [racer for racer in near if racer.name != found.name]
+        ready = self._ready.get(found.name)
+        for racer in near:
+            self._ready.pop(racer.name, None)
+        if ready and not any(racer.workload.compile_mode in GRAPHS_OF_TORCH for racer in lost):
+            # What the others compiled is small; the graphs of torch would hold their memory.
+            self._ready[found.name] = ready
+            self._bench.device.release()
+            return found
+        del ready
+        for racer in near:
+            self._let_go(racer)
+        return found
+
+    def _by_turns(self, near: Sequence[Racer]) -> Racer:
+        entries = [self.entry(racer) for racer in near]
+        timing = _in_turns(entries, self._bench, f"turns of {near[0].side}", _TURNS)
+        # The device's clock comes first by name, and counts where there is one.
+        by_name = {s.name: s for s in sorted(timing.series, key=lambda s: s.clock, reverse=True)}
+        times = {racer.name: statistics.median(by_name[racer.name].values) for racer in near}
+        for racer in near:
+            heat = self.heats[racer.side][racer.name]
+            self._note(racer, msgspec.structs.replace(heat, turns_ms=times[racer.name]))
+        for entry in entries:
+            forget_steps(entry.step)
+        return self._racers[min(times, key=times.__getitem__)]
+
+    def _note(self, racer: Racer, heat: Heat) -> None:
+        self._racers[racer.name] = racer
+        self.heats.setdefault(racer.side, {})[racer.name] = heat
+        self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
 
     def _try(self, racer: Racer, steps: Steps, device: Device) -> tuple[Entry, Heat]:
         began = time.monotonic()

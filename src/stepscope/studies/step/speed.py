@@ -141,14 +141,21 @@ def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
                 Column(title="form"),
                 Column(title="step", kind="number", unit="ms", hint="alone, by the host's clock"),
                 Column(
+                    title="in turns",
+                    kind="number",
+                    unit="ms",
+                    hint="forms of one side whose steps were close took turns",
+                ),
+                Column(
                     title="first step", kind="number", unit="s", hint="building and compiling too"
                 ),
                 Column(title="peak memory", kind="bytes"),
                 Column(title="outcome"),
             ),
             rows=tuple(rows),
-            caption="The fastest of each side raced. A peak counts what a form shares with the"
-            " others (weights, moments) as its own.",
+            caption="The fastest of each side raced: by its turns, where forms that were close took"
+            " turns. A peak counts what a form shares with the others (weights, moments) as its"
+            " own.",
         )
 
 
@@ -166,9 +173,12 @@ def _heat_rows(race: Race) -> Iterator[tuple[Cell, ...]]:
                 outcome = "raced" if name in chosen else None
                 if run is not race:
                     outcome = _elsewhere(run, side)
-                yield race.name, side, form, heat.ms, heat.first_s, heat.peak_bytes, outcome
+                yield (
+                    race.name, side, form, heat.ms, heat.turns_ms, heat.first_s, heat.peak_bytes,
+                    outcome,
+                )  # fmt: skip
             else:
-                yield race.name, side, form, None, None, None, heat
+                yield race.name, side, form, None, None, None, None, heat
         told |= set(heats)
 
 
