@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -37,10 +38,13 @@ _RESAMPLES = 2000
 _SEED = 336
 _EXACT_UP_TO = 25
 """Samples on a side; above, the normal approximation is within 2 % where it matters."""
+_COUNTED_UP_TO = 1000
+"""Samples whose middle is found by counting; above, a place more or less is within 0.2 %."""
 
 
 class Summary(Part, frozen=True):
-    """Samples in numbers. `low` to `high` holds the median with 95 % confidence."""
+    """Samples in numbers. `low` to `high` holds the median with 95 % confidence or, of fewer than
+    six samples, with as much as the smallest and the largest have."""
 
     count: int
     mean: float
@@ -103,9 +107,8 @@ def summarize(values: Sequence[float]) -> Summary:
 def _summarize(values: tuple[float, ...]) -> Summary:
     # Several views of a page ask for the same samples.
     ordered = _ordered(values)
-    medians = _bootstrap_medians(ordered, stream=0)
-    medians.sort()
     count = len(values)
+    low, high, _ = _around_the_median(ordered, 0.95)
     mean = math.fsum(values) / count
     squares = math.fsum((value - mean) ** 2 for value in values)
     return Summary(
@@ -117,8 +120,8 @@ def _summarize(values: tuple[float, ...]) -> Summary:
         q3=_quantile(ordered, 0.75),
         minimum=float(ordered[0]),
         maximum=float(ordered[-1]),
-        low=_quantile(medians, 0.025),
-        high=_quantile(medians, 0.975),
+        low=low,
+        high=high,
     )
 
 
@@ -165,27 +168,13 @@ def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0
 
 def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
     """The median ratio of samples that were taken next to each other, so that a machine that gets
-    slower meanwhile moves both. Its interval is between two of the ratios, counted from both ends:
-    resampled, the median of few of them would seem surer than it is. Where there are too few for
-    that level, it is between the smallest and the largest, with the level that this has."""
+    slower meanwhile moves both. Where there are too few for that level, its interval has the level
+    of the smallest and the largest."""
     if min(*base, *new) <= 0.0:
         raise ValueError("a ratio needs samples above zero")
     ratios = _ordered([after / before for before, after in zip(base, new, strict=True)])
-    count = len(ratios)
-    left_out, beyond, one_more = 0, 0.0, 0.5**count
-    while beyond + one_more <= (1.0 - level) / 2.0:
-        beyond += one_more
-        left_out += 1
-        one_more = math.comb(count, left_out) * 0.5**count
-    if not left_out:
-        level = max(0.0, 1.0 - 2 * 0.5**count)
-    place = max(0, left_out - 1)
-    return Ratio(
-        value=_quantile(ratios, 0.5),
-        low=float(ratios[place]),
-        high=float(ratios[count - 1 - place]),
-        level=level,
-    )
+    low, high, level = _around_the_median(ratios, level)
+    return Ratio(value=_quantile(ratios, 0.5), low=low, high=high, level=level)
 
 
 def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
@@ -238,6 +227,34 @@ def _quantile(ordered: Floats, share: float) -> float:
     if index + 1 == len(ordered):
         return low
     return low + (position - index) * (float(ordered[index + 1]) - low)
+
+
+def _around_the_median(ordered: Floats, level: float) -> tuple[float, float, float]:
+    """Two of the samples, counted from both ends, between which the median is with that confidence,
+    whatever their distribution; the outermost, and the level that these have, where there are too
+    few. Resampled, the median of few samples would seem surer than it is."""
+    count = len(ordered)
+    left_out = _left_out(count, level)
+    if not left_out:
+        level = max(0.0, 1.0 - 2 * 0.5**count)
+    place = max(0, left_out - 1)
+    return float(ordered[place]), float(ordered[count - 1 - place]), level
+
+
+@lru_cache(maxsize=512)
+def _left_out(count: int, level: float) -> int:
+    """How many samples are below the median so rarely that it may be taken to lie above them: as
+    coins fall."""
+    tail = (1.0 - level) / 2.0
+    if count > _COUNTED_UP_TO:
+        away = statistics.NormalDist().inv_cdf(1.0 - tail) * math.sqrt(count) / 2.0
+        return max(0, math.floor((count - 1) / 2.0 - away))
+    left_out, beyond, one_more = 0, 0.0, 0.5**count
+    while beyond + one_more <= tail:
+        beyond += one_more
+        left_out += 1
+        one_more = math.comb(count, left_out) * 0.5**count
+    return left_out
 
 
 def _relative(part: float, whole: float) -> float:

@@ -186,7 +186,7 @@ def _throughput_table(rows: Sequence[Row]) -> Table:
             Column(title="mode"),
             Column(
                 title="median", kind="number", unit="ms",
-                hint="with its 95 % bootstrap interval",
+                hint="with its 95 % interval",
             ),
             Column(title="tokens/s", kind="count"),
             Column(title="rate", kind="rate", unit="FLOP/s", hint="model FLOPs over the median"),
