@@ -20,6 +20,7 @@ from stepscope.measure.tensors import TensorBytes
 from stepscope.model import cost
 from stepscope.model.config import precision
 from stepscope.model.sizes import find_size, with_overrides
+from stepscope.model.transformer import TransformerLM
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
 from stepscope.studies.plans import plan_of
@@ -264,6 +265,19 @@ def test_sharding_divides_what_it_says() -> None:
             lines(whole, "optimizer")[line] / 4, rel=0.05
         )
     assert WEIGHT_COPIES not in lines(full, "forward")
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_full_sharding_divides_whole_rows(ranks: int) -> None:
+    wanted = plan("small", ranks=ranks, sharding="full", device="cpu")
+    with torch.device("meta"):
+        parameters = list(TransformerLM(wanted.model).parameters())
+    mine = sum(
+        p.numel() if p.dim() < 2 else p[0].numel() * -(-p.shape[0] // ranks) for p in parameters
+    )
+    found = lines(predict(wanted), "optimizer")
+    assert found[PARAMETERS] == 4 * mine
+    assert found[OPTIMIZER] == pytest.approx(8 * mine, rel=1e-3)
 
 
 def test_changes_that_fit_do_fit_and_nothing_is_promised_where_nothing_does() -> None:

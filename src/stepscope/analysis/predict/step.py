@@ -16,7 +16,7 @@ from stepscope.analysis.predict.memory import Buffer, Memory, Moment
 from stepscope.analysis.predict.operators import FLOAT32, Operators
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.tape import Tape, Value
-from stepscope.model.config import precision
+from stepscope.model.config import ModelConfig, precision
 from stepscope.parallel.buckets import Rows, share_out
 from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMIZER, PARAMETERS
 
@@ -115,29 +115,26 @@ class Play:
     def _build(self) -> None:
         model, new = self.plan.model, self.memory.buffer
         self.memory.begin("model built")
-        self.embedding = self._weight(model.vocab * model.d_model)
+        self.embedding = self._weight(model.vocab, model.d_model)
         tables = [new(self.plan.context * model.d_head // 2 * FLOAT32, INPUTS) for _ in range(2)]
-        square, gate = model.d_model**2, model.d_model * model.d_ff
-        self.blocks = [
-            [
-                self._weight(elements, drawn=elements > model.d_model)
-                for elements in (model.d_model, *[square] * 4, model.d_model, *[gate] * 3)
-            ]
-            for _ in range(model.n_layers)
-        ]
-        self.norm = self._weight(model.d_model, drawn=False)
-        self.head = self._weight(model.vocab * model.d_model)
+        shapes = _block_shapes(model)
+        self.blocks = [[self._weight(*shape) for shape in shapes] for _ in range(model.n_layers)]
+        self.norm = self._weight(model.d_model)
+        self.head = self._weight(model.vocab, model.d_model)
         tokens = self.plan.batch * self.plan.context * _INT64
         self.inputs = [*tables, new(tokens, INPUTS), new(tokens, INPUTS)]
         self.memory.end()
 
-    def _weight(self, elements: int, drawn: bool = True) -> Value:
-        ranks = self.plan.ranks if self.plan.sharding == "full" else 1
-        kept = -(-elements // ranks)
+    def _weight(self, rows: int, columns: int = 1) -> Value:
+        """Ranks divide a matrix by whole rows, and have vectors each."""
+        matrix = columns > 1
+        ranks = self.plan.ranks if self.plan.sharding == "full" and matrix else 1
+        kept = -(-rows // ranks) * columns
         buffer = self.memory.buffer(kept * self.width, PARAMETERS)
-        if drawn:
+        if matrix:
+            # Drawn at random in float32; vectors are ones.
             self.memory.buffer(kept * FLOAT32)
-        return Value(buffer, elements, self.width, kept=kept)
+        return Value(buffer, rows * columns, self.width, kept=kept)
 
     def _parameters(self) -> list[Value]:
         return [
@@ -191,7 +188,12 @@ class Play:
         again for its backward."""
         if self.plan.sharding != "full":
             return body(x, weights)
-        sizes = [weight.elements * (self.ops.autocast or weight.width) for weight in weights]
+        # As many rows of each rank: the last ones may have fewer, and the rest is padding.
+        sizes = [
+            weight.kept * self.plan.ranks * (self.ops.autocast or weight.width)
+            for weight in weights
+            if weight.kept < weight.elements
+        ]
         gathered: list[Buffer] = []
 
         def gather() -> None:
@@ -340,9 +342,15 @@ class Play:
         if self.plan.sharding != "optimizer":
             return sizes
         model, loads = self.plan.model, [0] * self.plan.ranks
-        block = [*[model.d_model] * 6, model.d_ff, model.d_model, model.d_ff]
+        block = [shape[0] for shape in _block_shapes(model)]
         rows = [model.vocab, *block * model.n_layers, model.d_model, model.vocab]
         things = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
         pieces = share_out(things, loads)
         most = loads.index(max(loads))
         return [(p.end - p.begin) * things[p.place].bytes for p in pieces if p.owner == most]
+
+
+def _block_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Norm, the four of attention, norm, the three of the feed-forward; as the model has them."""
+    d, wide = model.d_model, model.d_ff
+    return [(d,), *[(d, d)] * 4, (d,), (wide, d), (d, wide), (wide, d)]
