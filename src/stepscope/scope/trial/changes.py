@@ -16,13 +16,9 @@ import torch
 
 from stepscope.scope.trial import habits
 from stepscope.scope.trial.backwards import Backwards
+from stepscope.scope.trial.calls import Calls
 from stepscope.scope.trial.optimizers import fuse_optimizers, use_foreach
-from stepscope.studies.own.changing import (
-    call_within,
-    checkpoint_blocks,
-    compile_own,
-    one_kernel_attention,
-)
+from stepscope.studies.own.changing import checkpoint_blocks, compile_own, one_kernel_attention
 
 _EARLY = {
     "gradients": habits.drop_gradients,
@@ -31,6 +27,9 @@ _EARLY = {
     "read_back": habits.read_back_later,
 }
 COMPILED_AFTER = 2
+"""Steps, or one more where the program calls parts of its model."""
+
+_NO_BACKWARD = -1
 
 
 class Changes:
@@ -40,7 +39,7 @@ class Changes:
         self._settings = settings
         self._applied: Counter[str] = Counter()
         self._attention = one_kernel_attention() if "attention" in settings else None
-        self._models: Sequence[torch.nn.Module] = ()
+        self._calls: list[Calls] = []
         self._within = ExitStack()
         self._is_within = False
         self._compiled = False
@@ -63,27 +62,42 @@ class Changes:
 
     def when_models_are_known(self, models: Sequence[torch.nn.Module]) -> None:
         """Again where there are more of them."""
-        known = {id(model) for model in self._models}
-        self._models = models
+        known = {id(calls.model) for calls in self._calls}
         for model in models:
             if id(model) in known:
                 continue
             if self._settings.get("checkpoint") == "blocks":
                 self._applied["checkpoint"] += checkpoint_blocks(model)
-            if self._attention is not None or self._format() is not None:
+            if {"attention", "compile", "dtype"} & self._settings.keys():
                 kind = next((p.device.type for p in model.parameters()), "cpu")
-                call_within(model, partial(self._around, kind))
+                self._calls.append(Calls(model, partial(self._around, kind)))
 
     def end_step(self, steps: int) -> None:
         self._leave()
-        if steps == COMPILED_AFTER and "compile" in self._settings:
-            for model in self._models:
-                compile_own(model, self._settings["compile"], self._attention)
+        if steps < COMPILED_AFTER:
+            return
+        settled = [calls for calls in self._calls if calls.settle()]
+        if self._compiled or "compile" not in self._settings:
+            return
+        if len(settled) == len(self._calls) or steps > COMPILED_AFTER:
+            for calls in settled:
+                self._compile(calls)
             self._compiled = True
+
+    def _compile(self, calls: Calls) -> None:
+        how = self._settings["compile"]
+        if not {"attention", "dtype"} & self._settings.keys():
+            calls.release()
+        learn = [part for part in calls.called if any(True for _ in part.parameters())]
+        for module in [calls.model] if how == "block" else learn:
+            compile_own(module, how, self._attention)
+            self._applied["compile"] += 1
 
     def without_effect(self) -> list[str]:
         """Settings that found nothing to change in the steps so far."""
-        counted = {*_EARLY, "batch", "checkpoint", "optimizer"} & set(self._settings)
+        counted = {*_EARLY, "batch", "checkpoint", "compile", "optimizer"} & set(self._settings)
+        if self._format() is not None:
+            counted.add("dtype")
         found = sorted(name for name in counted if not self._applied[name])
         if self._attention is not None and not self._attention.substituted:
             found.append("attention")
@@ -95,18 +109,22 @@ class Changes:
 
     @contextmanager
     def _around(self, kind: str) -> Iterator[None]:
-        """Autocast goes on until the backward, so that the loss is within, as it should be."""
+        """Autocast goes on until the backward, so that the loss is within, as it should be. Where a
+        checkpointed stretch runs again, that backward is under way."""
         if not torch.is_grad_enabled():
             yield
             return
         form = self._format()
-        if form is not None and not self._is_within:
-            self._is_within = True
-            self._within.enter_context(torch.autocast(kind, form))
-        if self._attention is None or self._compiled:
-            yield
-            return
-        with self._attention:
+        with ExitStack() as call:
+            if torch._C._current_graph_task_id() != _NO_BACKWARD:
+                if form is not None:
+                    call.enter_context(torch.autocast(kind, form))
+            elif form is not None and not self._is_within:
+                self._is_within = True
+                self._applied["dtype"] += 1
+                self._within.enter_context(torch.autocast(kind, form))
+            if self._attention is not None and not self._compiled:
+                call.enter_context(self._attention)
             yield
 
     def _leave(self) -> None:

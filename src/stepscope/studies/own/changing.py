@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,20 +10,14 @@ if TYPE_CHECKING:
 
     from stepscope.attention.substitute import written_out_as_one_kernel
 
-Context = Callable[[], AbstractContextManager[Any]]
-
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """What is repeated: every entry of its outermost lists of modules."""
     import torch
 
-    found: list[torch.nn.Module] = []
-    for part in model.children():
-        if isinstance(part, torch.nn.ModuleList):
-            found += list(part)
-        else:
-            found += blocks_of(part)
-    return found
+    if isinstance(model, torch.nn.ModuleList):
+        return list(model)
+    return [block for part in model.children() for block in blocks_of(part)]
 
 
 def compile_own(
@@ -64,21 +56,10 @@ def checkpoint_blocks(model: torch.nn.Module) -> int:
     return len(blocks)
 
 
-def call_within(model: torch.nn.Module, context: Context) -> None:
-    """Every call of the model is made within it, outside of what is compiled of the model."""
-    kind = type(model)
-
-    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        with context():
-            return kind.__call__(self, *arguments, **keywords)
-
-    # A method of the class: Python looks for __call__ nowhere else.
-    model.__class__ = type(
-        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
-    )
-
-
 def one_kernel_attention() -> written_out_as_one_kernel:
+    """Made before the model, whose checkpointed stretches it is to follow."""
     from stepscope.attention.substitute import written_out_as_one_kernel
+    from stepscope.attention.substitute_again import follow_into_checkpoints
 
+    follow_into_checkpoints()
     return written_out_as_one_kernel()

@@ -30,12 +30,12 @@ class OwnStep:
         self.case = case
         self.use_format()
         self.device = device
+        self.attention = one_kernel_attention() if case.attention == "fused" else None
         self.built: Built = build(case.model)
         self.model = self.built.model.to(device.torch_device, getattr(torch, form.weights))
         self.model.train()
         if case.checkpoint == "blocks" and not checkpoint_blocks(self.model):
             raise CaseSkipped(f"the model of {case.model} has no ModuleList of blocks")
-        self.attention = one_kernel_attention() if case.attention == "fused" else None
         self._compiled = False
         self.optimizer = make_own_optimizer(case.optimizer, self.model)
         self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")

@@ -1,0 +1,220 @@
+"""Changes reach what a program calls, however it calls its model, and what runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from stepscope.scope.trial import changes as changing
+from stepscope.scope.trial.backwards import Backwards
+from stepscope.scope.trial.changes import Changes
+from stepscope.studies.own.changing import blocks_of, one_kernel_attention
+
+HEADS, WIDTH, LENGTH = 2, 16, 8
+LATER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+Step = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Attention written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        weights = (q @ k.mT).masked_fill(LATER, float("-inf")).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.forward(x).square().mean()
+
+
+def as_a_whole(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def by_a_method(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model.loss(x)  # type: ignore[operator]
+    return loss
+
+
+def block_by_block(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model:  # type: ignore[attr-defined]
+        x = block(x)
+    return x.square().mean()
+
+
+def blocks_that_run_again(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model:  # type: ignore[attr-defined]
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    return x.square().mean()
+
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
+    "as a whole": (Model, as_a_whole),
+    "by a method": (Model, by_a_method),
+    "block by block": (lambda: nn.ModuleList(Block() for _ in range(2)), block_by_block),
+    "blocks run again": (lambda: nn.ModuleList(Block() for _ in range(2)), blocks_that_run_again),
+}
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    checkpoint, backward = torch.utils.checkpoint.checkpoint, torch.autograd.backward
+    scale = torch.amp.GradScaler.scale
+    yield
+    torch.utils.checkpoint.checkpoint, torch.autograd.backward = checkpoint, backward
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def draw() -> Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
+    """As a trial does, without its optimizer."""
+    seen = Backwards()
+    seen.attach()
+    made = Changes(settings, seen)
+    for number in range(1, steps + 1):
+        model.zero_grad()
+        step(model, draw()).backward()
+        if number == 1:
+            made.when_models_are_known([model])
+        made.end_step(number)
+    return made
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_change_reaches_what_the_program_calls(name: str) -> None:
+    make, step = PROGRAMS[name]
+    model = make()
+    formats = []
+    blocks_of(model)[0].out.register_forward_hook(  # type: ignore[union-attr]
+        lambda *given: formats.append(given[-1].dtype)
+    )
+    made = run(model, step, 4, dtype="bfloat16", attention="fused")
+    assert made.without_effect() == []
+    calls = made._calls[0]
+    assert calls.settle()
+    assert calls.called == ([model] if name == "as a whole" else blocks_of(model))
+    watched = {part for part in model.modules() if "__call__" in vars(type(part))}
+    assert watched - {calls.model} == set(calls.called) - {calls.model}, "inner calls are plain"
+    assert not torch.is_autocast_enabled("cpu")
+    assert formats[-1] == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_the_program_calls_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[nn.Module, str]] = []
+    monkeypatch.setattr(
+        changing, "compile_own", lambda module, how, _: compiled.append((module, how))
+    )
+    make, step = PROGRAMS[name]
+    model = make()
+    made = run(model, step, 4, compile="model")
+    whole = name == "as a whole"
+    assert compiled == [(part, "model") for part in ([model] if whole else blocks_of(model))]
+    assert made.without_effect() == []
+    assert not any("__call__" in vars(type(part)) for part in model.modules())
+
+
+def test_a_model_that_nothing_calls_is_said_to_be_as_it_was() -> None:
+    weight = nn.Linear(WIDTH, WIDTH)
+    made = run(
+        weight,
+        lambda one, x: (x @ one.weight).square().mean(),
+        5,
+        dtype="bfloat16",
+        compile="model",
+    )
+    assert made.without_effect() == ["compile", "dtype"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_stretch_has_one_kernel_both_times(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    as_a_whole(model, draw()).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    mode = one_kernel_attention()
+
+    def again(block: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        return found
+
+    model.zero_grad()
+    x = draw().requires_grad_()
+    with mode:
+        for block in model.blocks:
+            x = again(block, x)
+    assert mode.substituted == 2
+    x.square().mean().backward()
+    assert mode.substituted == 4
+    for parameter, one in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+
+
+def test_a_product_that_waits_is_made_within_its_stretch() -> None:
+    """Scores that nobody turns into attention."""
+    q = draw().requires_grad_()
+    mode = one_kernel_attention()
+
+    def scores(x: Tensor) -> Any:
+        return x @ x.mT
+
+    with mode:
+        found = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
+        loss = found.square().mean()
+    loss.backward()
+    assert q.grad is not None
+    other = draw().requires_grad_()
+    scores(other).square().mean().backward()
+    torch.testing.assert_close(q.grad, other.grad)
+
+
+def test_blocks_that_run_again_and_one_kernel_together() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    made = run(model, as_a_whole, 3, attention="fused", checkpoint="blocks")
+    assert made.without_effect() == []
+    found = [parameter.grad for parameter in model.parameters()]
+    torch.manual_seed(0)
+    plain = Model()
+    as_a_whole(plain, draw()).backward()
+    for parameter, one in zip(plain.parameters(), found, strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+
+
+def test_without_the_mode_checkpoints_are_torch_s() -> None:
+    mode = one_kernel_attention()
+    follows = torch.utils.checkpoint.checkpoint
+    one_kernel_attention()
+    assert torch.utils.checkpoint.checkpoint is follows, "once is enough"
+    model = Model()
+    x = draw().requires_grad_()
+    follows(model, x, use_reentrant=False).square().mean().backward()
+    assert x.grad is not None
+    assert mode.substituted == 0
