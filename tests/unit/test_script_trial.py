@@ -145,6 +145,15 @@ def test_a_script_that_ends_early_says_so(script: Path) -> None:
         run.ready()
 
 
+def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch\nraise RuntimeError('no room\\nadvice\\n  and more of it')\n")
+    order = Order(target=str(script), words=(), warmup=5, timed=1, traced=1, memory=False)
+    said = "code 1: RuntimeError: no room$"
+    with Contestant(order, {}) as run, pytest.raises(ScriptEndedError, match=said):
+        run.ready()
+
+
 def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
     idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
     assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"

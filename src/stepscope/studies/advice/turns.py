@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from stepscope.studies.inspected.order import Order
 _LOOK_UP_EVERY_S = 0.5
 _LAST_LINES = 20
 """An error of torch may have lines of advice after its own."""
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +135,7 @@ class Contestant:
         code = self._wait_a_little()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()
-        last = f": {said[-1]}" if said and code else ""
+        last = f": {_error_of(said)}" if said and code else ""
         if code is not None and code < 0:
             return ScriptEndedError(f"the script was ended by {signal.Signals(-code).name}{last}")
         if not code:
@@ -149,3 +150,10 @@ class Contestant:
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self._process.poll()
+
+
+def _error_of(said: Sequence[str]) -> str:
+    """The first line of an exception's words, which may have many; else the last of all."""
+    begins = [place for place, line in enumerate(said) if line.startswith(_TRACEBACK)]
+    after = said[begins[-1] + 1 :] if begins else ()
+    return next((line for line in after if line and not line[0].isspace()), said[-1])
