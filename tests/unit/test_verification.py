@@ -134,6 +134,24 @@ def test_what_gains_nothing_more_is_left_out_again(tmp_path: Path) -> None:
     assert found == ["bfloat16", "slows+too+bfloat16", "slows+bfloat16"]
 
 
+def test_an_interrupted_run_has_a_case_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = PlantedRunner.run
+
+    def run(runner: PlantedRunner, cases: Sequence[Case], *how: Any) -> None:
+        if "fused-optimizer" in cases[0].key:
+            raise KeyboardInterrupt
+        plain(runner, cases, *how)
+
+    monkeypatch.setattr(PlantedRunner, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        verify(tmp_path, FORMAT, UPDATE)
+    with Store(tmp_path / "records.db") as store:
+        (found,) = store.runs()
+        assert (len(store.finished(found.id)), found.cases) == (1, 2)
+
+
 def test_only_what_was_named_is_tried(tmp_path: Path) -> None:
     assert verify(tmp_path, FORMAT, UPDATE, WHOLE, only=("compile",)) == ["compile"]
 

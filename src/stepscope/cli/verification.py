@@ -140,8 +140,11 @@ class Verification:
     def _try(self, advice: tuple[Advice, ...]) -> Tried:
         trial = self._trial(advice)
         case = trial.case()
-        done = (case.study, case.key) in self._store.finished(self._run.id)
+        finished = self._store.finished(self._run.id)
+        done = (case.study, case.key) in finished
         if not done:
+            # An interrupted run is not taken for a whole one.
+            self._store.expect(self._run.id, len(finished) + 1)
             begun = time.monotonic()
             self._runner.run([case], self._run, self._store, self._observer)
             self._deadline.took(trial, time.monotonic() - begun)

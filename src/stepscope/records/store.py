@@ -73,6 +73,13 @@ class Store:
                 (run.id, run.created, run.command, run.plan, run.cases),
             )
 
+    def expect(self, run_id: str, cases: int) -> None:
+        """A run has so many cases at least: what one shows may call for more."""
+        with self.transaction():
+            self._connection.execute(
+                "UPDATE runs SET cases = max(cases, ?) WHERE id = ?", (cases, run_id)
+            )
+
     def runs(self) -> tuple[Run, ...]:
         """Newest first."""
         rows = self._rows("SELECT * FROM runs ORDER BY created DESC, rowid DESC")
