@@ -42,7 +42,8 @@ def test_the_format_of_products_is_that_of_their_kernels(
     row = msgspec.structs.replace(summary.kernels[0], kind="matmul", unit=kernel, ms=1.0)
     summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,))
     notes = {"profile": encode(summary), "setting": msgspec.json.encode(setting).decode()}
-    assert facts_of(msgspec.structs.replace(watched, notes=notes)).dtype == expected
+    found = facts_of(msgspec.structs.replace(watched, notes=notes))
+    assert (found.dtype, found.autocast) == (expected, expected == "bfloat16")
 
 
 @pytest.mark.parametrize(

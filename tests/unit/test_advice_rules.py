@@ -72,6 +72,16 @@ def test_a_format_whose_rate_is_lower_or_unknown_or_lacking_is_not_advised() -> 
     assert "bfloat16" not in gains(facts(dtype="float32", lacks=("bfloat16",)))
 
 
+def test_a_short_format_that_is_slow_here_is_left_where_autocast_made_it() -> None:
+    old = {"float32": 10e12, "bfloat16": 2e12}
+    assert gains(facts(autocast=True, rates=old)) == {"float32": 80.0}
+    assert gains(facts(autocast=False, rates=old)) == {}, "weights are short too"
+    assert gains(facts(autocast=True)) == {}, "it is faster here"
+    assert gains(facts(autocast=True, rates={"bfloat16": 2e12})) == {}
+    step = afterwards(facts(autocast=True, rates=old), ["float32"])
+    assert (step.dtype, step.autocast, gains(step)) == ("float32", False, {})
+
+
 def test_where_the_host_limits_less_work_gains_nothing() -> None:
     step = facts(
         {"matmul": 20.0}, {"matmul": 20.0}, dtype="float32", launches=(500.0, 500.0, 0.0),

@@ -60,7 +60,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def torch_as_it_was() -> Iterator[None]:
     """Changes last for a process: here they end with the test."""
     held = [
-        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"),
+        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"), (torch.autocast, "__init__"),
         (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "zero_grad"),
         (torch.nn.Module, "zero_grad"), (DataLoader, "__init__"),
         (torch.utils.checkpoint, "checkpoint"), (torch.Tensor, "item"),
@@ -238,7 +238,12 @@ def test_habits_of_a_loop_are_changed() -> None:
         DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
     ]
     assert sizes == [8, 8, 3]
-    assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2}
+    habits.without_autocast(applied)
+    with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
+        assert model(x).dtype == torch.float32
+    with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):
+        assert not torch.is_autocast_enabled("cpu")
+    assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2, "dtype": 2}
 
 
 @pytest.mark.usefixtures("torch_as_it_was")

@@ -77,6 +77,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Without the profiler."""
     dtype: str
     """Of the matrix products."""
+    autocast: bool = False
+    """They have another format than the weights, which are float32."""
     phases: tuple[Work, ...]
     """In the order of the step; on a CPU operators stand in for kernels, and nothing is launched.
     """

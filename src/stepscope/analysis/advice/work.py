@@ -46,7 +46,7 @@ _FUSED_LOSS = 0.6
 
 
 def _with_faster_products(facts: Facts, to: str) -> Facts | None:
-    """None where a rate is not known, or not higher."""
+    """None where a rate is not known."""
     now, then = facts.rates.get(facts.dtype), facts.rates.get(to)
     if not now or not then or to in facts.lacks:
         return None
@@ -90,7 +90,8 @@ def _bfloat16(facts: Facts) -> Judged | None:
         return found.with_more("copy/cast", facts.casts_ms)
 
     attention = after.attention
-    after = replace(after.with_work(cast, tuple(_CAST_LAUNCHES)), attention=attention)
+    after = after.with_work(cast, tuple(_CAST_LAUNCHES))
+    after = replace(after, attention=attention, autocast=True)
     kind = "cuda" if facts.on_gpu else "cpu"
     advice = Advice(
         code="bfloat16",
@@ -104,6 +105,28 @@ def _bfloat16(facts: Facts) -> Judged | None:
         setting={"dtype": "bfloat16"},
     )
     return Judged(advice, after)
+
+
+@judge
+def _float32(facts: Facts) -> Judged | None:
+    """A machine without units for a short format converts every number on the way."""
+    rates = facts.rates
+    slower = rates.get(facts.dtype, 0.0) < rates.get("float32", 0.0)
+    after = _with_faster_products(facts, "float32") if facts.autocast and slower else None
+    if after is None:
+        return None
+    kind = "cuda" if facts.on_gpu else "cpu"
+    advice = Advice(
+        code="float32",
+        title="products in float32 instead of autocast",
+        gain_ms=gain_ms(facts, after),
+        why=f"products take {facts.class_ms('matmul'):.3g} ms in {facts.dtype}, which is slow here:"
+        f" float32 is {rates['float32'] / rates[facts.dtype]:.3g}× as fast",
+        risk="memory: activations take twice the bytes",
+        lines=(f'with torch.autocast("{kind}", enabled=False):', "    loss = model(…)"),
+        setting={"dtype": "float32"},
+    )
+    return Judged(advice, replace(after, autocast=False))
 
 
 def _less_kept(facts: Facts) -> int:

@@ -48,6 +48,8 @@ class Changes:
     def when_torch_is_there(self) -> None:
         if self._settings.get("dtype") == "tf32":
             torch.set_float32_matmul_precision("high")
+        elif self._settings.get("dtype") == "float32":
+            habits.without_autocast(self._applied)
         for name, change in _EARLY.items():
             if name in self._settings:
                 change(self._applied)
@@ -96,7 +98,7 @@ class Changes:
     def without_effect(self) -> list[str]:
         """Settings that found nothing to change in the steps so far."""
         counted = {*_EARLY, "batch", "checkpoint", "compile", "optimizer"} & set(self._settings)
-        if self._format() is not None:
+        if self._settings.get("dtype", "tf32") != "tf32":
             counted.add("dtype")
         found = sorted(name for name in counted if not self._applied[name])
         if self._attention is not None and not self._attention.substituted:

@@ -162,6 +162,23 @@ def read_back_later(applied: Applied) -> None:
     torch.Tensor.__float__ = late_float  # type: ignore[method-assign, assignment]
 
 
+def without_autocast(applied: Applied) -> None:
+    """Operators keep the formats of what they are given."""
+    plain = torch.autocast.__init__
+
+    def made(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+    ) -> None:
+        applied["dtype"] += enabled
+        plain(self, device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
+
+    torch.autocast.__init__ = made  # type: ignore[method-assign]
+
+
 def run_nothing_again(applied: Applied) -> None:
     """Checkpointed parts of the program keep their activations."""
 

@@ -54,7 +54,8 @@ def facts_of(
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
-        dtype=_format(record, summary, setting),
+        dtype=(dtype := _format(record, summary, setting)),
+        autocast=_by_autocast(record, setting, dtype),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
         attention=() if compiled else attention_work(summary, phases),
@@ -129,6 +130,16 @@ def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
     told = str(record.config.get("dtype", ""))
     short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
     return "tf32" if told == "float32" and short else told
+
+
+def _by_autocast(record: Record, setting: Setting | None, dtype: str) -> bool:
+    """Short products of weights that are float32."""
+    if dtype not in ("bfloat16", "float16"):
+        return False
+    if setting is None:
+        return str(record.config.get("dtype", "")) == dtype
+    formats = setting.parameter_formats
+    return 2 * formats.get("float32", 0) > sum(formats.values())
 
 
 def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:

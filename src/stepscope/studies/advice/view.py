@@ -12,7 +12,7 @@ from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
-from stepscope.report.format import duration, number, percent
+from stepscope.report.format import counted, duration, number, percent
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.measuring import APART, BASE, CHANGED
 
@@ -201,8 +201,8 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         blocks.append(
             Finding(
                 text=f"Predictions were off by {percent(error)} of the step, in the median of"
-                f" {len(verified)} changes; {sum(map(is_right, verified))} of them gained within a"
-                " third of what was predicted."
+                f" {counted(len(verified), 'change')}; {sum(map(is_right, verified))} of them"
+                " gained within a third of what was predicted."
             )
         )
     apart = [one for one in tried if APART in one.record.notes]
