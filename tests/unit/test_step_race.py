@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -17,6 +17,8 @@ from step_records import (
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.patience import TookTooLong
+from stepscope.measure.timer import Timing
+from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags, race
@@ -162,23 +164,42 @@ def test_forms_that_are_near_take_turns(
     slowed: str, fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heats call the slower one the faster, as a device does that is warmer later."""
-    plain = race.Entry.run
-
-    def run(entry: race.Entry) -> None:
-        plain(entry)
-        if entry.racer.workload.attention == slowed:
-            time.sleep(0.1)
+    plain = race._in_turns
 
     def timed(entry: race.Entry, *_: Any) -> list[float]:
         return [1.0 if entry.racer.workload.attention == slowed else 1.01]
 
-    monkeypatch.setattr(race.Entry, "run", run)
+    def in_turns(entries: Sequence[race.Entry], bench: Any, what: str, *how: Any) -> Timing:
+        if what == "rounds":
+            return plain(entries, bench, what, *how)
+        assert what == "turns of peer"
+        times: dict[Clock, tuple[float, float]] = {"device": (3.0, 2.0), "host": (0.1, 0.2)}
+        return Timing(
+            tuple(
+                Series(
+                    name=entry.racer.name, unit="ms", clock=clock,
+                    values=(9.0, slow if entry.racer.workload.attention == slowed else fast, 0.0),
+                )
+                for entry in entries
+                for clock, (slow, fast) in times.items()
+            ),
+            (),
+        )  # fmt: skip
+
+    monkeypatch.setattr(race, "_in_turns", in_turns)
     monkeypatch.setattr(race, "_timed", timed)
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
-    found = turns(made)
     assert made.notes["best.peer"] == f"peer: eager {fastest}"
+    assert turns(made) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
+
+
+def test_forms_of_which_neither_is_faster_take_real_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
+    monkeypatch.setattr(race, "_TURNS", 1)
+    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    found = turns(made)
     assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
-    assert found[f"peer: eager {slowed}"] - found[f"peer: eager {fastest}"] > 50
+    assert made.notes["best.peer"] == min(found, key=found.__getitem__)
 
 
 def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> None:
