@@ -40,3 +40,22 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def torch_as_it_was() -> Iterator[None]:
+    """Changes last for a process: here they end with the test."""
+    import torch.utils.checkpoint
+    from torch.utils.data import DataLoader
+
+    held = [
+        (torch.autograd, "backward"), (torch.amp.GradScaler, "scale"), (torch.autocast, "__init__"),
+        (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "zero_grad"),
+        (torch.nn.Module, "zero_grad"), (DataLoader, "__init__"),
+        (torch.utils.checkpoint, "checkpoint"), (torch.Tensor, "item"),
+        (torch.Tensor, "__float__"),
+    ]  # fmt: skip
+    before = [(place, name, getattr(place, name)) for place, name in held]
+    yield
+    for place, name, value in before:
+        setattr(place, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,25 @@ def test_on_a_cpu_the_ladder_has_what_applies_and_rows_for_the_rest(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     found = {record.config["rung"]: record.status for record in cli.records()}
     assert found == {"start": "ok", "tf32": "skipped", "flash": "ok"}
+
+
+def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    done = cli(
+        "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
+        "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
+        "--race", "tiny-64", "--rounds", "1", "--warmup", "0", "--steps", "1", "--min-seconds", "0",
+        "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
+        "--seeds", "0", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
+
+
+def test_on_a_cpu_a_race_of_graphs_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    cli = CommandLine(tmp_path)
+    cli.know_ceilings()
+    done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")
+    assert done.returncode == 2
+    assert "CUDA graphs exist on NVIDIA GPUs" in done.stderr

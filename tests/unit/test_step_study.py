@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from command_line import CommandLine
 from sample_records import environment, times
 from step_records import (
     loss_record,
@@ -368,28 +365,6 @@ def test_a_ladder_of_a_changed_size_says_so() -> None:
     assert {ladder.name for ladder in ladders([plain, changed])} == {
         "small at context 512, batch 4", "small (changed) at context 512, batch 4",
     }  # fmt: skip
-
-
-def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
-    done = cli(
-        "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
-        "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
-        "--race", "tiny-64", "--rounds", "1", "--warmup", "0", "--steps", "1", "--min-seconds", "0",
-        "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
-        "--seeds", "0", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
-
-
-def test_on_a_cpu_a_race_of_graphs_that_is_asked_for_is_refused(tmp_path: Path) -> None:
-    cli = CommandLine(tmp_path)
-    cli.know_ceilings()
-    done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")
-    assert done.returncode == 2
-    assert "CUDA graphs exist on NVIDIA GPUs" in done.stderr
 
 
 def test_environment_decides_the_quick_share() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from stepscope.scope.trial.backwards import Backwards
 from stepscope.scope.trial.changes import Changes
 from stepscope.studies.own.changing import blocks_of, one_kernel_attention
 
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 HEADS, WIDTH, LENGTH = 2, 16, 8
 LATER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 Step = Callable[[nn.Module, Tensor], Tensor]
@@ -80,15 +81,6 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    checkpoint, backward = torch.utils.checkpoint.checkpoint, torch.autograd.backward
-    scale = torch.amp.GradScaler.scale
-    yield
-    torch.utils.checkpoint.checkpoint, torch.autograd.backward = checkpoint, backward
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-
-
 def draw() -> Tensor:
     return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
 
@@ -139,6 +131,15 @@ def test_what_the_program_calls_is_compiled(name: str, monkeypatch: pytest.Monke
     assert compiled == [(part, "model") for part in ([model] if whole else blocks_of(model))]
     assert made.without_effect() == []
     assert not any("__call__" in vars(type(part)) for part in model.modules())
+
+
+def test_parts_that_torch_jit_made_are_called_as_they_are() -> None:
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        part = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    model = nn.ModuleList([Block(), part])
+    made = run(model, block_by_block, 4, attention="fused", dtype="bfloat16")
+    assert made.without_effect() == []
+    assert made._calls[0].called == list(model)
 
 
 def test_a_model_that_nothing_calls_is_said_to_be_as_it_was() -> None:

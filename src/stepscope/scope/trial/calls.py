@@ -71,7 +71,8 @@ class Calls:
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """All that can be called; what is within compiled code is the compiler's."""
     for part in module.children():
-        if type(part).forward is not torch.nn.Module.forward:
+        # Of what torch.jit made, the class has none.
+        if getattr(type(part), "forward", None) is not torch.nn.Module.forward:
             yield part
         if part._compiled_call_impl is None and not _is_compiled(part):
             yield from _parts(part)

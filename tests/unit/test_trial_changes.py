@@ -1,0 +1,201 @@
+"""Each change of a program from outside, alone: habits of its loop, optimizers, losses, models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from stepscope.scope.trial import habits
+from stepscope.scope.trial.backwards import Backwards
+from stepscope.scope.trial.changes import COMPILED_AFTER, Changes
+from stepscope.scope.trial.optimizers import fuse_optimizers
+from watched_models import Network, batch
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_losses_add_up_over_micro_batches_and_without_their_scale() -> None:
+    seen = Backwards()
+    seen.attach()
+    x = torch.ones(3, requires_grad=True)
+    (2 * x).sum().backward()
+    torch.autograd.backward(x.mean())
+    seen.end_step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(x.sum()).backward()
+    seen.end_step()
+    seen.end_step()
+    (x.sum() * float("nan")).backward()
+    seen.end_step()
+    assert seen.take() == [7.0, 3.0, None]
+    assert seen.take() == []
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_optimizers_are_fused_and_hand_written_adam_is_taken_for_adam() -> None:
+    applied: Counter[str] = Counter()
+    fuse_optimizers(applied)
+
+    class MyAdam(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+            raise AssertionError("replaced")
+
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    plain = torch.optim.AdamW([weights[0]], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    mine = MyAdam([weights[1]])
+    assert plain.param_groups[0]["fused"]
+    torch.optim.lr_scheduler.ConstantLR(mine, factor=0.5, total_iters=100)
+    plain.param_groups[0]["lr"] = 0.05
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = weight.detach() * 2
+        plain.step()
+        mine.step()
+    assert applied["optimizer"] == 3
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_habits_of_a_loop_are_changed() -> None:
+    applied: Counter[str] = Counter()
+    model = Network()
+    x, y = batch()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    habits.drop_gradients(applied)
+    torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    assert next(model.parameters()).grad is None
+    habits.load_ahead(applied)
+    assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
+    assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
+    habits.run_nothing_again(applied)
+    assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
+    habits.larger_batches(8, applied)
+    sizes = [
+        DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
+        DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
+        DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
+    ]
+    assert sizes == [8, 8, 3]
+    habits.without_autocast(applied)
+    with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
+        assert model(x).dtype == torch.float32
+    with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):
+        assert not torch.is_autocast_enabled("cpu")
+    assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2, "dtype": 2}
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_whole_number_that_is_read_back_is_a_float_where_one_is_asked_for() -> None:
+    habits.read_back_later(Counter())
+    right = (torch.arange(4) > 1).sum()
+    assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
+
+
+BRAIN, HALF, HERE = torch.bfloat16, torch.float16, torch.ones(2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords"),
+    [
+        (("cpu",), {}),
+        (("cpu", HALF), {}),
+        (("cpu", HALF), {"copy": True}),
+        # As nn.Module.to calls it.
+        (("cpu", None, False), {}),
+        (("cpu", HALF, False, True), {"memory_format": torch.preserve_format}),
+        ((torch.device("cpu"),), {"dtype": HALF, "non_blocking": False}),
+        ((None, BRAIN, False), {}),
+        ((HALF,), {}),
+        ((HALF, False), {}),
+        ((HALF, False, True), {}),
+        ((HERE,), {}),
+        ((HERE, False, True), {}),
+        ((), {"tensor": HERE, "non_blocking": False}),
+        ((), {"device": "cpu", "dtype": BRAIN}),
+        ((), {"dtype": BRAIN}),
+        ((), {}),
+    ],
+)
+def test_every_way_to_call_to_can_be_made_not_to_wait(
+    arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    x = torch.ones(3)
+    before = (arguments, dict(keywords))
+    expected = x.to(*arguments, **keywords)
+    given, named = habits.without_waiting(arguments, keywords)
+    found = x.to(*given, **named)
+    assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
+    assert (arguments, keywords) == before
+
+
+def test_a_copy_to_a_gpu_is_known_by_its_words() -> None:
+    gpu = torch.device("cuda", 0)
+    for arguments, keywords in (
+        (("cuda",), {}), (("cuda:1", HALF), {}), ((gpu, None, True), {}), ((0,), {}),
+        ((), {"device": gpu}), ((), {"dtype": HALF, "device": "cuda"}),
+    ):  # fmt: skip
+        assert habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+    for arguments, keywords in (
+        (("cpu", HALF, True), {}), ((HALF, True), {}), ((HERE,), {}), ((), {"tensor": HERE}),
+        ((None, HALF), {}), ((), {"dtype": HALF}), ((), {}),
+    ):  # fmt: skip
+        assert not habits.goes_to_gpu(arguments, keywords), (arguments, keywords)
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_losses_are_of_their_own_step_whatever_float_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = Backwards()
+    seen.attach()
+    for name in ("item", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda _: -1.0)
+    for factor in (2.0, 3.0):
+        (factor * torch.ones(1, requires_grad=True)).sum().backward()
+        seen.end_step()
+    assert seen.take() == [2.0, 3.0]
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_model_is_changed_once_it_is_known() -> None:
+    seen = Backwards()
+    seen.attach()
+    changes = Changes(
+        {"dtype": "bfloat16", "attention": "fused", "checkpoint": "blocks", "optimizer": "fused"},
+        seen,
+    )
+    model = Network()
+    changes.when_models_are_known([model])
+    formats = []
+    model.head.register_forward_hook(lambda *given: formats.append(given[-1].dtype))
+    x, y = batch()
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    # The loss is within autocast, which makes it in float32; the backward is not.
+    assert loss.dtype == torch.float32
+    assert torch.is_autocast_enabled("cpu")
+    loss.backward()
+    assert not torch.is_autocast_enabled("cpu")
+    assert formats == [torch.bfloat16]
+    with torch.no_grad():
+        model(x)
+    assert formats[-1] == torch.float32
+    changes.end_step(COMPILED_AFTER)
+    assert changes.without_effect() == ["optimizer", "attention"]
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_models_that_are_known_later_are_changed_too_and_the_others_not_again() -> None:
+    changes = Changes({"dtype": "bfloat16", "checkpoint": "blocks"}, Backwards())
+    first, second = Network(), Network()
+    changes.when_models_are_known([first])
+    once = changes._applied["checkpoint"]
+    assert once
+    changes.when_models_are_known([first, second])
+    assert changes._applied["checkpoint"] == 2 * once
