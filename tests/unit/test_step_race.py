@@ -287,6 +287,16 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
+def test_turns_that_failed_are_told_beside_the_form_that_raced() -> None:
+    record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
+    notes = record.notes | {"no_turns.peer": "OutOfMemoryError: full"}
+    (table,) = heat_table(races([msgspec.structs.replace(record, notes=notes)]))
+    assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
+        "a": "raced for its step alone, turns failed: OutOfMemoryError: full", "c": None,
+        "b": "raced",
+    }  # fmt: skip
+
+
 def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> None:
     most = {"peer: c": 4.0, "peer: e": 4.0, "peer: a": 3.0, "ours: b": 2.0}
     slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}

@@ -170,7 +170,7 @@ def _heat_rows(race: Race) -> Iterator[tuple[Cell, ...]]:
                 continue
             side, _, form = name.partition(": ")
             if isinstance(heat, Heat):
-                outcome = "raced" if name in chosen else None
+                outcome = _raced(run, side) if name in chosen else None
                 if run is not race:
                     outcome = _elsewhere(run, side)
                 yield (
@@ -180,6 +180,11 @@ def _heat_rows(race: Race) -> Iterator[tuple[Cell, ...]]:
             else:
                 yield race.name, side, form, None, None, None, None, heat
         told |= set(heats)
+
+
+def _raced(run: Race, side: str) -> str:
+    failed = run.record.notes.get(f"no_turns.{side}")
+    return "raced" if failed is None else f"raced for its step alone, turns failed: {failed}"
 
 
 def _elsewhere(run: Race, side: str) -> str:
