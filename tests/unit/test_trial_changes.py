@@ -191,8 +191,11 @@ def test_a_model_is_changed_once_it_is_known() -> None:
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_models_that_are_known_later_are_changed_too_and_the_others_not_again() -> None:
-    changes = Changes({"dtype": "bfloat16", "checkpoint": "blocks"}, Backwards())
+@pytest.mark.parametrize("also", [{}, {"dtype": "bfloat16"}], ids=str)
+def test_models_that_are_known_later_are_changed_too_and_the_others_not_again(
+    also: dict[str, str],
+) -> None:
+    changes = Changes({"checkpoint": "blocks"} | also, Backwards())
     first, second = Network(), Network()
     changes.when_models_are_known([first])
     once = changes._applied["checkpoint"]

@@ -14,6 +14,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from stepscope.attention.substitute import written_out_as_one_kernel
 
+_FOLLOWS = "_stepscope_follows"
+
 
 def follow_into_checkpoints() -> None:
     """From now on, and before a program has the function under a name of its own."""
@@ -40,6 +42,3 @@ def follow_into_checkpoints() -> None:
 
     setattr(checkpoint, _FOLLOWS, True)
     torch.utils.checkpoint.checkpoint = checkpoint
-
-
-_FOLLOWS = "_stepscope_follows"

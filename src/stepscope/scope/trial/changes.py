@@ -39,6 +39,7 @@ class Changes:
         self._settings = settings
         self._applied: Counter[str] = Counter()
         self._attention = one_kernel_attention() if "attention" in settings else None
+        self._known: set[torch.nn.Module] = set()
         self._calls: list[Calls] = []
         self._within = ExitStack()
         self._is_within = False
@@ -64,10 +65,10 @@ class Changes:
 
     def when_models_are_known(self, models: Sequence[torch.nn.Module]) -> None:
         """Again where there are more of them."""
-        known = {id(calls.model) for calls in self._calls}
         for model in models:
-            if id(model) in known:
+            if model in self._known:
                 continue
+            self._known.add(model)
             if self._settings.get("checkpoint") == "blocks":
                 self._applied["checkpoint"] += checkpoint_blocks(model)
             if {"attention", "compile", "dtype"} & self._settings.keys():
