@@ -74,7 +74,7 @@ part() { # NAME, or NAME:SOME,OF,IT
         done
         ;;
     race-long)
-        run 8b 360 step --part race --race 8b-32768 --scopes block --modes default --rounds 3
+        run 8b 360 step --part race --race 8b-32768 --scopes block --modes default --rounds 3 --blocks 2
         keep step-long 8b
         ;;
     loss)

@@ -83,10 +83,14 @@ def waterfall_record(
 def step_race_record(
     name: str = "2.7b-512", took: Mapping[str, float] | None = None, *,
     peaks: Mapping[str, float] | None = None,
-    drawn: Mapping[str, tuple[float, float, float]] | None = None, **changes: Any,
+    drawn: Mapping[str, tuple[float, float, float]] | None = None,
+    consecutive: Mapping[str, Sequence[float]] | None = None, **changes: Any,
 ) -> Record:  # fmt: skip
-    """A race in which these took so many ms; peaks by side in GiB. `drawn` has by side the watts,
-    the ms and the MHz of a stretch without a pause."""
+    """A race with these times in ms for interleaved samples; peaks by side in GiB.
+
+    `drawn` has the watts, ms and MHz of each side's energy measurement; `consecutive` the median
+    step of each block by side, where the record has such blocks.
+    """
     (case,) = _cases("race", race=(name,))
     took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
     notes = {"out.peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"}
@@ -100,15 +104,24 @@ def step_race_record(
         taken = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
         held, _ = energy_quantities(taken, None)
         quantities |= {f"{side}.{name}": value for name, value in held.items()}
-    return _made(
-        case, changes, series=tuple(times(racer, ms) for racer, ms in took.items()), notes=notes,
-        quantities=quantities,
-    )  # fmt: skip
+    blocks = tuple(
+        Series(
+            name=f"{notes[f'best.{side}']}.consecutive",
+            unit="ms",
+            clock="device",
+            values=tuple(steps),
+        )
+        for side, steps in (consecutive or {}).items()
+    )
+    samples = tuple(times(racer, ms) for racer, ms in took.items())
+    return _made(case, changes, series=(*samples, *blocks), notes=notes, quantities=quantities)
 
 
 def tiny_race_config(**changes: Any) -> dict[str, Any]:
     """A race that a processor runs in a moment, as it travels to a worker."""
-    (case,) = _cases("race", race=("tiny-64",), rounds=2, min_seconds=0.0)
+    (case,) = _cases(
+        "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
+    )
     config = msgspec.json.decode(msgspec.json.encode(case.config))
     for racer in config["racers"]:
         racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}

@@ -53,13 +53,11 @@ def test_the_generated_page_is_what_the_records_give() -> None:
 def test_the_readme_says_by_how_much_goals_are_missed() -> None:
     limits = (ROOT / "README.md").read_text().partition("## Limits")[2]
     for race in races(read_records(ROOT / "results" / "step_h200.jsonl")):
-        ratio, goal = race.ratio(), race.goal
-        assert ratio is not None
+        lead, goal = race.lead(), race.goal
+        assert lead is not None
         if goal.faster is not None:
-            short = (
-                f"{goal.size} at {goal.context} by {100 * (1 - ratio.value / goal.faster):.1f} %"
-            )
-            assert (short in limits) is (ratio.value < goal.faster), short
+            short = f"{goal.size} at {goal.context} by {100 * (1 - lead.value / goal.faster):.1f} %"
+            assert (short in limits) is (lead.value < goal.faster), short
 
 
 def test_races_stand_on_top_of_the_attention_page(monkeypatch: pytest.MonkeyPatch) -> None:

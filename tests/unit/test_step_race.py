@@ -18,7 +18,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.patience import TookTooLong
 from stepscope.measure.timer import Timing
-from stepscope.records.schema import Clock, Series
+from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags, race
@@ -118,7 +118,7 @@ def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.Monk
     heats = [key for key in made.notes if key.startswith("heat.")]
     assert len(heats) == 3
     raced = {made.notes["best.peer"], made.notes["best.ours"]}
-    assert {series.name for series in made.series} == raced
+    assert {series.name for series in made.series} == raced | {f"{n}.consecutive" for n in raced}
     assert all(len(series.values) == 2 for series in made.series)
     assert "a CPU's counter" in made.notes["no_energy"]
     assert not any(name.endswith("joules") for name in made.quantities)
@@ -160,33 +160,31 @@ def turns(made: Measurement) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("slowed", "fastest"), [("sdpa", "reference"), ("reference", "sdpa")])
-def test_forms_that_are_near_take_turns(
+def test_forms_that_are_close_decide_it_in_alternating_blocks(
     slowed: str, fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heats call the slower one the faster, as a device does that is warmer later."""
-    plain = race._in_turns
+    """The heats rank the slower form first, as a device does whose clock falls meanwhile."""
+    plain = race._consecutive
 
     def timed(entry: race.Entry, *_: Any) -> list[float]:
         return [1.0 if entry.racer.workload.attention == slowed else 1.01]
 
-    def in_turns(entries: Sequence[race.Entry], bench: Any, what: str, *how: Any) -> Timing:
-        if what == "rounds":
+    def consecutive(entries: Sequence[race.Entry], bench: Any, what: str, *how: Any) -> Timing:
+        if what == "blocks of consecutive steps":
             return plain(entries, bench, what, *how)
-        assert what == "turns of peer"
-        times: dict[Clock, tuple[float, float]] = {"device": (3.0, 2.0), "host": (0.1, 0.2)}
-        return Timing(
-            tuple(
-                Series(
-                    name=entry.racer.name, unit="ms", clock=clock,
-                    values=(9.0, slow if entry.racer.workload.attention == slowed else fast, 0.0),
-                )
-                for entry in entries
-                for clock, (slow, fast) in times.items()
-            ),
-            (),
-        )  # fmt: skip
+        assert what == "run-off of peer"
+        series = (
+            Series(
+                name=f"{entry.racer.name}.consecutive",
+                unit="ms",
+                clock="device",
+                values=(9.0, 3.0 if entry.racer.workload.attention == slowed else 2.0, 0.0),
+            )
+            for entry in entries
+        )
+        return Timing(tuple(series), ())
 
-    monkeypatch.setattr(race, "_in_turns", in_turns)
+    monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
     assert made.notes["best.peer"] == f"peer: eager {fastest}"
@@ -195,7 +193,7 @@ def test_forms_that_are_near_take_turns(
 
 def test_forms_of_which_neither_is_faster_take_real_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
-    monkeypatch.setattr(race, "_TURNS", 1)
+    monkeypatch.setattr(race, "_RUN_OFF_S", 0.0)
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
     found = turns(made)
     assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
@@ -206,7 +204,7 @@ def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: Any) -> Racer:
         raise MemoryError("no room for two")
 
-    monkeypatch.setattr(Field, "_by_turns", full)
+    monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
     assert made.notes["no_turns.peer"] == "MemoryError: no room for two"
@@ -226,7 +224,7 @@ def test_what_torch_s_graphs_hold_is_let_go_of_with_the_form_that_lost(
             field._note(racer, Heat(ms=1.0, first_s=0.0))
             field._ready[racer.name] = cast("race.Entry", object())
         field._ready["ours: another"] = cast("race.Entry", object())
-        monkeypatch.setattr(field, "_by_turns", lambda _, found=found: found)
+        monkeypatch.setattr(field, "_alternate", lambda _, found=found: found)
         assert field.run_off("peer") is found
         assert (found.name in field._ready) is stays
         assert "ours: another" in field._ready
@@ -238,6 +236,9 @@ def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     clock = itertools.count(0, 10)
     monkeypatch.setattr("stepscope.studies.step.race.time.monotonic", lambda: next(clock))
     # The clock is read when a race begins, before each heat, and twice within one.
+    monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
+    monkeypatch.setattr(race, "_consecutive", lambda *_: Timing((), ()))
+    monkeypatch.setattr(race, "_NEAR", 1.0)
     made = measure_race(tiny_race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
     late = [key for key, note in made.notes.items() if note.startswith("not tried")]
     assert late == ["out.peer: eager reference"]

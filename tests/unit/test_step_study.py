@@ -18,7 +18,7 @@ from step_records import (
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity
-from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.report.blocks import Figure, Finding, Interval, Table, Timeline
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import PARTS, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
@@ -270,11 +270,11 @@ class TestPage:
         assert isinstance(table, Table)
         fast, memory, spare = table.rows
         assert (fast[1], fast[3]) == ("block default sdpa_flash", "block default auto")
-        assert fast[6:8] == ("≥\N{NO-BREAK SPACE}1.1×", "reached")
+        assert fast[7:9] == ("≥\N{NO-BREAK SPACE}1.1×", "reached")
         assert memory[1:5] == ("73.2 GiB", None, "60.0 GiB", None)
         assert memory[5] == pytest.approx(60 / 73.2)
-        assert memory[6:8] == ("≤\N{NO-BREAK SPACE}0.9×", "reached")
-        assert spare[7] == "reached (1.10× the time)"
+        assert memory[7:9] == ("≤\N{NO-BREAK SPACE}0.9×", "reached")
+        assert spare[8] == "reached (1.10× the time)"
         heats = self.blocks(record)["step-heats"]
         assert isinstance(heats, Table)
         assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
@@ -285,24 +285,24 @@ class TestPage:
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
         ours, narrow = table.rows
-        assert (ours[0], ours[3], ours[7]) == ("xl-512", "b", "below")
+        assert (ours[0], ours[3], ours[8]) == ("xl-512", "b", "below")
         assert (narrow[0], narrow[3]) == ("xl-512, narrower formats", "c")
-        assert narrow[6:8] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
+        assert narrow[7:9] == ("≥\N{NO-BREAK SPACE}1.4×", "reached")
         held = self.blocks(record).values()
         told = " ".join(each.text for each in held if isinstance(each, Finding))
-        assert "With narrower formats it takes 80.0 ms, the peer 1.75 times as long." in told
+        assert "With narrower dtypes it takes 80.0 ms, the peer 1.75 times as long." in told
 
     @pytest.mark.parametrize(("ours", "outcome"), [(100.0, "reached"), (100.5, "below")])
     def test_a_goal_within_the_interval_is_told_apart(self, ours: float, outcome: str) -> None:
         record = step_race_record("xl-512", {"peer: a": 140.0, "ours: b": ours})
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
-        assert table.rows[0][7] == f"{outcome}, not by all of its interval"
+        assert table.rows[0][8] == f"{outcome}, not by all of its interval"
 
     def test_a_race_that_shows_no_difference_has_no_winner(self) -> None:
         held = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 100.0}))
         told = [each for each in held.values() if isinstance(each, Finding)]
-        (found,) = (each for each in told if each.text.startswith("xl-512: ours takes"))
+        (found,) = (each for each in told if each.text.startswith("xl-512: a step takes"))
         assert "no difference is shown" in found.text
         assert "times as" not in found.text
         assert found.tone == Finding(text="").tone
@@ -317,11 +317,46 @@ class TestPage:
             text.endswith("Another race, against 1 of its forms, gave 1.30 times.") for text in told
         )
 
+    def test_consecutive_steps_decide_and_interleaved_samples_follow(self) -> None:
+        record = step_race_record(
+            "xl-512",
+            {"peer: a": 140.0, "ours: b": 90.0},
+            consecutive={"peer": (120.0, 122.0, 124.0), "ours": (100.0, 101.0, 102.0)},
+        )
+        (race,) = races([record])
+        lead = race.lead()
+        assert lead is not None
+        assert (lead.peer_ms, lead.ms) == (122.0, 101.0)
+        assert lead.value == pytest.approx(122 / 101)
+        table = self.blocks(record)["step-speed"]
+        assert isinstance(table, Table)
+        row = table.rows[0]
+        assert (row[2], row[4], row[8]) == (122.0, 101.0, "below")
+        assert isinstance(row[5], Interval)
+        assert isinstance(row[6], Interval)
+        assert row[5].value == pytest.approx(122 / 101)
+        assert row[6].value == pytest.approx(140 / 90)
+        told = [b.text for b in self.blocks(record).values() if isinstance(b, Finding)]
+        assert any(
+            "ours is 1.21 times as fast. Interleaved samples give 1.56 times." in text
+            for text in told
+        )
+
+    def test_without_blocks_the_energy_measurement_gives_consecutive_steps(self) -> None:
+        record = step_race_record(
+            "xl-512",
+            {"peer: a": 140.0, "ours: b": 90.0},
+            drawn={"peer": (690.0, 120.0, 1700.0), "ours": (690.0, 100.0, 1600.0)},
+        )
+        row = self.blocks(record)["step-speed"].rows[0]  # type: ignore[union-attr]
+        assert row[5] == pytest.approx(1.2)
+        assert (row[2], row[4]) == (120.0, 100.0)
+
     def test_small_is_held_against_the_clock(self) -> None:
         record = step_race_record("small-512", {"peer: a": 30.0, "ours: b": 10.0})
         table = self.blocks(record)["step-speed"]
         assert isinstance(table, Table)
-        assert table.rows[0][6:8] == ("≤\N{NO-BREAK SPACE}9\N{NO-BREAK SPACE}ms", "below")
+        assert table.rows[0][7:9] == ("≤\N{NO-BREAK SPACE}9\N{NO-BREAK SPACE}ms", "below")
 
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         held = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))

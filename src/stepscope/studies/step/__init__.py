@@ -105,8 +105,12 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Samples at least."""
     min_seconds: float = 0.5
     """Go on sampling until this much time has passed (at most 200 samples)."""
+    blocks: int = 6
+    """Blocks of consecutive steps of each side of a race, alternating."""
+    block_seconds: float = 4.0
+    """Seconds of consecutive steps in a block at least."""
     rounds: int = 10
-    """Rounds of a race at least."""
+    """Rounds of interleaved samples of a race at least."""
 
     def __post_init__(self) -> None:
         for name in ("heat_seconds", "form_seconds"):
@@ -218,6 +222,7 @@ class Step(Study[StepFlags]):
                 key=f"race-{name}{chosen}",
                 config={"kind": "race", "race": name, "dtype": goal(name).dtype}
                 | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
+                | {"blocks": flags.blocks, "block_seconds": flags.block_seconds}
                 | {"heat_steps": 3, "steady_seconds": 1.0, "heat_seconds": flags.heat_seconds}
                 | {"form_seconds": flags.form_seconds, "min_seconds": flags.min_seconds},
                 needs=(
@@ -262,7 +267,7 @@ class Step(Study[StepFlags]):
                 rungs=tuple(name for name in RUNGS if name != "compile"), race=("tiny-64",),
                 loss_size="tiny", loss_context=32, loss_steps=40, words=16,
                 loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
-                warmup=1, steps=5, min_seconds=0.0, rounds=5,
+                warmup=1, steps=5, min_seconds=0.0, rounds=5, blocks=6, block_seconds=0.1,
             )]  # fmt: skip
         else:
             quick = [StepFlags(part=("ladder", "waterfall"))]

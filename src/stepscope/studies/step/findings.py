@@ -118,33 +118,37 @@ def _learnt(learnt: dict[str, Curve]) -> Iterator[Finding]:
 
 
 def _race(race: Race) -> Iterator[Finding]:
-    ratio, ours, peer = race.ratio(), race.times("ours"), race.times("peer")
-    if ratio is None or ours is None or peer is None:
+    ratio, ms, peer_ms = race.ratio(), race.step_ms(), race.step_ms("peer")
+    if ratio is None or ms is None or peer_ms is None:
         return
-    share = race.mfu()
-    rate = f", {percent(share)} of the rate of its format" if share is not None else ""
-    faster = ratio.value >= 1
-    times = number(ratio.value if faster else 1 / ratio.value, 3)
-    narrow, over = race.times("narrow"), race.ratio("narrow")
-    also = ""
-    if narrow is not None and over is not None:
-        also = (
-            f" With narrower formats it takes {duration(narrow.median)}, the peer"
-            f" {number(over.value, 3)} times as long."
-        )
-    also += _other_races(race)
-    if ratio.low <= 1 <= ratio.high:
-        yield Finding(
-            text=f"{race.name}: ours takes {duration(ours.median)}{rate}, and the peer"
-            f" {duration(peer.median)} ({race.form('peer')}): no difference is shown.{also}"
-        )
+    lead, share = race.lead(), race.mfu()
+    rate = f", {percent(share)} MFU" if share is not None else ""
+    where = "" if lead is None else " where steps follow each other"
+    text = (
+        f"{race.name}: a step takes {duration(ms)}{rate}{where}; the fastest peer"
+        f" ({race.form('peer')}) takes {duration(peer_ms)}"
+    )
+    shown = ratio if lead is None else lead.ratio
+    value = ratio.value if lead is None else lead.value
+    also = "" if lead is None else f" Interleaved samples give {number(ratio.value, 3)} times."
+    also += _narrower(race) + _other_races(race)
+    if shown is not None and shown.low <= 1 <= shown.high:
+        yield Finding(text=f"{text}: no difference is shown.{also}")
         return
+    faster = value >= 1
+    times = number(value if faster else 1 / value, 3)
     yield Finding(
-        text=f"{race.name}: ours takes {duration(ours.median)}{rate}; that is {times} times as"
-        f" {'fast' if faster else 'long'} as the peer's {duration(peer.median)}"
-        f" ({race.form('peer')}).{also}",
+        text=f"{text}: ours is {times} times as {'fast' if faster else 'long'}.{also}",
         tone="good" if faster else "warn",
     )
+
+
+def _narrower(race: Race) -> str:
+    ms, lead, ratio = race.step_ms("narrow"), race.lead("narrow"), race.ratio("narrow")
+    if ms is None or ratio is None:
+        return ""
+    times = number(ratio.value if lead is None else lead.value, 3)
+    return f" With narrower dtypes it takes {duration(ms)}, the peer {times} times as long."
 
 
 def _other_races(race: Race) -> str:

@@ -79,7 +79,7 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
     """Until it had run for the first time: building, compiling, tuning."""
     peak_bytes: float | None = None
     turns_ms: float | None = None
-    """In turns with the forms that were near the fastest of its side."""
+    """In alternation with the forms that were close to the fastest of its side."""
 
 
 SIDES = {

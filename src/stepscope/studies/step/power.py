@@ -41,10 +41,10 @@ def power_table(raced: Sequence[Race]) -> Iterator[Table]:
                 ),
             ),
             rows=tuple(rows),
-            caption="Each alone, step after step for 1.5 to 4 s or two steps, after the"
-            " clock has settled; by the device's own counter, ± one move of it. At the power cap a"
-            " step takes as long as its energy lasts; in turns the clock recovers meanwhile, and a"
-            " step may take less.",
+            caption="One block of consecutive steps for each side, of 1.5 to 4 s or two steps after"
+            " the clock has settled, by the device's own counter, ± one increment of it. At the"
+            " power cap a step takes as long as its energy lasts. Reading the counter slows a host"
+            " that limits the step.",
         )
 
 
@@ -54,16 +54,6 @@ def _row(race: Race, side: str, found: Draw) -> tuple[Cell, ...]:
         race.name, side, race.form(side), joules, found.watts, found.limit_w, found.of_limit,
         found.clock_mhz, found.step_ms, found.lasts_ms,
     )  # fmt: skip
-
-
-def _alone(race: Race) -> Iterator[Finding]:
-    """In turns the clock recovers while the other side runs; training has no other side."""
-    ours, peer = race.draw("ours"), race.draw("peer")
-    if ours is None or peer is None:
-        return
-    times = number(peer.step_ms / ours.step_ms, 3)
-    text = f"{race.name}: each on its own without a pause, ours takes {duration(ours.step_ms)} and"
-    yield Finding(text=f"{text} the peer {duration(peer.step_ms)}: {times} times as fast.")
 
 
 def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
@@ -76,7 +66,6 @@ def power_findings(raced: Sequence[Race]) -> Iterator[Finding]:
             for side in ("ours", *SIDES)
             if (found := race.draw(side)) is not None and found.lasts_ms is not None
         }
-        yield from _alone(race)
         if not capped:
             continue
         (first, found), *others = capped.items()

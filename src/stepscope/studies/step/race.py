@@ -3,10 +3,11 @@
 All share one set of weights and moments, so that a model of which one fits can be raced in several
 forms. In the heats each form is built, warmed up, timed for a few steps and let go of with all that
 was compiled for it, so none is short of memory because of another. A device lowers its clock as it
-works, so heats do not tell forms apart that are close: those of a side take turns. The fastest of
-each side are then built once more, from the compiler's caches, and take turns, sample by sample, in
-this process; the last that was tried stays where it is among them, since a whole model takes long
-even so. Last, each of them runs on its own without a pause, for what power does to it.
+works, so heats cannot separate forms that are close: those of a side run off in alternating blocks.
+The fastest of each side are then built once more, from the compiler's caches, and are timed twice
+in this process: in blocks of consecutive steps, as in training, which is the result, and in
+interleaved samples that each start on an idle device. The last form that was tried stays built,
+since a whole model takes long to compile even so. At the end the energy of each is measured.
 """
 
 from __future__ import annotations
@@ -33,12 +34,10 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
 
-_WARM_UP, _WARM_UP_S, _HEAT_S = 3, 3.0, 5.0
-"""Steps of a heat, or fewer where they take longer than these seconds together."""
-_MOST_STEPS = 50
+_WARM_UP = 3
 _NEAR, _MOST_NEAR = 1.02, 3
-"""Times the fastest heat of a side: so close they take turns, and so many of them."""
-_TURNS = 7
+"""Forms within this factor of the fastest heat of a side, and at most so many, run off."""
+_RUN_OFF_BLOCKS, _RUN_OFF_S = 4, 1.0
 _UNBROKEN_S = 4.0
 """How long each side runs without a pause for its energy, after a lead."""
 _FORMS = 64
@@ -46,10 +45,10 @@ _FORMS = 64
 
 
 class Steps(NamedTuple):
-    """Of a heat: so many, and more until so much time has passed."""
+    """The steps of a heat: at least so many, for at least so many seconds."""
 
     least: int
-    seconds: float = 0.0
+    seconds: float
 
 
 class Entry:
@@ -87,19 +86,35 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     # The peer's last: it may have a form that is ready, which costs minutes to build again.
     fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
     entries = [field.entry(fastest[side]) for side in sides]
-    timing = _in_turns(entries, bench, "rounds", config["rounds"], config["min_seconds"])
+    blocks = _consecutive(
+        entries, bench, "blocks of consecutive steps", config["blocks"], config["block_seconds"]
+    )
+    samples = _interleaved(entries, bench, config["rounds"], config["min_seconds"])
     taken, no_energy = _energy(entries, bench)
     return Measurement(
-        series=timing.series,
+        series=(*samples.series, *blocks.series),
         quantities=fastest["ours"].workload.quantities() | taken,
-        readings=timing.readings,
+        readings=(*blocks.readings, *samples.readings),
         notes=field.notes | {f"best.{side}": fastest[side].name for side in sides} | no_energy,
     )
 
 
-def _in_turns(
-    entries: Sequence[Entry], bench: Bench, what: str, rounds: int, min_seconds: float = 0.0
+def _consecutive(
+    entries: Sequence[Entry], bench: Bench, what: str, blocks: int, seconds: float
 ) -> Timing:
+    from stepscope.measure.consecutive import time_consecutive
+
+    return time_consecutive(
+        {entry.racer.name: entry.run for entry in entries},
+        bench.device,
+        blocks=blocks,
+        block_seconds=seconds,
+        before={entry.racer.name: entry.step.follow_weights for entry in entries},
+        progress=lambda done, total: bench.progress(done, total, what),
+    )
+
+
+def _interleaved(entries: Sequence[Entry], bench: Bench, rounds: int, min_seconds: float) -> Timing:
     from stepscope.measure.turns import time_in_turns
 
     return time_in_turns(
@@ -109,7 +124,7 @@ def _in_turns(
         rounds=rounds,
         min_seconds=min_seconds,
         before={entry.racer.name: entry.step.follow_weights for entry in entries},
-        progress=lambda done, total: bench.progress(done, total, what),
+        progress=lambda done, total: bench.progress(done, total, "interleaved samples"),
     )
 
 
@@ -194,12 +209,12 @@ class Field:
         return [self._racers[name] for name in order[:_MOST_NEAR] if heats[name].ms <= most_ms]
 
     def run_off(self, side: str) -> Racer:
-        """The fastest of a side; where some are near it, by turns among them."""
+        """The fastest form of a side; forms that are close decide it in alternating blocks."""
         first, *others = near = self.near(side)
         if not others:
             return first
         try:
-            found = self._by_turns(near)
+            found = self._alternate(near)
         except Exception as error:
             self.notes[f"no_turns.{side}"] = first_cause(error)
             found = first
@@ -217,12 +232,15 @@ class Field:
             self._let_go(racer)
         return found
 
-    def _by_turns(self, near: Sequence[Racer]) -> Racer:
+    def _alternate(self, near: Sequence[Racer]) -> Racer:
         entries = [self.entry(racer) for racer in near]
-        timing = _in_turns(entries, self._bench, f"turns of {near[0].side}", _TURNS)
-        # The device's clock comes first by name, and counts where there is one.
-        by_name = {s.name: s for s in sorted(timing.series, key=lambda s: s.clock, reverse=True)}
-        times = {racer.name: statistics.median(by_name[racer.name].values) for racer in near}
+        timing = _consecutive(
+            entries, self._bench, f"run-off of {near[0].side}", _RUN_OFF_BLOCKS, _RUN_OFF_S
+        )
+        times = {
+            racer.name: statistics.median(series.values)
+            for racer, series in zip(near, timing.series, strict=True)
+        }
         for racer in near:
             heat = self.heats[racer.side][racer.name]
             self._note(racer, msgspec.structs.replace(heat, turns_ms=times[racer.name]))
@@ -241,8 +259,8 @@ class Field:
         device.reset_peak()
         entry = self.entry(racer)
         first_s = time.monotonic() - began
-        _timed(entry, device, Steps(_WARM_UP), _WARM_UP_S)
-        samples = _timed(entry, device, steps, _HEAT_S)
+        _timed(entry, device, _WARM_UP, 0.0)
+        samples = _timed(entry, device, steps.least, steps.seconds)
         peak = device.peak_bytes()
         if held is None:
             # Tensors are not counted here, and the resident set is that of all forms.
@@ -281,18 +299,11 @@ class Field:
         return size([*step.model.parameters(), *step.model.buffers(), *state])
 
 
-def _timed(entry: Entry, device: Device, steps: Steps, most_s: float) -> list[float]:
-    """Milliseconds of each, of those that begin within the most that they may take."""
-    samples: list[float] = []
-    while (len(samples) < steps.least and sum(samples) < most_s * 1e3) or (
-        len(samples) < _MOST_STEPS and sum(samples) < steps.seconds * 1e3
-    ):
-        device.synchronize()
-        start = time.perf_counter()
-        entry.run()
-        device.synchronize()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return samples
+def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[float]:
+    """Milliseconds of consecutive steps."""
+    from stepscope.measure.consecutive import consecutive_steps
+
+    return consecutive_steps(entry.run, device, seconds, least)[1]
 
 
 def _allow_many_forms() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,13 +13,15 @@ from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.analysis.trace.summary import decode
 from stepscope.records.schema import Record
-from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
+from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.studies.step.goals import GOALS, Goal, Heat
 from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.workload import Workload
 
 TAIL = 10
 """The end of a loss curve: its last tenth."""
+CONSECUTIVE = ".consecutive"
+"""Suffix of a series of blocks, as `measure.consecutive` writes it."""
 AGREES_WITHIN = 0.005
 FALLS_BY = 0.3
 
@@ -171,6 +174,19 @@ def traced(records: Sequence[Record]) -> list[Traced]:
     return found
 
 
+class Lead(NamedTuple):
+    """How many times as fast as the peer one side is where steps follow each other."""
+
+    peer_ms: float
+    ms: float
+    ratio: Ratio | None
+    """From blocks that alternate; None where each side ran in one block, for its energy."""
+
+    @property
+    def value(self) -> float:
+        return self.peer_ms / self.ms if self.ratio is None else self.ratio.value
+
+
 class Race(NamedTuple):
     record: Record
     name: str
@@ -182,12 +198,28 @@ class Race(NamedTuple):
         return self.record.notes.get(f"best.{side}")
 
     def times(self, side: str) -> Summary | None:
+        """Interleaved samples, each from an idle device."""
         name = self.best(side)
         series = self.record.find(name) if name else None
         return summarize(series.values) if series is not None and series.values else None
 
+    def lead(self, side: str = "ours") -> Lead | None:
+        """The peer against one side in consecutive steps; None where they were not measured."""
+        peer, own = self._blocks("peer"), self._blocks(side)
+        if peer and own:
+            ratio = paired_ratio(own, peer, level=0.95)
+            return Lead(statistics.median(peer), statistics.median(own), ratio)
+        alone, others = self.draw(side), self.draw("peer")
+        if alone is None or others is None:
+            return None
+        return Lead(others.step_ms, alone.step_ms, None)
+
+    def _blocks(self, side: str) -> tuple[float, ...]:
+        series = self.record.find(f"{self.best(side)}{CONSECUTIVE}")
+        return () if series is None else series.values
+
     def ratio(self, side: str = "ours") -> Ratio | None:
-        """The peer's time over ours."""
+        """The peer's time over ours in interleaved samples."""
         peer, ours = self.best("peer"), self.best(side)
         if peer is None or ours is None:
             return None
@@ -220,13 +252,18 @@ class Race(NamedTuple):
     def form(self, side: str) -> str:
         return (self.best(side) or "").partition(": ")[2]
 
+    def step_ms(self, side: str = "ours") -> float | None:
+        """A step among consecutive steps, or a single sample where they were not measured."""
+        lead, times = self.lead(side), self.times(side)
+        return lead.ms if lead is not None else times.median if times is not None else None
+
     def mfu(self, side: str = "ours") -> float | None:
-        """Of the data sheet's rate in the format of the products, or of the measured one."""
-        times, flops = self.times(side), self.record.quantity("flops")
+        """Relative to the data sheet's rate for the dtype of the matmuls, or the measured one."""
+        ms, flops = self.step_ms(side), self.record.quantity("flops")
         ceiling = matrix_ceiling(self.record, measured=False) or matrix_ceiling(self.record)
-        if times is None or flops is None or ceiling is None or times.median <= 0:
+        if ms is None or flops is None or ceiling is None or ms <= 0:
             return None
-        return flops / (times.median * 1e-3) / ceiling.value
+        return flops / (ms * 1e-3) / ceiling.value
 
 
 def races(records: Sequence[Record]) -> list[Race]:
