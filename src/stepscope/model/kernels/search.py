@@ -65,6 +65,8 @@ def multiplied_into(out: Tensor, a: Tensor, b: Tensor, adds: bool = False) -> bo
 def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
     if not searching() or not out.is_cuda or a.dtype not in _HALF or a.dtype != b.dtype:
         return None
+    if not _may_reduce_in(a.dtype):
+        return None
     if any(type(x) is not Tensor or x.data_ptr() % ALIGNMENT for x in (out, a, b)):
         return None
     product = Product.of(a, b, out, adds)
@@ -77,6 +79,15 @@ def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
                 return None
             _chosen[key] = _search(product, a, b, out)
     return _chosen[key]
+
+
+def _may_reduce_in(dtype: torch.dtype) -> bool:
+    """Whether torch lets cuBLAS add up partial sums in a 16-bit dtype: what was searched with that
+    must not serve where it has been turned off since."""
+    matmul = torch.backends.cuda.matmul
+    if dtype == torch.float16:
+        return bool(matmul.allow_fp16_reduced_precision_reduction)
+    return bool(matmul.allow_bf16_reduced_precision_reduction)
 
 
 def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:
