@@ -7,6 +7,8 @@ the meta device stand for those of a second GPU.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from stepscope.model.kernels import search
 from stepscope.model.kernels.copies import WeightCopies
 from stepscope.optim import FusedAdamW
 from stepscope.optim.fused import _described
-from stepscope.triton_here import tf32_is_enabled
+from stepscope.triton_here import on_its_device, tf32_is_enabled
 
 B, H, S, D = 2, 4, 32, 64
 DEVICE = "cpu"
@@ -134,6 +136,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{f"{name} transposed": {name: "transposed"} for name in NAMES},
     **{f"{name} unaligned": {name: "unaligned"} for name in NAMES},
     "lse unaligned": {"lse": "unaligned"},
+    "k unaligned and not q": {"q": "", "k": "unaligned"},
     "all transposed": dict.fromkeys(NAMES, "transposed"),
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
@@ -152,7 +155,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BASES: dict[str, dict[str, Any]] = {
     "float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "tf32": {"tf32": True},
-    "unaligned": {"q": "unaligned"}, "causal": {"causal": True, "scale": 1},
+    "q unaligned": {"dtype": torch.bfloat16, "q": "unaligned"},
+    "causal": {"causal": True, "scale": 1},
 }  # fmt: skip
 
 
@@ -195,6 +199,43 @@ def test_planes_of_every_layout_and_device_have_a_key(recorder: Recorder) -> Non
             triton_launch._planes(x)
         assert len(triton_launch._SPLITTERS) == before + 1
     assert recorder.compiled == recorder.replayed == 6
+
+
+class TestDevice:
+    """Triton launches on the current device, wherever the pointers lead."""
+
+    @pytest.mark.parametrize("current", [0, 1])
+    def test_the_device_of_the_tensor_is_current_during_a_launch(
+        self, current: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entered: list[torch.device] = []
+
+        @contextmanager
+        def entering(device: torch.device) -> Iterator[None]:
+            entered.append(device)
+            yield
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "device", entering)
+        launch = on_its_device(lambda _, *, factor: factor * 2)
+        x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+        assert launch(x, factor=3) == launch([x], factor=3) == 6
+        assert entered == ([] if current == 1 else [x.device] * 2)
+
+    @pytest.mark.parametrize(
+        "module",
+        ["norm", "swiglu", "rotary", "embedding", "cross_entropy", "scale"],
+    )
+    def test_every_launcher_of_a_fused_kernel_does_that(self, module: str) -> None:
+        held = importlib.import_module(f"stepscope.model.kernels.triton_{module}")
+        launchers = [
+            function
+            for _, function in inspect.getmembers(held, inspect.isfunction)
+            if function.__module__ == held.__name__ and "[(" in inspect.getsource(function)
+        ]
+        assert launchers
+        for function in launchers:
+            assert "@on_its_device" in inspect.getsource(function), function.__name__
 
 
 class TestDispatch:
