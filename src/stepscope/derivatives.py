@@ -1,4 +1,4 @@
-"""Backwards that have no derivative of their own, and say so."""
+"""Derivatives: whether a `torch.func` transform is active, and backwards without a second one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def transforms_active() -> bool:
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`, ...) or forward-mode AD is active,
+    outside of the compiler, which traces through them."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -22,14 +31,19 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(ctx.said)
 
 
+def no_second_derivative(what: str, instead: str) -> str:
+    """The message of a double backward; `instead` is what has a second derivative."""
+    return f"{what} is differentiable once: there is no double backward ({instead} has one)"
+
+
 def differentiable_once(what: str, instead: str) -> Callable[[Callable[..., Any]], Any]:
-    """For the backward of an autograd Function; `instead` is what has a second derivative.
+    """Decorate the backward of an autograd Function that has no second derivative.
 
     Torch's `once_differentiable` looks at the gradient from above alone. Where that is a constant
     it calls the result one, although it depends on what the forward saved, and leaves it out of a
     second derivative without a word.
     """
-    said = f"{what} is differentiable once: there is no double backward ({instead} has one)"
+    said = no_second_derivative(what, instead)
 
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

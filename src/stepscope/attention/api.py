@@ -49,6 +49,8 @@ def attention(
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return _decide_and_attend(q, k, v, is_causal, scale, causal_align, impl, None)
     try:
+        # Strides and alignment are no part of it: none of these functions is chosen by them, and
+        # each that keeps something for them has a key of its own.
         key = (
             impl, is_causal, scale, causal_align, q.shape, k.shape, v.shape,
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,

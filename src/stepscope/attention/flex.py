@@ -33,7 +33,7 @@ def flex_attention_by_mask(
         seeing,
         as_four_dims(k),
         as_four_dims(v),
-        block_mask=_block_mask(seeing.shape[-2], k.shape[-2], sight.offset, str(q.device)),
+        block_mask=_mask_for(seeing.shape[-2], k.shape[-2], sight.offset, q.device),
         scale=scale,
         enable_gqa=heads_per_key_head(q, k) > 1,
     )
@@ -62,8 +62,28 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return compile_by_shape(flex_attention)
 
 
+def _mask_for(seq_q: int, seq_k: int, offset: int | None, device: torch.device) -> BlockMask | None:
+    """The block mask, kept for later calls but in a trace or a capture: the mask of a captured CUDA
+    graph has its values with the first replay only, in memory of that graph."""
+    if torch.compiler.is_compiling():
+        return _block_mask(seq_q, seq_k, offset, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _block_mask(seq_q, seq_k, offset, device)
+    return _kept_mask(seq_q, seq_k, offset, device)
+
+
 @functools.lru_cache(maxsize=64)
-def _block_mask(seq_q: int, seq_k: int, offset: int | None, device: str) -> BlockMask | None:
+def _kept_mask(
+    seq_q: int, seq_k: int, offset: int | None, device: torch.device
+) -> BlockMask | None:
+    # An evaluation may ask first, and a training step cannot save tensors of inference mode.
+    with torch.inference_mode(False):
+        return _block_mask(seq_q, seq_k, offset, device)
+
+
+def _block_mask(
+    seq_q: int, seq_k: int, offset: int | None, device: torch.device
+) -> BlockMask | None:
     if offset is None:
         return None
     ahead = max(0, offset)
@@ -72,4 +92,4 @@ def _block_mask(seq_q: int, seq_k: int, offset: int | None, device: str) -> Bloc
         del batch, head
         return key <= row + ahead
 
-    return create_block_mask(sees, None, None, seq_q, seq_k, device=device)
+    return create_block_mask(sees, None, None, seq_q, seq_k, device=str(device))

@@ -29,6 +29,9 @@ def checked_inputs(
         _check_alone("k", k)
         _check_alone("v", v)
         _check_together(*(_as_autocast_would(x) for x in (q, k, v)))
+    if isinstance(scale, Tensor):
+        # Its gradient would be lost, and a decision for its value would outlive the value.
+        raise ValueError("scale is a tensor; it must be a number: multiply q by the tensor instead")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:

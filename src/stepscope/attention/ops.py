@@ -24,10 +24,16 @@ from stepscope.attention.inputs import (
 )
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.tiles import MAX_HEAD
-from stepscope.derivatives import differentiable_once
+from stepscope.attention.transforms import Passes, attend_under_transforms
+from stepscope.derivatives import (
+    differentiable_once,
+    no_second_derivative,
+    transforms_active,
+)
 
 FEWEST_PRODUCTS = 1 << 34
 """Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
+_NAME = "attention by our kernels"
 TUNED_FOR = 9
 WIDEST = 96
 
@@ -59,7 +65,9 @@ def _launch_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     is_causal: bool, scale: float, shift: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad, q, k, v = map(_rows_contiguous, (grad, q, k, v))
+    # Hooks on saved tensors may give `out` and `lse` back with other strides than they had.
+    grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
+    lse = lse.contiguous()
     made: tuple[Tensor, Tensor, Tensor] = _kernels().backward(
         grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift
     )
@@ -111,7 +119,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 def _refuse_to_differentiate(ctx: Any, *_: Tensor) -> None:  # noqa: ARG001
-    raise RuntimeError("attention by our kernels is differentiable once, not twice")
+    raise RuntimeError(no_second_derivative(_NAME, "impl='reference'"))
 
 
 flash_forward.register_autograd(_differentiate, setup_context=_save)
@@ -126,8 +134,45 @@ def _launches_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
     )
+
+
+def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _attend(q, k, v, is_causal, scale, shift, direct=_launches_directly(q, k, v))
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        direct = _launches_directly(q, k, v) and type(grad) in _PLAIN
+        return _differentiated(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)
+
+    return Passes(_NAME, forward, backward)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int, *, direct: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp for tensors with any leading dimensions."""
+    run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
+    if q.dim() == 4:
+        return run(q, k, v, is_causal, scale, shift)
+    out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
+    return out.view(q.shape), lse.view(q.shape[:-1])
+
+
+def _differentiated(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    settings: tuple[bool, float, int], direct: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of q, k and v, with any leading dimensions."""
+    run: Callable[..., tuple[Tensor, ...]] = _launch_backward if direct else flash_backward
+    if q.dim() == 4:
+        return run(grad, q, k, v, out, lse, *settings)
+    heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
+    made = run(*heads, lse.reshape(heads[1].shape[:-1]), *settings)
+    return tuple(g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -150,6 +195,8 @@ def triton_attention(
             return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
         q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
         return _launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
+    if transforms_active():
+        return attend_under_transforms(q, k, v, _passes(is_causal, factor, shift))
     heads = [as_four_dims(x) for x in (q, k, v)]
     out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
     return out.view(q.shape)
@@ -216,6 +263,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
         """The same for inputs that have been checked and not refused; scale is positive."""
+        if transforms_active():
+            return attend_under_transforms(q, k, v, _passes(is_causal, scale, shift))
         out: Tensor = super().apply(q, k, v, is_causal, scale, shift)  # type: ignore[no-untyped-call]
         return out
 
@@ -224,12 +273,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
         direct = _launches_directly(q, k, v)
-        run: Callable[..., tuple[Tensor, Tensor]] = _launch_forward if direct else flash_forward
-        if q.dim() == 4:
-            out, lse = run(q, k, v, is_causal, scale, shift)
-        else:
-            out, lse = run(*[as_four_dims(x) for x in (q, k, v)], is_causal, scale, shift)
-            out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+        out, lse = _attend(q, k, v, is_causal, scale, shift, direct=direct)
         ctx.how = (is_causal, scale, shift)
         ctx.direct = direct
         ctx.save_for_backward(q, k, v, out, lse)
@@ -242,14 +286,8 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    run: Callable[..., tuple[Tensor, ...]] = _launch_backward if ctx.direct else flash_backward
-    if q.dim() == 4:
-        return (*run(grad, q, k, v, out, lse, *ctx.how), None, None, None)
-    heads = [as_four_dims(x) for x in (grad, q, k, v, out)]
-    made = run(*heads, lse.view(heads[1].shape[:-1]), *ctx.how)
-    shaped = (g.view(x.shape) for g, x in zip(made, (q, k, v), strict=True))
-    return (*shaped, None, None, None)
+    made = _differentiated(grad, *ctx.saved_tensors, ctx.how, ctx.direct)
+    return (*made, None, None, None)
 
 
-_gradients_once = differentiable_once("attention by our kernels", "impl='reference'")(_gradients)
+_gradients_once = differentiable_once(_NAME, "impl='reference'")(_gradients)

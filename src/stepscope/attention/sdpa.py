@@ -62,14 +62,19 @@ def bind(
     if q.numel() and k.numel() and (scale is None or scale > 0):
         call = _Call.of(q, k, v, is_causal, causal_align, None)
         if call.q is q and call.k is k and call.mask is None:
-            return functools.partial(
-                functional.scaled_dot_product_attention,
-                is_causal=call.is_causal,
-                scale=scale,
-                enable_gqa=call.is_grouped,
-            )
+            settings = (call.is_causal, scale, call.is_grouped)
+            return functools.partial(_torch_attention, *settings)
     return functools.partial(
         sdpa_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
+    )
+
+
+def _torch_attention(
+    is_causal: bool, scale: float | None, is_grouped: bool, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    # Looked up at each call: a program may have replaced torch's function since the first one.
+    return functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
 

@@ -15,6 +15,7 @@ a key head are rows of one tile, so that their gradients add up within a product
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import Sight
-from stepscope.derivatives import differentiable_once
+from stepscope.attention.transforms import Passes, attend_under_transforms
+from stepscope.derivatives import differentiable_once, transforms_active
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -44,6 +46,8 @@ class FlashAttentionTorch(torch.autograd.Function):
         causal_align: str | None = None,
     ) -> Tensor:
         q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
+        if transforms_active():
+            return attend_under_transforms(q, k, v, _passes(q, k, is_causal, scale, causal_align))
         out: Tensor = super().apply(  # type: ignore[no-untyped-call]
             q, k, v, is_causal, scale, causal_align
         )
@@ -61,9 +65,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     ) -> Tensor:
         ctx.sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
         ctx.scale = default_scale(q) if scale is None else scale
-        # Autocast would narrow the float32 products inside.
-        with torch.autocast(q.device.type, enabled=False):
-            out, log_sum_exp = forward_by_tiles(q, k, v, ctx.sight, ctx.scale)
+        out, log_sum_exp = _without_autocast(forward_by_tiles, q, k, v, ctx.sight, ctx.scale)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
         return out
 
@@ -71,9 +73,35 @@ class FlashAttentionTorch(torch.autograd.Function):
     @differentiable_once("FlashAttentionTorch", "impl='reference'")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum_exp = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            grads = backward_by_tiles(q, k, v, out, log_sum_exp, grad_out, ctx.sight, ctx.scale)
+        grads = _without_autocast(
+            backward_by_tiles, q, k, v, out, log_sum_exp, grad_out, ctx.sight, ctx.scale
+        )
         return (*grads, None, None, None)
+
+
+def _passes(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
+) -> Passes:
+    sight = Sight.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    factor = default_scale(q) if scale is None else scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return _without_autocast(forward_by_tiles, q, k, v, sight, factor)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, ...]:
+        return _without_autocast(backward_by_tiles, q, k, v, out, log_sum_exp, grad, sight, factor)
+
+    return Passes(FlashAttentionTorch.__name__, forward, backward)
+
+
+def _without_autocast(
+    run: Callable[..., tuple[Tensor, ...]], q: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Autocast would narrow the matmuls inside."""
+    with torch.autocast(q.device.type, enabled=False):
+        return run(q, *rest)
 
 
 def tiled_attention(

@@ -3,9 +3,11 @@
 Everything here takes (B, H, M, D) queries and (B, H/G, N, D) keys and values whose last dimension
 is contiguous; `ops.py` brings inputs into that form.
 
-A first call with some shape goes through Triton's own front door, which looks at every argument;
-the next ones with the same shape, strides and alignment go straight to the compiled kernel. At
-short lengths that is the larger part of the time.
+The first call with some arguments goes through Triton's own front door, which looks at each of
+them; later calls with the same arguments go straight to the compiled kernel. At short lengths that
+is the larger part of the time. "The same" is `Problem`: the settings, and shape, strides, dtype and
+alignment of every tensor that the caller gives. What is allocated here (outputs, planes) follows
+from those and is no part of the key: allocate nothing here whose layout depends on more.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from stepscope.attention.triton_backward import key_value_kernel, query_kernel
 from stepscope.attention.triton_forward import forward_kernel
 from stepscope.attention.triton_memory import split_kernel
 from stepscope.attention.triton_replay import Launch, Prepared, starter
+from stepscope.triton_here import on_its_device, tf32_is_enabled
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
-_TMA_ALIGNMENT = 16
+ALIGNMENT = 16
 PLANES = 3
 # 3 × 8 bits are all of float32; the interpreter, which cannot do bfloat16, has 3 × 11 of them.
 _PLANE_FORMAT = torch.float16 if INTERPRETED else torch.bfloat16
@@ -41,41 +44,57 @@ _SPLIT_ROWS = 32
 _MOST_PREPARED = 4096
 
 
+class Given(NamedTuple):
+    """A tensor as the caller gives it: all of it that a launch depends on, but its address."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+    """Whether it starts at a multiple of 16 bytes: Triton compiles wide loads for that, tensor by
+    tensor, and the GPU's copy engine needs it."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> Given:
+        return cls(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+
+
 class Problem(NamedTuple):
-    """What shapes, layouts and settings decide; the same problem takes the same kernels."""
+    """What decides about a launch; the same problem takes the same kernels and arguments."""
 
     causal: bool
     shift: int
-    q_shape: torch.Size
-    k_shape: torch.Size
-    dtype: torch.dtype
     device: torch.device
-    strides: tuple[tuple[int, ...], ...]
-    """Of the tensors that are read by tiles."""
-    aligned: bool
-    """Whether all of those start where the GPU's copy engine can."""
     tf32: bool
-    """Whether torch was asked for TF32 (`torch.set_float32_matmul_precision`)."""
+    """Whether float32 is multiplied as TF32."""
     planes: int
-    """As how many tensors of a 16-bit format the ones that are read by tiles come."""
+    """As how many tensors of a 16-bit dtype the ones that are read by tiles come."""
+    given: tuple[Given, ...]
+    """q, k, v; for the backward also the gradient, the output and its log-sum-exp."""
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, read: tuple[Tensor, ...], causal: bool, shift: int
+        cls, tensors: tuple[Tensor, ...], read: tuple[Tensor, ...], causal: bool, shift: int
     ) -> Problem:
-        """`read` are q, k and what else is read by tiles, or the planes of all these."""
-        starts = 0
-        for x in read:
-            starts |= x.data_ptr()
+        """`read` are the tensors that are read by tiles, or the planes of these."""
+        q = tensors[0]
         return cls(
-            causal, shift, q.shape, k.shape, q.dtype, q.device,
-            tuple([x.stride() for x in read]), starts % _TMA_ALIGNMENT == 0,
-            tf32_is_wanted(), 1 if read[0] is q else PLANES,
+            bool(causal), shift, q.device, q.dtype == torch.float32 and tf32_is_enabled(),
+            1 if read[0] is q else PLANES, tuple([Given.of(x) for x in tensors]),
         )  # fmt: skip
 
+    @property
+    def q(self) -> Given:
+        return self.given[0]
 
-_PREPARED: dict[Problem, dict[tuple[Pass, Tile | None], Prepared]] = {}
-_SPLITTERS: dict[tuple[Any, ...], Callable[..., None]] = {}
+    @property
+    def k(self) -> Given:
+        return self.given[1]
+
+
+LaunchKey = tuple[Pass, Tile | None, Problem]
+_PREPARED: dict[LaunchKey, Prepared] = {}
+_SPLITTERS: dict[tuple[torch.device, Given], Callable[..., None]] = {}
 _forced: dict[Pass, Tile] = {}
 _record: list[Launch] | None = None
 
@@ -102,6 +121,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _record = before
 
 
+@on_its_device
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shift: int
             ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output like q, and the log-sum-exp of each row's scores in float32."""
@@ -109,39 +129,37 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     lse = torch.empty(q.shape[:-1], device=q.device, dtype=torch.float32)
     if q.numel():
         read = readable(q, k, v)
-        problem = Problem.of(q, k, read, causal, shift)
+        problem = Problem.of((q, k, v), read, causal, shift)
         run_pass("forward", problem, read, (out, lse), (out,), scale)
     return out, lse
 
 
+@on_its_device
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, scale: float, causal: bool, shift: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v; the rows of `out` and all of `lse` are contiguous."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    # Only float32 has these two; the other formats never touch them.
+    # Only float32 has these two; the other dtypes never touch them.
     factor, lean = delta, delta
     if q.dtype == torch.float32:
         factor, lean = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
-    problem = Problem.of(q, k, read, causal, shift)
+    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift)
     run_pass("query", problem, read, (out, lse, delta, factor, lean, dq), (out, dq), scale)
     run_pass("key_value", problem, read, (lse, delta, factor, lean, dk, dv), (dk, dv), scale)
     return dq, dk, dv
-
-
-def tf32_is_wanted() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As the kernels read them by tiles: 16-bit formats as they are, float32 as planes where tensor
     cores can multiply those."""
     x = tensors[0]
-    if x.dtype != torch.float32 or tf32_is_wanted():
+    if x.dtype != torch.float32 or tf32_is_enabled():
         return tensors
     if _forced:
         chosen = next(iter(_forced.values()))
@@ -152,6 +170,7 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([_planes(x) for x in tensors]) if chosen.precision == IN_PLANES else tensors
 
 
+@on_its_device
 def _planes(x: Tensor) -> Tensor:
     """(3 B, H, M, D) of a 16-bit format for (B, H, M, D) of float32, D filled up with zeros so that
     rows are aligned."""
@@ -166,7 +185,7 @@ def _planes(x: Tensor) -> Tensor:
         x, made, *x.stride()[:3], heads, rows, head, count, wide,
         _PLANE_STEP, _SPLIT_ROWS, triton.next_power_of_2(wide),
     )  # fmt: skip
-    key = (x.shape, x.stride(), x.device, x.data_ptr() % _TMA_ALIGNMENT)
+    key = (x.device, Given.of(x))
     start = _SPLITTERS.get(key)
     if start is None:
         compiled = split_kernel[(programs,)](*arguments)
@@ -201,20 +220,15 @@ def run_pass(
     strided: tuple[Tensor, ...], scale: float,
 ) -> None:  # fmt: skip
     """One kernel: `read` are fetched by tiles, `rest` are its other tensors, `strided` those of
-    them whose strides it takes. These were made here: their layout follows from `read`."""
-    if not INTERPRETED and problem.device.index != torch.cuda.current_device():
-        with torch.cuda.device(problem.device):
-            run_pass(kind, problem, read, rest, strided, scale)
-        return
-    of_problem = _PREPARED.get(problem)
-    if of_problem is None:
+    them whose strides it takes."""
+    # An int would be compiled into the kernel, which the next scale would then have to share.
+    scale = float(scale)
+    key = (kind, _forced.get(kind) if _forced else None, problem)
+    prepared = _PREPARED.get(key)
+    if prepared is None or INTERPRETED:
         if len(_PREPARED) >= _MOST_PREPARED:
             _PREPARED.clear()
-        of_problem = _PREPARED[problem] = {}
-    key = (kind, _forced.get(kind) if _forced else None)
-    prepared = of_problem.get(key)
-    if prepared is None or INTERPRETED:
-        prepared = of_problem[key] = _fitting_launch(
+        prepared = _PREPARED[key] = _fitting_launch(
             kind, problem, key[1], read, rest, strided, scale
         )
     else:
@@ -233,8 +247,8 @@ def _fitting_launch(
     elif INTERPRETED:
         choices = [_INTERPRETER_TILE]
     else:
-        width = problem.dtype.itemsize
-        choices = tiles(kind, problem.q_shape[-1], width, _capability(problem.device))
+        head, width = problem.q.shape[-1], problem.q.dtype.itemsize
+        choices = tiles(kind, head, width, _capability(problem.device))
     for tile in choices[:-1]:
         try:
             return _first_launch(kind, problem, read, rest, strided, scale, tile)
@@ -248,10 +262,10 @@ def _first_launch(
     strided: tuple[Tensor, ...], scale: float, tile: Tile,
 ) -> Prepared:  # fmt: skip
     kernel = _KERNELS[kind]
-    batch, heads, rows, head = problem.q_shape
-    key_heads, keys = problem.k_shape[1:3]
-    is_float32 = problem.dtype == torch.float32
-    tma = _tma_ready(problem)
+    batch, heads, rows, head = problem.q.shape
+    key_heads, keys = problem.k.shape[1:3]
+    is_float32 = problem.q.dtype == torch.float32
+    tma = _tma_ready(problem.device, read)
     tile = tile._replace(hold=tile.hold and not is_float32 and not INTERPRETED)
     if kernel.by_keys:
         n_tiles, programs = triton.cdiv(keys, tile.n), batch * key_heads
@@ -296,7 +310,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _precision(problem: Problem, tile: Tile) -> str:
     """How the compiler makes products of float32; it makes none of 16-bit formats or planes."""
-    if problem.dtype != torch.float32 or problem.planes > 1 or problem.tf32:
+    if problem.q.dtype != torch.float32 or problem.planes > 1 or problem.tf32:
         return "tf32"
     return tile.precision
 
@@ -309,15 +323,13 @@ def _group(tile: Tile, programs: int) -> int:
     return group
 
 
-def _tma_ready(problem: Problem) -> bool:
+def _tma_ready(device: torch.device, read: tuple[Tensor, ...]) -> bool:
     """Whether the GPU's copy engine can fetch tiles of all these: Hopper on, rows aligned."""
-    if INTERPRETED or _capability(problem.device)[0] < 9:
+    if INTERPRETED or _capability(device)[0] < 9:
         return False
-    strides = [stride for of_one in problem.strides for stride in of_one[:3]]
-    width = _PLANE_FORMAT.itemsize if problem.planes > 1 else problem.dtype.itemsize
-    return (
-        problem.aligned
-        and problem.k_shape.numel() > 0
-        and 0 not in strides
-        and all(stride * width % _TMA_ALIGNMENT == 0 for stride in strides)
-    )
+    return all(x.numel() and Given.of(x).aligned and _rows_aligned(x) for x in read)
+
+
+def _rows_aligned(x: Tensor) -> bool:
+    steps = x.stride()[:3]
+    return 0 not in steps and all(step * x.element_size() % ALIGNMENT == 0 for step in steps)

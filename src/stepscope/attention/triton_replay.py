@@ -63,6 +63,7 @@ class Prepared:
         self._start(self._programs, stream, *sources, *rest, scale, *self._fixed)
 
     def _description(self, place: int, x: Tensor) -> list[Any]:
+        # Shape, strides, dtype and device of x are those of the problem this was prepared for.
         key = (place, x.data_ptr())
         held = self._described.get(key)
         if held is None:

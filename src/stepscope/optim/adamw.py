@@ -75,8 +75,19 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_capture()
         self._update_all()
         return loss
+
+    def _refuse_capture(self) -> None:
+        """Replays would repeat the step count of the capture, and with it the bias correction."""
+        if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+            return
+        if any(p.is_cuda for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(self).__name__}.step() is in a CUDA graph capture, but its step count is on"
+                " the host: use FusedAdamW(capturable=True)"
+            )
 
     def _update_all(self) -> None:
         for group in self.param_groups:

@@ -19,9 +19,18 @@ _COUNTED = 5
 class DeviceSettings:
     """A row of settings for every tensor of a table; each has its own count of steps."""
 
-    def __init__(self, counts: list[float], rules: tuple[Rule, ...], device: torch.device) -> None:
-        self._steps = sent(torch.tensor(counts, dtype=torch.float32), device)
-        self.steps: tuple[Tensor, ...] = self._steps.unbind()
+    def __init__(
+        self, counts: list[float | Tensor], rules: tuple[Rule, ...], device: torch.device
+    ) -> None:
+        """A count that is a tensor of the device is shared: a captured step advances it too."""
+        hosted = [0.0 if isinstance(count, Tensor) else count for count in counts]
+        self._steps = sent(torch.tensor(hosted, dtype=torch.float32), device)
+        shared = [count if isinstance(count, Tensor) else None for count in counts]
+        self._shared = any(count is not None for count in shared)
+        self.steps: tuple[Tensor, ...] = tuple(
+            own if other is None else other
+            for own, other in zip(self._steps.unbind(), shared, strict=True)
+        )
         """The count of each tensor, for the optimizer's state."""
         self.rows = torch.zeros(len(rules), len(Settings._fields), device=device)
         self._lr, self._betas = torch.empty(0), torch.empty(0)
@@ -48,8 +57,12 @@ class DeviceSettings:
 
     def advance(self) -> None:
         """Count a step. In double precision: 1 - 0.999 has four digits less than 0.999."""
-        self._steps.add_(1)
-        kept = self._betas ** self._steps.double()[:, None]
+        if self._shared:
+            torch._foreach_add_(self.steps, 1)
+            steps = torch.stack(self.steps)
+        else:
+            steps = self._steps.add_(1)
+        kept = self._betas ** steps.double()[:, None]
         self.rows[:, _COUNTED] = self._lr / (1 - kept[:, 0])
         self.rows[:, _COUNTED + 1] = (1 - kept[:, 1]).sqrt()
 

@@ -102,6 +102,8 @@ class FusedAdamW(AdamW):
     def _start_anew(self) -> None:
         self._tables: dict[tuple[torch.device, Formats], Table] = {}
         self._counted: dict[tuple[torch.device, Formats], Counted] = {}
+        self._captured: list[Counted] = []
+        """Those that replays of a captured step read: they outlive a change of the gradients."""
 
     def prepare(self) -> None:
         """Make what a step needs for the gradients that are there, and change nothing else."""
@@ -111,8 +113,12 @@ class FusedAdamW(AdamW):
 
     def refresh(self) -> None:
         """Take the hyperparameters of the groups over into what a captured step reads."""
-        for held in self._counted.values():
+        for held in (*self._counted.values(), *self._captured):
             held.settings.follow(rules(held.groups))
+
+    def _refuse_capture(self) -> None:
+        if not self._capturable:
+            super()._refuse_capture()
 
     def _update_all(self) -> None:
         if not self._capturable:
@@ -159,9 +165,9 @@ class FusedAdamW(AdamW):
 
         device, kept = key[0], self._counted.get(key)
         states = [self.state[parameter] for parameter in parameters]
-        fits = (
+        counts_fit = (
             kept is not None
-            and kept.table.rows == rows
+            and len(kept.groups) == len(groups)
             and all(
                 state["step"] is steps
                 for state, steps in zip(states, kept.settings.steps, strict=True)
@@ -169,15 +175,19 @@ class FusedAdamW(AdamW):
             # Loading a state makes new groups.
             and all(held is group for held, group in zip(kept.groups, groups, strict=True))
         )
+        fits = kept is not None and counts_fit and kept.table.rows == rows
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if kept is None or not fits:
                 raise RuntimeError(
                     "FusedAdamW has not seen these gradients: call prepare() before the capture"
                 )
+            self._captured.append(kept)
             return kept
         if kept is None or not fits:
-            counts = [float(state["step"]) for state in states]
-            settings = DeviceSettings(counts, rules(groups), device)
+            if kept is not None and counts_fit:
+                settings = kept.settings
+            else:
+                settings = DeviceSettings(self._counts(states), rules(groups), device)
             for state, steps in zip(states, settings.steps, strict=True):
                 state["step"] = steps
             kept = self._counted[key] = Counted(
@@ -185,6 +195,14 @@ class FusedAdamW(AdamW):
             )
         kept.settings.follow(rules(groups))
         return kept
+
+    def _counts(self, states: list[dict[str, Tensor]]) -> list[float | Tensor]:
+        """The steps so far; the tensor itself where a captured step advances it."""
+        captured = {id(steps) for held in self._captured for steps in held.settings.steps}
+        return [
+            state["step"] if id(state["step"]) in captured else float(state["step"])
+            for state in states
+        ]
 
     def _update_from_the_host(self) -> None:
         gathered: dict[tuple[torch.device, Formats], list[Row]] = {}

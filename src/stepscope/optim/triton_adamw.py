@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.optim.adamw import Rule
+from stepscope.triton_here import on_its_device
 
 BLOCK = 1024
 """Four elements for each thread of a program: few registers, so five programs share a processor and
@@ -225,6 +226,7 @@ def _cut(rows: tuple[Row, ...], device: torch.device) -> Tensor:
     return sent(pieces.to(torch.int32), device)
 
 
+@on_its_device
 def update_one(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
     settings: Tensor, row: int,

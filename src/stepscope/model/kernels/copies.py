@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Weights = tuple[Tensor, ...]
 
@@ -100,7 +101,7 @@ class _Group:
                 sum(rows), weights[0].shape[1], device=weights[0].device, dtype=dtype
             )
             self.rows: Sequence[Tensor] = torch.split(self.joined, rows)
-        self._seen: list[tuple[int, int] | None] = [None] * len(weights)
+        self._seen: list[_Seen | None] = [None] * len(weights)
 
     def weights(self) -> Weights | None:
         """Those it was made for; None where one is gone, or where its number has a new owner."""
@@ -119,16 +120,42 @@ class _Group:
         return self._owners[number]() is weight and self.rows[number].shape == weight.shape
 
     def saw(self, number: int, weight: Tensor) -> None:
-        self._seen[number] = _state_of(weight)
+        self._seen[number] = _Seen.of(weight)
 
     @torch.no_grad()
     def follow(self, weights: Weights, anyway: bool = False) -> None:
-        state = [_state_of(weight) for weight in weights]
-        if anyway or None in state or state != self._seen:
+        current = all(
+            seen is not None and seen.shows(weight)
+            for seen, weight in zip(self._seen, weights, strict=True)
+        )
+        if anyway or not current:
             torch._foreach_copy_(list(self.rows), list(weights))
-            self._seen = state
+            # A captured copy has not happened yet, and happens again with every replay.
+            if not (self.joined.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._seen = [_Seen.of(weight) for weight in weights]
 
 
-def _state_of(weight: Tensor) -> tuple[int, int] | None:
-    """What moves with a change; None where nothing does, as in inference mode."""
-    return None if weight.is_inference() else (weight._version, weight.data_ptr())
+class _Seen(NamedTuple):
+    """The state of a weight when it was copied: whatever changes with its values."""
+
+    version: int
+    address: int
+    storage: StorageWeakRef
+    """Assigning to `.data` keeps the version, and new memory may have the address of memory that
+    was freed. As long as this is kept, no other storage has its identity."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Seen | None:
+        """None in inference mode, where nothing changes with the values."""
+        if weight.is_inference():
+            return None
+        storage = StorageWeakRef(weight.untyped_storage())
+        return cls(weight._version, weight.data_ptr(), storage)
+
+    def shows(self, weight: Tensor) -> bool:
+        return (
+            not weight.is_inference()
+            and self.version == weight._version
+            and self.address == weight.data_ptr()
+            and self.storage.cdata == weight.untyped_storage()._cdata
+        )

@@ -15,11 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.attention.inputs import product_format
-from stepscope.derivatives import differentiable_once
+from stepscope.derivatives import differentiable_once, transforms_active
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.launching import kernels_take
 from stepscope.model.kernels.norm import Normed
-from stepscope.model.kernels.products import Kept, Learned, product, product_back, wide_product
+from stepscope.model.kernels.products import (
+    Kept,
+    Learned,
+    joined_product,
+    product,
+    product_back,
+    wide_product,
+)
 from stepscope.model.memory import ALL, INPUTS
 
 
@@ -33,6 +40,9 @@ def feed_forward(
 ) -> Tensor:
     read = x.value if isinstance(x, Normed) else x
     dtype = product_format(read)
+    if transforms_active():
+        gate, up = joined_product(x, (w1, w3), copies).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, w2.to(dtype))
     first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
     kept = x if isinstance(x, Normed) else None
     made: Tensor = _FeedForward.apply(read.to(dtype), kept, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]

@@ -1,18 +1,24 @@
-"""Where our Triton kernels can run."""
+"""Where the Triton kernels can run."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from stepscope.derivatives import transforms_active
 from stepscope.triton_here import HAS_TRITON, format_taken, interpreted
 
 
 def kernels_take(*tensors: Tensor) -> bool:
-    """On a GPU or in Triton's interpreter. Not under the compiler: it fuses the plain form
-    itself."""
-    if not HAS_TRITON or torch.compiler.is_compiling():
+    """On one GPU or in Triton's interpreter. Not under the compiler, which fuses the plain form
+    itself, nor under `torch.func` transforms and forward-mode AD, which differentiate and map the
+    plain form. Tensors on several devices are left to the plain form too: torch names them in its
+    error, where a kernel would read another device's addresses."""
+    if not HAS_TRITON or torch.compiler.is_compiling() or transforms_active():
         return False
     if not all(format_taken(x.dtype) and x.numel() for x in tensors):
         return False
-    return interpreted() or all(x.is_cuda for x in tensors)
+    device = tensors[0].device
+    if any(x.device != device for x in tensors):
+        return False
+    return interpreted() or device.type == "cuda"

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stepscope.attention.inputs import product_format
-from stepscope.derivatives import differentiable_once
+from stepscope.derivatives import differentiable_once, transforms_active
 from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
 from stepscope.model.kernels import plain_cross_entropy
 from stepscope.model.kernels.copies import WeightCopies
@@ -54,6 +55,11 @@ def linear_cross_entropy(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}:"
             " (..., d), (vocab, d) and (...) go together"
         )
+    if not x.device == weight.device == targets.device:
+        raise ValueError(
+            f"x is on {x.device}, weight on {weight.device}, targets on {targets.device}:"
+            " they must be on one device"
+        )
     if targets.dtype not in _TARGETS:
         raise ValueError(f"targets are {targets.dtype}; they must be torch.int64 or torch.int32")
     rows = chunk_rows or rows_of_a_chunk(targets.numel(), weight.shape[0], x.shape[-1])
@@ -66,12 +72,26 @@ def linear_cross_entropy(
             flat, weight, flat_targets, ignore_index, rows, compute, reduction == "mean",
             learns and flat.requires_grad, learns and weight.requires_grad,
         )  # fmt: skip
+        if transforms_active():
+            return _from_logits(flat, weight, flat_targets, ignore_index, compute, reduction)
         if torch.compiler.is_compiling():
             made: Made = _operator(*arguments)
             return made[0]
         narrow = None if copies is None else copies.narrow((weight,), compute)[0]
         loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow)  # type: ignore[no-untyped-call]
         return loss
+
+
+def _from_logits(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, compute: torch.dtype,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    """All logits at once, by operators of torch that its transforms differentiate and map."""
+    logits = functional.linear(x.to(compute), weight.to(compute))
+    wide = logits.to(torch.promote_types(compute, torch.float32))
+    return functional.cross_entropy(
+        wide, targets.long(), ignore_index=ignore_index, reduction=reduction
+    )
 
 
 def _make(

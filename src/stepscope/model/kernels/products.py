@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stepscope.attention.inputs import product_format
 from stepscope.beside import taker_of
-from stepscope.derivatives import differentiable_once
+from stepscope.derivatives import differentiable_once, transforms_active
 from stepscope.model.kernels.copies import WeightCopies, Weights
 from stepscope.model.kernels.norm import Normed
 from stepscope.model.kernels.search import multiplied_into, searching
@@ -31,6 +32,11 @@ def joined_product(
     """x times each weight transposed, side by side."""
     read = x.value if isinstance(x, Normed) else x
     dtype = product_format(read)
+    if transforms_active():
+        # They differentiate and map torch's own operators.
+        return functional.linear(
+            read.to(dtype), torch.cat([weight.to(dtype) for weight in weights])
+        )
     narrow = copies.narrow(weights, dtype)
     kept = x if isinstance(x, Normed) else None
     made: Tensor = _Joined.apply(read.to(dtype), kept, narrow, *weights)  # type: ignore[no-untyped-call]
@@ -172,6 +178,9 @@ def _writes_wide() -> bool:
         total = torch.zeros(16, 16, device="cuda")
         wide(total, probe, probe, out_dtype=torch.float32, out=total)
         torch.mm(probe, probe, out_dtype=torch.float32)
+    except torch.OutOfMemoryError:
+        # It says nothing about what torch can do, and the answer is kept.
+        raise
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True

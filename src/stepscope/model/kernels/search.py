@@ -63,20 +63,38 @@ def multiplied_into(out: Tensor, a: Tensor, b: Tensor, adds: bool = False) -> bo
 
 
 def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
-    if not searching() or not out.is_cuda or a.dtype not in _HALF or a.dtype != b.dtype:
+    if not searching() or not out.is_cuda or not _may_reduce_in(a.dtype):
         return None
-    if any(type(x) is not Tensor or x.data_ptr() % ALIGNMENT for x in (out, a, b)):
+    key = _key(out, a, b, adds)
+    if key is None:
         return None
-    product = Product.of(a, b, out, adds)
-    if product is None:
-        return None
-    key = out.device, product
     if key not in _chosen:
         with torch.cuda.device(out.device):
             if torch.cuda.is_current_stream_capturing():
                 return None
-            _chosen[key] = _search(product, a, b, out)
+            _chosen[key] = _search(key[1], a, b, out)
     return _chosen[key]
+
+
+def _key(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> tuple[torch.device, Product] | None:
+    """All that a plan and a kernel for it depend on: device, shapes, strides, dtypes, and whether
+    `out` is added to. Addresses are not in it: those that are no multiple of `ALIGNMENT` bytes are
+    left to torch."""
+    if a.dtype not in _HALF or a.dtype != b.dtype or not out.device == a.device == b.device:
+        return None
+    if any(type(x) is not Tensor or x.data_ptr() % ALIGNMENT for x in (out, a, b)):
+        return None
+    product = Product.of(a, b, out, adds)
+    return None if product is None else (out.device, product)
+
+
+def _may_reduce_in(dtype: torch.dtype) -> bool:
+    """Whether torch lets cuBLAS add up partial sums in a 16-bit dtype: what was searched with that
+    must not serve where it has been turned off since."""
+    matmul = torch.backends.cuda.matmul
+    if dtype == torch.float16:
+        return bool(matmul.allow_fp16_reduced_precision_reduction)
+    return bool(matmul.allow_bf16_reduced_precision_reduction)
 
 
 def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.attention.triton_softmax import LOG2_E
+from stepscope.triton_here import on_its_device
 
 _MOST_HELD = 16_384
 """Columns that a program holds: 32 for each of 512 threads, two such programs to a processor."""
@@ -142,6 +143,7 @@ def cross_entropy_mean_kernel(losses, count, loss, rows, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total, 0) / tl.load(count))
 
 
+@on_its_device
 def write_losses(
     logits: Tensor,  # (rows, vocab); what is between two rows may be written too
     targets: Tensor,  # (rows,)
@@ -167,6 +169,7 @@ def write_losses(
     )  # fmt: skip
 
 
+@on_its_device
 def count_rows(targets: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """How many count, and one over that, or 1 where none does."""
     count, share = (torch.empty((), device=targets.device, dtype=dtype) for _ in range(2))
@@ -176,6 +179,7 @@ def count_rows(targets: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[
     return count, share
 
 
+@on_its_device
 def mean_of(losses: Tensor, count: Tensor) -> Tensor:
     loss = torch.empty_like(count)
     cross_entropy_mean_kernel[(1,)](

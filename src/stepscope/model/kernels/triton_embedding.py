@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.triton_here import on_its_device
+
 _PLACED, _COMPARED = 8, 512
 """Tokens of a program that lists, and with how many they are compared at a time."""
 _AT_ONCE, _WIDEST, _WARPS = 1, 1024, 4
@@ -85,6 +87,7 @@ def embedding_backward_kernel(
             _row_of_gradient(grad, listed, out, row, begin, count, j, D, AT_ONCE, BLOCK)
 
 
+@on_its_device
 def backward(tokens: Tensor, grad: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """(rows, d): of each row the sum of what its tokens have in `grad` (..., d)."""
     n, d = tokens.numel(), grad.shape[-1]

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.beside import run_beside
+from stepscope.triton_here import on_its_device
 
 _WARPS_TO_A_PROCESSOR = 32
 _COLUMNS = 16
@@ -119,6 +120,7 @@ class Made(NamedTuple):
     """The inverse root mean square of each row."""
 
 
+@on_its_device
 def forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype,
     units: bool = False,
@@ -138,6 +140,7 @@ def forward(
     return Made(stream, normed, unit, inverse)
 
 
+@on_its_device
 def backward(
     grad_normed: Tensor, grad_stream: Tensor | None, kept: Tensor, weight: Tensor,
     inverse: Tensor, stream_dtype: torch.dtype, branch_dtype: torch.dtype, *, units: bool = False,
@@ -166,6 +169,7 @@ def backward(
     return grad_sum, grad_branch, grad_weight
 
 
+@on_its_device
 def add_up(partial: Tensor, out: Tensor) -> None:
     """(parts, d) to (d,). torch's own sum takes few programs for so few columns, and half as long
     as the kernel before it."""
@@ -175,6 +179,7 @@ def add_up(partial: Tensor, out: Tensor) -> None:
     )
 
 
+@on_its_device
 def scaled(unit: Tensor, weight: Tensor) -> Tensor:
     """The norm made again of its unit rows, with the same bits."""
     out = torch.empty_like(unit)

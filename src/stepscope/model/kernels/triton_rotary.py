@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.triton_here import on_its_device
+
 _MOST_PAIRS = 4096
 
 
@@ -66,6 +68,7 @@ def rotary_gather_kernel(
     tl.store(target + HALF, (second * c - first * s).to(kind), mask=inside)
 
 
+@on_its_device
 def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients (batch, heads, seq, d_head) as one (batch, seq, 3 · heads · d_head)."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -80,6 +83,7 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
     return out
 
 
+@on_its_device
 def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool) -> None:
     """x and out are (batch, seq, heads · d_head) and may be the same; tables are
     (context, d_head/2) in float32. `back` turns the other way."""

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepscope.triton_here import on_its_device
+
 _BLOCK = 4096
 _MOST_PROGRAMS = 1024
 """Enough for every processor, and few enough that to start them all for nothing takes no time."""
@@ -30,6 +32,7 @@ def scale_unless_one_kernel(first, second, factor, n_first, n_second, BLOCK: tl.
         _scale(second, by, n_second, BLOCK)
 
 
+@on_its_device
 def scale_unless_one(tensors: list[Tensor], factor: Tensor) -> None:
     """One or two contiguous ones, in place; to torch they have changed, whatever the factor is."""
     first, second = tensors[0], tensors[-1]

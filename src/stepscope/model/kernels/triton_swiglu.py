@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.attention.triton_softmax import exponential
+from stepscope.triton_here import on_its_device
 
 _BLOCK, _WARPS = 2048, 8
 
@@ -67,6 +68,7 @@ def swiglu_backward_kernel(
         tl.store(made + packed, (a * s * b).to(made.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """Of (rows, width), both with the same stride between rows."""
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
@@ -78,6 +80,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@on_its_device
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor,
     made: Tensor | None = None,

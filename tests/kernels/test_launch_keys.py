@@ -1,0 +1,478 @@
+"""Keys of the caches: two calls that differ in what a cached thing fixes never share it.
+
+Prepared launches of attention are replayed on a GPU only. Here the kernels are replaced by ones
+that record how they are launched, so that the real cache, keys and replays run on a CPU. Tensors of
+the meta device stand for those of a second GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stepscope.attention import attention, flex, triton_launch
+from stepscope.model.kernels import search
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.optim import FusedAdamW
+from stepscope.optim.fused import _described
+from stepscope.triton_here import on_its_device, tf32_is_enabled
+
+B, H, S, D = 2, 4, 32, 64
+DEVICE = "cpu"
+
+
+def specialised(value: Any, dtype: torch.dtype) -> Any:
+    """All of an argument that a compiled kernel depends on, strides of tensors included."""
+    if isinstance(value, TensorDescriptor):
+        value = value.base
+    if isinstance(value, Tensor):
+        # Tensors that stay in registers are compiled as bits, and launched as they are.
+        kind = dtype if value.dtype == torch.int16 else value.dtype
+        aligned = value.data_ptr() % 16 == 0
+        return value.device, tuple(value.shape), value.stride(), kind, aligned
+    return "any float" if isinstance(value, float) else (type(value), value)
+
+
+class Recorder:
+    """Stands for every kernel; checks each replay against what was compiled for it."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.replayed = 0
+        self.dtype = torch.float32
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: int) -> Any:
+            del options
+            self.compiled += 1
+            known = [specialised(x, self.dtype) for x in arguments]
+            return SimpleNamespace(
+                run=self.replay(grid[0], known), function=None, packed_metadata=None,
+                metadata=SimpleNamespace(tensordesc_meta=None),
+            )  # fmt: skip
+
+        return launch
+
+    def replay(self, programs: int, known: list[Any]) -> Callable[..., None]:
+        def run(*launched: Any) -> None:
+            self.replayed += 1
+            assert launched[0] == programs
+            assert [specialised(x, self.dtype) for x in launched[9:]] == known
+
+        return run
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    kernels = {k: v._replace(function=made) for k, v in triton_launch._KERNELS.items()}
+    for name, value in {
+        "_KERNELS": kernels, "split_kernel": made, "INTERPRETED": False,
+        "_capability": lambda _: (9, 0), "_PREPARED": {}, "_SPLITTERS": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(triton_launch, name, value)
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda _: 0, raising=False)
+    return made
+
+
+def dense(layout: str = "", dtype: torch.dtype = torch.float32, device: str = DEVICE, **size: int
+          ) -> Tensor:  # fmt: skip
+    b, h, s, d = size.get("b", B), size.get("h", H), size.get("s", S), size.get("d", D)
+    if layout == "unaligned":
+        return torch.empty(b * h * s * d + 1, dtype=dtype, device=device)[1:].view(b, h, s, d)
+    if layout == "transposed":
+        return torch.empty(b, s, h, d, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(b, h, s, d, dtype=dtype, device=device)
+
+
+NAMES = ("q", "k", "v", "grad", "out")
+
+
+def run(recorder: Recorder, **change: Any) -> None:
+    """A forward and a backward, with one property changed."""
+    dtype, device = change.get("dtype", torch.float32), change.get("device", DEVICE)
+    recorder.dtype = dtype
+    size = {name: change[name] for name in ("b", "h", "s", "d") if name in change}
+    keys = size | {k[4:]: n for k, n in change.items() if k.startswith("key_")}
+    q, k, v, grad, out = (
+        dense(change.get(name, ""), dtype, device, **(keys if name in "kv" else size))
+        for name in NAMES
+    )
+    if change.get("lse") == "unaligned":
+        lse = torch.empty(q.numel() // q.shape[-1] + 1, device=device)[1:].view(q.shape[:-1])
+    else:
+        lse = torch.empty(q.shape[:-1], device=device)
+    settings = {
+        "scale": change.get("scale", 0.125),
+        "causal": change.get("causal", False),
+        "shift": change.get("shift", 0),
+    }
+    with tf32(change.get("tf32", False)):
+        triton_launch.forward(q, k, v, **settings)
+        triton_launch.backward(grad, q, k, v, out, lse, **settings)
+
+
+@contextmanager
+def tf32(on: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    **{f"{name} transposed": {name: "transposed"} for name in NAMES},
+    **{f"{name} unaligned": {name: "unaligned"} for name in NAMES},
+    "lse unaligned": {"lse": "unaligned"},
+    "k unaligned and not q": {"q": "", "k": "unaligned"},
+    "all transposed": dict.fromkeys(NAMES, "transposed"),
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "tf32": {"tf32": True},
+    "integer scale": {"scale": 1},
+    "another scale": {"scale": 0.5},
+    "causal": {"causal": True},
+    "causal with an offset": {"causal": True, "shift": 3},
+    "longer": {"s": 48},
+    "one row": {"s": 1},
+    "more keys": {"key_s": 48},
+    "shared key heads": {"key_h": 2},
+    "head dimension": {"d": 80},
+    "batch": {"b": 1},
+    "device": {"device": "meta"},
+}
+BASES: dict[str, dict[str, Any]] = {
+    "float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "tf32": {"tf32": True},
+    "q unaligned": {"dtype": torch.bfloat16, "q": "unaligned"},
+    "causal": {"causal": True, "scale": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("base", BASES)
+def test_a_replay_has_the_arguments_that_were_compiled(
+    base: str, name: str, recorder: Recorder
+) -> None:
+    """Both orders of a pair of calls that differ in one property."""
+    calls = (BASES[base], BASES[base] | CHANGES[name])
+    for first, second in (calls, calls[::-1]):
+        triton_launch._PREPARED.clear()
+        triton_launch._SPLITTERS.clear()
+        for change in (first, second, first):
+            run(recorder, **change)
+
+
+@pytest.mark.parametrize("name", ["same", *CHANGES])
+def test_the_same_call_again_is_a_replay(name: str, recorder: Recorder) -> None:
+    change = CHANGES.get(name, {})
+    run(recorder, **change)
+    compiled = recorder.compiled
+    run(recorder, **change)
+    assert recorder.compiled == compiled
+    assert recorder.replayed >= 3
+
+
+def test_only_the_value_of_a_scale_may_change_in_a_replay(recorder: Recorder) -> None:
+    run(recorder, scale=1)
+    compiled = recorder.compiled
+    run(recorder, scale=0.5)
+    assert recorder.compiled == compiled
+
+
+def test_planes_of_every_layout_and_device_have_a_key(recorder: Recorder) -> None:
+    variants = [dense(layout) for layout in ("", "transposed", "unaligned")]
+    for x in (*variants, dense(device="meta"), dense(s=48), dense(d=48)):
+        before = len(triton_launch._SPLITTERS)
+        for _ in range(2):
+            triton_launch._planes(x)
+        assert len(triton_launch._SPLITTERS) == before + 1
+    assert recorder.compiled == recorder.replayed == 6
+
+
+class TestDevice:
+    """Triton launches on the current device, wherever the pointers lead."""
+
+    @pytest.mark.parametrize("current", [0, 1])
+    def test_the_device_of_the_tensor_is_current_during_a_launch(
+        self, current: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entered: list[torch.device] = []
+
+        @contextmanager
+        def entering(device: torch.device) -> Iterator[None]:
+            entered.append(device)
+            yield
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "device", entering)
+        launch = on_its_device(lambda _, *, factor: factor * 2)
+        x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+        assert launch(x, factor=3) == launch([x], factor=3) == 6
+        assert entered == ([] if current == 1 else [x.device] * 2)
+
+    @pytest.mark.parametrize(
+        "module",
+        ["norm", "swiglu", "rotary", "embedding", "cross_entropy", "scale"],
+    )
+    def test_every_launcher_of_a_fused_kernel_does_that(self, module: str) -> None:
+        held = importlib.import_module(f"stepscope.model.kernels.triton_{module}")
+        launchers = [
+            function
+            for _, function in inspect.getmembers(held, inspect.isfunction)
+            if function.__module__ == held.__name__ and "[(" in inspect.getsource(function)
+        ]
+        assert launchers
+        for function in launchers:
+            assert "@on_its_device" in inspect.getsource(function), function.__name__
+
+
+class TestDispatch:
+    """`attention` keeps which function a call went to."""
+
+    @pytest.fixture(autouse=True)
+    def decided(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        monkeypatch.setattr("stepscope.attention.api._DECIDED", made)
+        return made
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"impl": "tiled"}, {"is_causal": True}, {"scale": 0.5}, {"scale": -0.125},
+            {"causal_align": "bottom-right"}, {"dtype": torch.float64}, {"device": "meta"},
+            {"s": 16}, {"h": 2}, {"d": 32},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_call_that_differs_is_decided_anew(
+        self, change: dict[str, Any], decided: dict[Any, Any]
+    ) -> None:
+        def call(**how: Any) -> None:
+            shape = {name: how.pop(name) for name in ("s", "h", "d", "dtype", "device")
+                     if name in how}  # fmt: skip
+            x = dense(**shape)
+            attention(x, x, x, **({"scale": 0.125, "impl": "reference"} | how))
+
+        call()
+        call()
+        assert len(decided) == 1
+        call(**change)
+        assert len(decided) == 2
+
+    @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "auto"])
+    def test_one_decision_serves_every_layout(self, impl: str) -> None:
+        q, k, v = (torch.randn(B, S, H, D).transpose(1, 2) for _ in range(3))
+        dense = [x.contiguous() for x in (q, k, v)]
+        expected = attention(*dense, is_causal=True, impl=impl)
+        found = attention(q, k, v, is_causal=True, impl=impl)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    def test_the_function_of_torch_is_looked_up_at_each_call(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x = torch.randn(1, 2, 8, 16)
+        attention(x, x, x, impl="sdpa")
+        name = "torch.nn.functional.scaled_dot_product_attention"
+        monkeypatch.setattr(name, lambda q, *_, **__: torch.full_like(q, 7.0))
+        assert (attention(x, x, x, impl="sdpa") == 7.0).all()
+
+    @pytest.mark.parametrize("impl", ["sdpa", "reference", "tiled", "triton", "auto"])
+    def test_a_scale_that_is_a_tensor_is_refused(self, impl: str) -> None:
+        x = torch.randn(1, 2, 8, 16)
+        with pytest.raises(ValueError, match="scale is a tensor"):
+            attention(x, x, x, scale=torch.tensor(0.5), impl=impl)  # type: ignore[arg-type]
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("precision", ["tf32", "ieee"])
+    def test_the_newer_setting_of_torch_is_followed(self, precision: str) -> None:
+        with tf32(precision == "tf32"):
+            assert tf32_is_enabled() == (precision == "tf32")
+
+    @pytest.mark.parametrize(("precision", "fast"), [("high", True), ("highest", False)])
+    def test_so_is_the_older(self, precision: str, fast: bool) -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            assert tf32_is_enabled() == fast
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class TestAutotunedMatmuls:
+    CHANGES: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]]] = {
+        "a transposed": lambda out, a, b: (out, dense_like(a.T).T, b, False),
+        "b transposed": lambda out, a, b: (out, a, dense_like(b.T).T, False),
+        "a with a row stride": lambda out, a, b: (out, apart(a), b, False),
+        "b with a row stride": lambda out, a, b: (out, a, apart(b), False),
+        "out with a row stride": lambda out, a, b: (apart(out), a, b, False),
+        "adds": lambda out, a, b: (out, a, b, True),
+        "a wide output": lambda out, a, b: (out.float(), a, b, False),
+        "dtype": lambda out, a, b: (out.half(), a.half(), b.half(), False),
+        "rows": lambda out, a, b: (dense_like(out[:128]), dense_like(a[:128]), b, False),
+        "inner size": lambda out, a, b: (out, dense_like(a[:, :128]), dense_like(b[:128]), False),
+        "columns": lambda out, a, b: (dense_like(out[:, :128]), a, dense_like(b[:, :128]), False),
+        "device": lambda out, a, b: (out.to("meta"), a.to("meta"), b.to("meta"), False),
+    }
+
+    @pytest.fixture(autouse=True)
+    def any_alignment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The allocator of a CPU aligns less than that of a GPU."""
+        monkeypatch.setattr(search, "ALIGNMENT", 1)
+
+    @pytest.mark.parametrize("name", CHANGES)
+    def test_a_matmul_that_differs_has_another_key(self, name: str) -> None:
+        out, a, b = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(3))
+        key = search._key(out, a, b, False)
+        assert key is not None
+        assert key == search._key(dense_like(out), dense_like(a), dense_like(b), False)
+        other = search._key(*self.CHANGES[name](out, a, b))
+        assert other is not None
+        assert other != key
+
+    def test_tensors_of_two_devices_are_left_to_torch(self) -> None:
+        out, a, b = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(3))
+        assert search._key(out, a.to("meta"), b, False) is None
+
+    def test_an_address_between_two_lines_is_left_to_torch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(search, "ALIGNMENT", 256)
+        room = torch.empty(256 * 256 + 256, dtype=torch.bfloat16)
+        start = -room.data_ptr() % 256 // 2
+        x = room[start : start + 256 * 256].view(256, 256)
+        assert search._key(x, x, x, False) is not None
+        y = room[start + 1 : start + 1 + 256 * 256].view(256, 256)
+        assert [search._key(*given, False) for given in ((y, x, x), (x, y, x), (x, x, y))] == (
+            [None] * 3
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_none_is_taken_where_torch_may_not_reduce_in_16_bits(self, dtype: torch.dtype) -> None:
+        matmul = torch.backends.cuda.matmul
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        setting = f"allow_{name}_reduced_precision_reduction"
+        before = getattr(matmul, setting)
+        try:
+            for allowed in (True, False):
+                setattr(matmul, setting, allowed)
+                assert search._may_reduce_in(dtype) == allowed
+        finally:
+            setattr(matmul, setting, before)
+
+
+def dense_like(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def apart(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[0], x.shape[1] + 8, dtype=x.dtype)[:, : x.shape[1]]
+
+
+class TestAddressTable:
+    """A table of `FusedAdamW` serves as long as its key and its rows are the same."""
+
+    def test_every_tensor_and_setting_is_in_it(self) -> None:
+        def made(**change: Any) -> Any:
+            device = change.get("device", "cpu")
+            kinds = [change.get(name, torch.float32) for name in ("parameter", "gradient", "mean")]
+            x, g, m, s = (tensors[name] for name in ("x", "g", "m", "s"))
+            x, g = x.to(device, kinds[0]), g.to(device, kinds[1])
+            m, s = m.to(device, kinds[2]), s.to(device, kinds[2])
+            x, g, m, s = (
+                y.clone() if change.get(f"new {n}") else y
+                for n, y in zip("xgms", (x, g, m, s), strict=True)
+            )
+            kept.extend((x, g, m, s))
+            copy = tensors["copy"] if change.get("copy") else None
+            state = {"exp_avg": m, "exp_avg_sq": s}
+            return _described(x, g, state, copy, change.get("settings", 0))
+
+        kept: list[Tensor] = []  # So that no address is used twice.
+        tensors = {name: torch.zeros(8) for name in ("x", "g", "m", "s", "copy")}
+        base = made()
+        assert base == made()
+        for change in (
+            {"parameter": torch.float16}, {"gradient": torch.float16}, {"mean": torch.float16},
+            {"device": "meta"}, {"copy": True}, {"settings": 1},
+            {"new x": True}, {"new g": True}, {"new m": True}, {"new s": True},
+        ):  # fmt: skip
+            assert made(**change) != base, change
+
+    def test_what_a_captured_step_reads_outlives_a_change_of_the_gradients(self) -> None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        held = [nn.Parameter(torch.ones(size, device=kind)) for size in (5, 3)]
+        optimizer = FusedAdamW(held, capturable=True)
+        self.give_gradients(held)
+        optimizer.step()
+        (captured,) = optimizer._counted.values()
+        # As `step` does in a capture.
+        optimizer._captured.append(captured)
+        counts = [optimizer.state[each]["step"] for each in held]
+        self.give_gradients(held)
+        optimizer.step()
+        (now,) = optimizer._counted.values()
+        assert now.table is not captured.table
+        assert now.settings is captured.settings
+        held[1].grad = None
+        optimizer.step()
+        assert [optimizer.state[each]["step"] for each in held] == counts
+        assert [count.item() for count in counts] == [3, 2]
+        # A replay after that goes on from there, for both.
+        captured.settings.advance()
+        assert [count.item() for count in counts] == [4, 3]
+        optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.refresh()
+        assert {rule.lr for rule in captured.settings.rules} == {0.25}
+
+    @staticmethod
+    def give_gradients(held: list[nn.Parameter]) -> None:
+        before = [each.grad for each in held]
+        for each in held:
+            each.grad = torch.ones_like(each)
+        del before
+
+
+class TestWeightCopies:
+    def test_new_memory_at_the_address_of_the_old_is_seen(self) -> None:
+        room = bytearray(4 * 6)
+        weight = nn.Parameter(torch.frombuffer(room, dtype=torch.float32).view(2, 3))
+        copies = WeightCopies()
+        (first,) = copies.narrow((weight,), torch.float16)
+        assert not first.any()
+        address, version = weight.data_ptr(), weight._version
+        torch.frombuffer(room, dtype=torch.float32).fill_(3.0)
+        weight.data = torch.frombuffer(room, dtype=torch.float32).view(2, 3)
+        assert (weight.data_ptr(), weight._version) == (address, version)
+        (second,) = copies.narrow((weight,), torch.float16)
+        assert (second == 3.0).all()
+
+    def test_another_dtype_is_another_copy(self) -> None:
+        weight = nn.Parameter(torch.full((2, 3), 1 / 3))
+        copies = WeightCopies()
+        for dtype in (torch.float16, torch.bfloat16, torch.float16):
+            (made,) = copies.narrow((weight,), dtype)
+            assert torch.equal(made, weight.detach().to(dtype))
+
+
+def test_a_block_mask_that_an_evaluation_made_serves_in_training() -> None:
+    flex._kept_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex._mask_for(128, 128, 0, torch.device("cpu"))
+    assert mask is not None
+    assert not mask.kv_num_blocks.is_inference()
+    assert flex._mask_for(128, 128, 0, torch.device("cpu")) is mask
+    for seq_q, seq_k, offset in ((128, 256, 0), (256, 128, 0), (128, 128, 1)):
+        assert flex._mask_for(seq_q, seq_k, offset, torch.device("cpu")) is not mask

@@ -1,0 +1,183 @@
+"""`torch.func` and forward-mode AD through every fused piece: they work, or refuse in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_joined_model import DEVICE, batch, draw, model
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves
+
+from stepscope.attention import FlashAttentionTorch, FlashAttentionTriton, attention
+from stepscope.model.kernels import (
+    add_rms_norm,
+    embedded,
+    linear_cross_entropy,
+    rms_norm,
+    rotated_heads_,
+    swiglu,
+)
+from stepscope.model.kernels.copies import WeightCopies
+from stepscope.model.kernels.feed_forward import feed_forward
+from stepscope.model.kernels.products import joined_product
+from stepscope.model.kernels.rotary import rotated_parts_
+
+OURS = ("tiled", "triton")
+Q, KV = (2, 3, 4, 16, 16), (2, 3, 2, 16, 16)
+
+
+def qkv(dims: int = 5) -> list[Tensor]:
+    """Two query heads to a key head, where the dimensions suffice for it."""
+    shapes = (Q, KV, KV) if dims == 5 else ((2, 4, 16, 16),) * 3
+    return [draw(*shape, seed=n) for n, shape in enumerate(shapes)]
+
+
+def energy(impl: str, **how: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: attention(q, k, v, impl=impl, **how).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[str], Any]] = {
+    "grad": lambda impl: grad(energy(impl, is_causal=True), (0, 1, 2))(*qkv()),
+    "grad of a single matrix": lambda impl: grad(energy(impl), (0, 1, 2))(
+        *(x[0, 0, 0] for x in qkv())
+    ),
+    "vmap": lambda impl: vmap(lambda q, k, v: attention(q, k, v, is_causal=True, impl=impl))(
+        *qkv()
+    ),
+    "vmap of one input": lambda impl: vmap(
+        lambda q, k, v: attention(q, k, v, impl=impl), in_dims=(0, None, None)
+    )(qkv()[0], qkv()[1][0], qkv()[2][0]),
+    "vmap over heads": lambda impl: vmap(
+        lambda q, k, v: attention(q, k, v, impl=impl), in_dims=(1, 1, 1), out_dims=2
+    )(*qkv(4)),
+    "vmap of vmap": lambda impl: vmap(vmap(lambda q, k, v: attention(q, k, v, impl=impl)))(*qkv(4)),
+    "gradient of each sample": lambda impl: vmap(
+        grad(energy(impl, is_causal=True, scale=-0.5), (0, 1, 2))
+    )(*qkv()),
+    "gradient of each sample, shared keys": lambda impl: vmap(
+        grad(energy(impl), (0, 1, 2)), in_dims=(0, None, None)
+    )(qkv()[0], qkv()[1][0], qkv()[2][0]),
+    "grad of vmap": lambda impl: grad(
+        lambda *x: vmap(lambda q, k, v: attention(q, k, v, impl=impl))(*x).square().sum(),
+        (0, 1, 2),
+    )(*qkv()),
+    "vjp": lambda impl: vjp(lambda q: attention(q, *qkv()[1:], impl=impl), qkv()[0])[1](qkv()[0]),
+    "jacrev": lambda impl: jacrev(
+        lambda q: attention(q, *(x[:1] for x in qkv(4)[1:]), impl=impl).sum((-1, -2))
+    )(qkv(4)[0][:1]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("impl", OURS)
+def test_attention_under_a_transform(impl: str, name: str) -> None:
+    found, expected = (tree_leaves(TRANSFORMS[name](each)) for each in (impl, "reference"))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton])
+def test_the_functions_themselves(function: Any) -> None:
+    q, k, v = qkv(4)
+    found = grad(lambda q: function.apply(q, k, v, True).square().sum())(q)
+    expected = grad(energy("reference", is_causal=True))(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_a_second_derivative_of_attention_is_refused(impl: str) -> None:
+    q, k, v = qkv(4)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        grad(lambda q: grad(energy(impl))(q, k, v).sum())(q)
+    leaf = q.requires_grad_()
+    once = grad(energy(impl))(leaf, k, v)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        once.sum().backward()
+    assert leaf.grad is None
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_forward_mode_through_attention_is_refused(impl: str) -> None:
+    q, k, v = qkv(4)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        jvp(lambda q: attention(q, k, v, impl=impl), (q,), (q,))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="no forward-mode derivative"),
+    ):
+        attention(forward_ad.make_dual(q, q), k, v, impl=impl)
+
+
+TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
+COS, SIN = draw(8, 4), draw(8, 4, seed=1)
+PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "joined product": (
+        lambda x, a, b: joined_product(x, (a, b), WeightCopies()), ((4, 6), (7, 6), (3, 6)),
+    ),
+    "feed-forward": (
+        lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),
+        ((4, 6), (8, 6), (8, 6), (6, 8)),
+    ),
+    "swiglu": (swiglu, ((4, 6), (4, 6))),
+    "norm": (lambda x, w: rms_norm(x, w, 1e-5), ((4, 6), (6,))),
+    "sum and norm": (lambda x, y, w: add_rms_norm(x, y, w)[1], ((4, 6), (4, 6), (6,))),
+    "embedding": (lambda w: embedded(TOKENS, w), ((5, 4),)),
+    "loss": (lambda x, w: linear_cross_entropy(x, w, TOKENS), ((3, 6), (11, 6))),
+    "rotation": (lambda x: rotated_heads_(x * 1.0, COS, SIN, 2), ((2, 8, 16),)),
+    "rotation of parts": (
+        lambda x: torch.cat(rotated_parts_(x * 1.0, COS, SIN, 2), -1), ((2, 8, 48),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_fused_piece_under_every_transform(name: str) -> None:
+    piece, shapes = PIECES[name]
+    inputs = [draw(*shape, seed=n) for n, shape in enumerate(shapes)]
+    places = tuple(range(len(inputs)))
+
+    def loss(*given: Tensor) -> Tensor:
+        return piece(*given).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    along = sum((g * x).sum() for g, x in zip(expected, inputs, strict=True))
+
+    def close(found: Any, wanted: Any) -> None:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+    close(grad(loss, places)(*inputs), expected)
+    twice = [torch.stack((x, 2 * x)) for x in inputs]
+    close(vmap(piece)(*twice), torch.stack([piece(*inputs), piece(*(2 * x for x in inputs))]))
+    close(tuple(g[0] for g in vmap(grad(loss, places))(*twice)), expected)
+    close(jvp(loss, tuple(inputs), tuple(inputs))[1], along)
+    with forward_ad.dual_level():
+        dual = loss(*(forward_ad.make_dual(x, x) for x in inputs))
+        close(forward_ad.unpack_dual(dual).tangent, along)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"fused": True, "joined": True}], ids=str)
+def test_a_fused_model_by_functional_call(how: dict[str, bool]) -> None:
+    subject = model(**how)
+    weights = {name: each.detach() for name, each in subject.named_parameters()}
+    tokens, targets = batch()
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        made: Tensor = functional_call(subject, weights, (tokens, targets))
+        return made
+
+    found = grad(loss)(weights)
+    subject(tokens, targets).backward()
+    for name, parameter in subject.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+    doubled = {name: each * 2 for name, each in weights.items()}
+    with torch.no_grad():
+        expected = loss(doubled)
+        subject.load_state_dict(doubled)
+        torch.testing.assert_close(subject(tokens, targets), expected)
