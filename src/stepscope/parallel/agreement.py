@@ -74,7 +74,8 @@ class Agreement:
     def agree_on(self, changes: Sequence[str]) -> None:
         """Raise unless every rank changed its parameters in this way, at this point."""
         if self._order is not None:
-            self._order.use("change", "; ".join(changes))
+            for line in changes:
+                self._order.use("change", line)
         else:
             self._gather(_CHANGE, changes=changes)
 

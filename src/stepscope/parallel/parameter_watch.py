@@ -60,10 +60,12 @@ class ParameterWatch:
                 lines.append(f"{name} {shape_and_dtype(self.named[name])} was added")
             elif self.named[name] is not before.named[name]:
                 lines.append(f"{name} {shape_and_dtype(self.named[name])} was replaced")
-            elif traits[1:] != then[name][1:]:
-                # Devices of ranks differ by their index.
-                described = shape_and_dtype(self.named[name])
-                lines.append(f"{name} was converted to {described} on {traits[2].type}")
+            elif traits[3] != then[name][3]:
+                lines.append(f"{name} was resized to {shape_and_dtype(self.named[name])}")
+            elif traits[1:3] != then[name][1:3]:
+                dtype = str(traits[1]).removeprefix("torch.")
+                # Without the index, which differs between ranks.
+                lines.append(f"{name} was converted to {dtype} on {traits[2].type}")
             if name in then and traits[0] != then[name][0]:
                 lines.append(f"{name} was {'unfrozen' if traits[0] else 'frozen'}")
         return lines
