@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stepscope.parallel.layout import shape_and_dtype
 
 _traits = attrgetter("requires_grad", "dtype", "device", "shape")
+_trainable = attrgetter("requires_grad")
 
 
 class ParameterWatch:
@@ -24,22 +25,34 @@ class ParameterWatch:
         self.named: dict[str, nn.Parameter] = dict(module.named_parameters())
         self._parameters = list(self.named.values())
         self._traits = list(map(_traits, self._parameters))
-        self._tables = [
-            table for inner in module.modules() for table in (inner._modules, inner._parameters)
-        ]
+        self._quick = self._quick_traits()
+        tables = [t for inner in module.modules() for t in (inner._modules, inner._parameters)]
+        self._empty = [table for table in tables if not table]
+        self._tables = [table for table in tables if table]
         self._entries = list(self._current())
 
     def _current(self) -> Iterator[object]:
-        return chain.from_iterable(table.values() for table in self._tables)
+        return chain.from_iterable(map(dict.values, self._tables))
+
+    def _quick_traits(self) -> list[object]:
+        """A conversion allocates new memory, so the address shows it; a third of the time."""
+        return [*map(_trainable, self._parameters), *map(Tensor.data_ptr, self._parameters)]
 
     def changed(self) -> bool:
         """Whether anything differs from when the snapshot was taken."""
         now = list(self._current())
-        return (
-            len(now) != len(self._entries)
-            or not all(map(is_, now, self._entries))
-            or list(map(_traits, self._parameters)) != self._traits
-        )
+        if any(self._empty) or len(now) != len(self._entries):
+            return True
+        if not all(map(is_, now, self._entries)):
+            return True
+        quick = self._quick_traits()
+        if quick == self._quick:
+            return False
+        if list(map(_traits, self._parameters)) != self._traits:
+            return True
+        # Memory that moved within one dtype and device, as an optimizer may do, is not a change.
+        self._quick = quick
+        return False
 
     def new_since(self, before: ParameterWatch) -> list[nn.Parameter]:
         """The parameters whose values the ranks have not agreed on yet."""
