@@ -5,7 +5,7 @@
 
 - `DDP(..., "bucketed")` against DistributedDataParallel: at most 1.02 times its step.
 - ShardedOptimizer against ZeroRedundancyOptimizer, both of AdamW with its defaults: at most 1.0
-  times. Ours takes the fused kernel by itself; then the same with that kernel on both sides.
+  times; then the same with the fused kernel on both sides.
 - FSDP against fully_shard, without a goal.
 
 A round has one step of each, right after the other, in an order that changes; its ratio is of the

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import half_batches
 from ranked import (
     BATCH,
     GOES_ON,
@@ -353,7 +354,7 @@ def told_by(function: Any, *arguments: Any, ranks: int = 2) -> str:
 
 
 def test_ranks_that_take_other_ways_or_formats_are_refused() -> None:
-    assert "rank 1 has another compute_dtype than rank 0" in told_by(another_format)
+    assert "rank 1 has another compute_dtype or reduce_dtype than" in told_by(another_format)
     # Nothing hangs: the rank that waits for rows which the other never sends finds out why.
     assert "rank 1 uses right.weight where rank 0 uses left.weight" in told_by(
         other_ways, "right left"
@@ -391,3 +392,43 @@ def learns_without_logits(world: World, ranks: int) -> tuple[State, State]:
 def test_the_head_s_weight_is_whole_for_the_fused_loss_too() -> None:
     for sharded, whole in launch(learns_without_logits, (2,), ranks=2, limits=LIMITS):
         assert far(sharded, {name: p.detach() for name, p in whole.items()}) <= 1e-12
+
+
+HALF_SEEDS = (0, 1, 2)
+"""Of data on which a norm's weights in float16 would end above the tolerance."""
+
+
+def half_precision(world: World) -> list[half_batches.Trained]:
+    return half_batches.sharded(world, HALF_SEEDS, torch.float16)
+
+
+def test_float16_differs_from_one_process_by_the_rounding_of_half_batches_alone() -> None:
+    results = launch(half_precision, ranks=2, limits=LIMITS)
+    for number, seed in enumerate(HALF_SEEDS):
+        expected = half_batches.alone(seed, torch.float16)
+        bound = half_batches.worst(half_batches.alone(seed, torch.float16, parts=2), expected)
+        for result in results:
+            assert half_batches.worst(result[number], expected) <= max(2 * bound, 0.1)
+
+
+def reduced(world: World) -> list[State]:
+    """Gradients of one step by the dtype of their reduction."""
+    found = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = FSDP(
+            nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), torch.bfloat16, reduce_dtype=dtype
+        )
+        torch.manual_seed(world.rank)
+        model(torch.randn(3, 4)).float().pow(3).sum().backward()
+        model.finish_gradient_synchronization()
+        found.append({name: p.grad for name, p in model.module.named_parameters()})
+    return found
+
+
+def test_gradients_are_averaged_in_the_dtype_of_the_parameters_unless_asked() -> None:
+    for full, low in launch(reduced, ranks=2, limits=LIMITS):
+        assert {g.dtype for g in (*full.values(), *low.values())} == {torch.float32}
+        matrix = "0.weight"
+        assert not torch.equal(full[matrix], full[matrix].bfloat16().float())
+        assert torch.equal(low[matrix], low[matrix].bfloat16().float())

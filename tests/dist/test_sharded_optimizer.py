@@ -347,5 +347,7 @@ def test_groups_of_generators_converted_models_and_pieces_of_one_parameter(tmp_p
     for ranks in (1, 3):
         for held in launch(unusual, (str(tmp_path),), ranks=ranks, limits=LIMITS):
             assert held["moved"]
-            assert held["converted"].startswith("a parameter of (4, 3, 3, 3) lies elsewhere")
+            assert held["converted"].startswith(
+                "parameter 0 of group 0 (4, 3, 3, 3) was moved or converted"
+            )
             assert held["steps"] == {1.0 if ranks == 1 else 2.0}

@@ -1,13 +1,16 @@
 """What the ranks tell each other about a step, beside the gradients.
 
 One small message of each rank: how many steps it has synchronized, the identity of its buckets,
-which parameters have a gradient, what collectives it has issued. It travels on a gloo group of its
-own, between hosts, so that it neither queues behind the gradients nor makes a GPU wait.
+digests of which parameters have a gradient and of the collectives it has issued. It travels on a
+gloo group of its own, between hosts, so that it neither queues behind the gradients nor makes a GPU
+wait. All messages have one length, whatever the parameters, so that ranks which differ still meet
+and can name the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -19,8 +22,9 @@ from stepscope.parallel.order import HINT, Order, require_same_pasts
 
 _NAMED = 3
 """Parameters that an error names; the rest is counted."""
-_STEP, _USE = 0, 1
-"""What a word is said at: the end of a step, a collective that was not expected."""
+_STEP, _USE, _CHANGE = 0, 1, 2
+"""When a word is sent: at the end of a step, before a collective that was not expected, where
+parameters changed."""
 
 
 class Word(NamedTuple):
@@ -28,16 +32,13 @@ class Word(NamedTuple):
 
     step: int
     identity: int
+    buffers: int
     kind: int
     digest: int
-    """Of the sequence of its collectives, where that matters."""
+    """Of the sequence of its collectives, or of the changes of its parameters."""
     absent: int
-    used: list[int]
-
-    @classmethod
-    def of(cls, numbers: list[int]) -> Word:
-        step, identity, kind, digest, absent, *used = numbers
-        return cls(step, identity, kind, digest, absent, used)
+    used: int
+    """A digest of which parameters have a gradient."""
 
 
 class Agreement:
@@ -66,19 +67,39 @@ class Agreement:
         self.steps = 0
         self._gather(_STEP)
 
+    def replan(self, identity: int, names: Sequence[str]) -> None:
+        """Take another plan, after the ranks agreed on the change that it follows from."""
+        self._identity, self._names = identity, names
+
+    def agree_on(self, changes: Sequence[str]) -> None:
+        """Raise unless every rank changed its parameters in this way, at this point."""
+        if self._order is not None:
+            for line in changes:
+                self._order.use("change", line)
+        else:
+            self._gather(_CHANGE, changes=changes)
+
     def exchange(
-        self, used: Sequence[bool], *, absent: bool = False, allow_missing: bool = False
-    ) -> list[bool]:
-        """By parameter: does any rank have a gradient? Raises where ranks would mix them."""
+        self, used: Sequence[bool], *, absent: bool = False, allow_missing: bool = False,
+        buffers: int = 0,
+    ) -> list[bool]:  # fmt: skip
+        """By parameter: does any rank have a gradient? Raises where ranks would mix them.
+
+        `buffers` is the identity of those that are broadcast next.
+        """
         if self._order is not None:
             self._order.ended = True
-        said = self._gather(_STEP, absent, used)
+        words = self._gather(_STEP, absent, used, buffers=buffers)
+        self._require_same_buffers(words)
         if self._order is not None:
             self._order.next_step()
-        if not allow_missing:
-            self._require_same_usage(said)
+        usage = [list(used)]
+        if any(word.used != words[0].used for word in words):
+            usage = self._gather_usage(used)
+            if not allow_missing:
+                self._require_same_usage(words, usage)
         self.steps += 1
-        return [any(bits) for bits in zip(*(word.used for word in said), strict=True)]
+        return [any(bits) for bits in zip(*usage, strict=True)]
 
     def _confirm(self) -> None:
         """Raise unless every rank is about to issue the same collective."""
@@ -91,52 +112,71 @@ class Agreement:
         return int(held)
 
     def _gather(
-        self, kind: int, absent: bool = False, used: Sequence[bool] = ()
+        self, kind: int, absent: bool = False, used: Sequence[bool] = (),
+        changes: Sequence[str] = (), buffers: int = 0,
     ) -> list[Word]:  # fmt: skip
-        """Every rank's word. All have one length, so that ranks which differ still meet."""
-        digest = self._order.digest if self._order is not None else 0
-        flags = used or [False] * len(self._names)
-        own = torch.tensor([self.steps, self._identity, kind, digest, absent, *flags])
-        held = [torch.empty_like(own) for _ in range(self._size)]
-        work = dist.all_gather(held, own, group=self._group, async_op=True)
+        """Every rank's word; raises with a rank where they do not fit together."""
+        digest = self._order.digest if self._order is not None else _digest_of(changes)
+        flags = _digest_of("01"[flag] for flag in used)
+        own = torch.tensor([self.steps, self._identity, buffers, kind, digest, absent, flags])
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        work = dist.all_gather(rows, own, group=self._group, async_op=True)
         assert work is not None
         if self._order is not None:
             self._order.wait(work, on_host=True)
         else:
             with HEARTBEAT.waiting():
                 work.wait()
-        said = [Word.of(other.tolist()) for other in held]
-        self._require_same_step(said)
-        if any((word.kind, word.digest) != (said[0].kind, said[0].digest) for word in said):
-            self._name_the_difference()
-        return said
+        words = [Word(*row.tolist()) for row in rows]
+        self._require_same_step(words)
+        if any((word.kind, word.digest) != (words[0].kind, words[0].digest) for word in words):
+            self._name_the_difference(changes)
+        return words
 
-    def _name_the_difference(self) -> NoReturn:
-        assert self._order is not None
-        pasts = [self._order.past] * self._size
-        dist.all_gather_object(pasts, self._order.past, group=self._group)
-        require_same_pasts(dict(enumerate(pasts)))
+    def _gather_usage(self, used: Sequence[bool]) -> list[list[bool]]:
+        own = torch.tensor(used, dtype=torch.bool)
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        with HEARTBEAT.waiting():
+            dist.all_gather(rows, own, group=self._group)
+        return [row.tolist() for row in rows]
+
+    def _name_the_difference(self, changes: Sequence[str]) -> NoReturn:
+        past = self._order.past if self._order is not None else None
+        own = (list(changes), past)
+        every = [own] * self._size
+        dist.all_gather_object(every, own, group=self._group)
+        require_same_changes([rank_changes for rank_changes, _ in every])
+        require_same_pasts({rank: past for rank, (_, past) in enumerate(every) if past is not None})
         raise ParallelError("the ranks used the parameters in different orders", HINT)
 
-    def _require_same_step(self, said: list[Word]) -> None:
-        for rank, word in enumerate(said):
-            if word.step != said[0].step:
+    def _require_same_step(self, words: list[Word]) -> None:
+        for rank, word in enumerate(words):
+            if word.step != words[0].step:
                 raise ParallelError(
                     f"rank {rank} synchronizes its step {word.step}, rank 0 its step"
-                    f" {said[0].step}",
+                    f" {words[0].step}",
                     "every rank must call finish_gradient_synchronization once a step",
                 )
-            if word.identity != said[0].identity:
+            if word.identity != words[0].identity:
                 raise ParallelError(f"rank {rank} has {self._other}", self._hint)
 
-    def _require_same_usage(self, said: list[Word]) -> None:
-        present = [rank for rank, word in enumerate(said) if not word.absent]
+    @staticmethod
+    def _require_same_buffers(words: list[Word]) -> None:
+        for rank, word in enumerate(words):
+            if word.buffers != words[0].buffers:
+                raise ParallelError(
+                    f"rank {rank} has buffers of another number, shape or dtype than rank 0",
+                    "register buffers with persistent=False if each rank has its own",
+                )
+
+    def _require_same_usage(self, words: list[Word], usage: list[list[bool]]) -> None:
+        present = [rank for rank, word in enumerate(words) if not word.absent]
         for rank in present:
             for without, with_ in ((rank, present[0]), (present[0], rank)):
                 missing = [
                     name
                     for name, own, other in zip(
-                        self._names, said[without].used, said[with_].used, strict=True
+                        self._names, usage[without], usage[with_], strict=True
                     )
                     if other and not own
                 ]
@@ -148,3 +188,23 @@ class Agreement:
                     f" rank {with_} has",
                     "pass missing_gradients='zero' if ranks may use different parameters",
                 )
+
+
+def require_same_changes(changes: Sequence[Sequence[str]]) -> None:
+    """Raise with rank and parameter where two ranks changed their parameters differently."""
+    for rank, own in enumerate(changes):
+        for mine, other, lines, others in (
+            (rank, 0, own, changes[0]), (0, rank, changes[0], own),
+        ):  # fmt: skip
+            only = next((line for line in lines if line not in others), None)
+            if only is not None:
+                raise ParallelError(
+                    f"on rank {mine} {only}, on rank {other} not",
+                    "change the parameters of a wrapped module on all ranks, before the same step",
+                )
+
+
+def _digest_of(lines: Iterable[str]) -> int:
+    """A number for a tensor of int64; only those of equal lines are equal."""
+    text = "\n".join(lines).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")

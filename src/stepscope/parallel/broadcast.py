@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepscope.parallel.buckets import MEGABYTE, Item, plan_buckets
 
@@ -24,3 +25,18 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, source
         dist.broadcast(flat, sender, group=group)
         for tensor, offset in zip(held, bucket.offsets, strict=True):
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+
+
+def running_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """Running statistics and the like, which become those of rank 0; a buffer that is not saved
+    with the model is a constant."""
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                yield buffer
+
+
+def buffers_identity(module: nn.Module) -> int:
+    """A number that differs where the running buffers of two modules do not fit together."""
+    found = [(tuple(buffer.shape), str(buffer.dtype)) for buffer in running_buffers(module)]
+    return zlib.crc32(repr(found).encode()) if found else 0

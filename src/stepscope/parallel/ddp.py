@@ -9,6 +9,14 @@
 backward finishes it, `bucketed` in buckets of `bucket_mb` MiB as they fill. The result is the same:
 training as one process on the joined batch.
 
+Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps, on all
+ranks alike: the next forward notices, the ranks agree on it, values of new parameters become those
+of rank 0, and the reductions are planned again. A rank that differs is an error with its number and
+the parameter. The optimizer is the caller's to tell (`add_param_group`).
+
+Buffers that are saved with the model (running statistics) become those of rank 0 in every step.
+Embeddings with sparse gradients are refused.
+
 The rule for uneven batches: gradients are averaged with equal weight, which is right when every
 rank has as many samples. For a step where they differ, say so with `batch_of(samples)`: the
 weights are then the ranks' shares of all samples, and a rank without any takes part with zero.
@@ -17,6 +25,7 @@ weights are then the ranks' shares of all samples, and a rank without any takes 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -26,13 +35,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepscope.errors import unknown_name
-from stepscope.gradient_hooks import hook_for_life
+from stepscope.gradient_hooks import hook_of
 from stepscope.parallel.agreement import Agreement
-from stepscope.parallel.broadcast import broadcast
-from stepscope.parallel.buckets import identity
+from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.guard import forgotten, refuse_early_steps
+from stepscope.parallel.guard import (
+    NotCopied,
+    forgotten,
+    refuse_early_steps,
+    refuse_sparse_gradients,
+)
 from stepscope.parallel.layout import require_same_layout
+from stepscope.parallel.parameter_watch import ParameterWatch, unplanned_gradient
 from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
 
 
@@ -45,7 +59,10 @@ class SyncTiming(NamedTuple):
     """From then until all gradients were there (a GPU's host does not wait for that)."""
 
 
-class DDP(nn.Module):
+class DDP(NotCopied, nn.Module):
+    label = "DDP"
+    instead = "copy its .module, and wrap that copy if it is to be trained on several ranks"
+
     def __init__(
         self,
         module: nn.Module,
@@ -67,26 +84,64 @@ class DDP(nn.Module):
         self._group = group
         self._world = dist.get_world_size(group)
         self._missing = missing_gradients
+        self._strategy, self._bucket_mb = strategy, bucket_mb
+        refuse_sparse_gradients(module)
         require_same_layout(module, group)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        names = [name for name, _ in named]
-        self._reducer = Reducer([p for _, p in named], names, strategy, bucket_mb, group)
-        plan = identity(self._reducer.buckets, self._reducer.items)
+        self._hooks: list[Any] = []
+        self._watch = ParameterWatch(self)
+        self._reducer = self._planned()
         self._agreement = Agreement(
-            group, plan, names, "other buckets than rank 0",
+            group, self._reducer.identity, self._reducer.names, "other buckets than rank 0",
             "strategy and bucket_mb must be the same on all ranks",
         )  # fmt: skip
         broadcast([*module.parameters(), *module.buffers()], group)
         self._synchronize = True
         self._samples: int | None = None
         self._factor = 1.0 / self._world
-        for place, (_, parameter) in enumerate(named):
-            hook_for_life(self, parameter, _ready_at(place))
-        refuse_early_steps(self, module.parameters())
+        self._hook()
+        weakref.finalize(self, _remove, self._hooks)
+        refuse_early_steps(self)
+
+    def _planned(self) -> Reducer:
+        named = {
+            name.removeprefix("module."): p
+            for name, p in self._watch.named.items()
+            if p.requires_grad
+        }
+        return Reducer(
+            list(named.values()), list(named), self._strategy, self._bucket_mb, self._group
+        )
+
+    def _hook(self) -> None:
+        _remove(self._hooks)
+        for index, parameter in enumerate(self._reducer.parameters):
+            self._hooks.append(hook_of(self, parameter, _ready_at(index)))
+
+    def _follow_changes(self) -> None:
+        """Plan again if parameters changed since the last plan; collective if they did."""
+        if not self._watch.changed():
+            return
+        if self.pending:
+            raise forgotten(self)
+        refuse_sparse_gradients(self.module)
+        now = ParameterWatch(self)
+        changes = now.changes_since(self._watch)
+        if changes:
+            self._agreement.agree_on([line.removeprefix("module.") for line in changes])
+            broadcast(now.new_since(self._watch), self._group)
+        observer, self._watch = self._reducer.observer, now
+        if changes:
+            self._reducer = self._planned()
+            self._reducer.observer = observer
+            self._agreement.replan(self._reducer.identity, self._reducer.names)
+            self._hook()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.pending and torch.is_grad_enabled() and self.training:
             raise forgotten(self)
+        # A forward without gradients may be of one rank alone.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._follow_changes()
         return self.module(*inputs, **named)
 
     @property
@@ -125,6 +180,8 @@ class DDP(nn.Module):
         """Weigh this step's gradients by samples; call on every rank before its backward."""
         if samples < 0:
             raise ParallelError(f"samples is {samples}", "it must be at least 0")
+        # A rank without samples has no forward that would notice.
+        self._follow_changes()
         total = self._agreement.total(samples)
         if total == 0:
             raise ParallelError("no rank has a sample in this step")
@@ -133,6 +190,7 @@ class DDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over all ranks."""
         reducer, absent = self._reducer, self._samples == 0
+        self._require_planned_gradients()
         if not reducer.ready and not absent:
             raise ParallelError(
                 "there is no gradient to synchronize",
@@ -143,23 +201,34 @@ class DDP(nn.Module):
             for place, parameter in enumerate(reducer.parameters)
         ]
         began = time.perf_counter()
-        used = self._agreement.exchange(used, absent=absent, allow_missing=self._missing == "zero")
+        used = self._agreement.exchange(
+            used, absent=absent, allow_missing=self._missing == "zero",
+            buffers=buffers_identity(self.module),
+        )  # fmt: skip
         arrived = time.perf_counter()
         reducer.send_rest(used, self._factor)
         reducer.wait(used)
         self.timing = SyncTiming(arrived - began, time.perf_counter() - arrived)
         reducer.reset()
         self._samples, self._factor = None, 1.0 / self._world
-        broadcast(list(_running_buffers(self.module)), self._group)
+        broadcast(list(running_buffers(self.module)), self._group)
+
+    def _require_planned_gradients(self) -> None:
+        """Raise if the backward reached a parameter that this step's plan does not have."""
+        if not self._watch.changed():
+            return
+        name = unplanned_gradient(ParameterWatch(self), set(map(id, self._reducer.parameters)))
+        if name is not None:
+            raise ParallelError(
+                f"the gradient of {name.removeprefix('module.')} is not averaged: it was added or"
+                " unfrozen after the wrapper's last forward",
+                "change parameters before the forward, and call the wrapper, not its .module",
+            )
 
 
-def _running_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Running statistics and the like, which become those of rank 0; what is not saved with the
-    model is a constant."""
-    for inner in module.modules():
-        for name, buffer in inner._buffers.items():
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
-                yield buffer
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _ready_at(place: int) -> Callable[[DDP, Tensor], None]:

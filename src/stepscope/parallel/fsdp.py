@@ -12,9 +12,27 @@ the forward leaves for the backward is not the whole weight but a note of it: wh
 the rows are gathered again. The next one needed is fetched while one is in use, and gradients are
 reduced while the backward goes on.
 
-With `compute_dtype`, weights travel and compute in that format (and inputs of the modules follow);
-what the optimizer sees, weights and gradients, keeps its own. Each backward adds its average to the
-gradients, so accumulating needs nothing special.
+With `compute_dtype`, matrices travel and compute in that dtype, with the biases and the inputs of
+their modules. A module that has no matrix and no submodules (a norm) computes in the dtype of its
+parameters and answers in that of its input: a norm's weights are near 1, where float16 has steps of
+0.0005 to 0.001, and rounding them moves every activation. What the optimizer sees, weights and
+gradients, keeps its own dtype, and gradients are averaged in it; `reduce_dtype` chooses another,
+such as the compute dtype for half the traffic and one more rounding for each rank. Each backward
+adds its average to the gradients, so accumulating needs nothing special.
+
+Training equals that of one process with the same casts on the joined batch, but for the order of
+additions, and in a low compute dtype for one rounding: each rank rounds the gradient of its part
+where one process rounds that of the whole. A weight may then round to its other neighbour, and an
+activation next to 0 may change its sign and with it the gradient of a ReLU; no implementation that
+divides the batch avoids that.
+
+Buffers that are saved with the model (running statistics) become those of rank 0 in every step, and
+`state_dict` has sharded parameters as DTensors of the full shape: it is the same on every rank.
+`load_state_dict` takes such entries or full tensors.
+
+Parameters may be frozen, unfrozen, added, removed, replaced or converted between steps, on all
+ranks alike: the next forward notices, the ranks agree on it, and new parameters take their values
+from rank 0. A replacement must have the full shape. The optimizer is the caller's to tell.
 
 Every rank must take the same way through the model (`order.py`): one that strays is an error with
 its number and the parameter.
@@ -29,74 +47,139 @@ its GradScaler look at one rank's alone; bfloat16 needs no scaling.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 
 from stepscope.gradient_hooks import hook_for_life
 from stepscope.parallel.agreement import Agreement
-from stepscope.parallel.broadcast import broadcast
+from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.clipping import clip
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.guard import refuse_early_steps
+from stepscope.parallel.guard import NotCopied, refuse_early_steps, refuse_sparse_gradients
 from stepscope.parallel.layout import require_same_layout
 from stepscope.parallel.order import Order
-from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
+from stepscope.parallel.parameter_watch import ParameterWatch
+from stepscope.parallel.sharded_module import IN_PLACE_OF_A_COPY, Unit
+from stepscope.parallel.sharded_parameter import ShardedParameter
 
 
-class FSDP(nn.Module):
+class FSDP(NotCopied, nn.Module):
+    label = "FSDP"
+    instead = IN_PLACE_OF_A_COPY
+
     def __init__(
         self,
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
+        reduce_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
-        _refuse_hidden_uses(module)
+        _refuse_unsupported(module)
         require_same_layout(module, group)
         self.module = module
         self.compute_dtype = compute_dtype
+        self.reduce_dtype = reduce_dtype
         self.process_group = group
         self._size = dist.get_world_size(group)
         self.order = Order(group)
+        dtypes = zlib.crc32(f"{compute_dtype} {reduce_dtype}".encode())
         self._agreement = Agreement(
-            group,
-            zlib.crc32(str(compute_dtype).encode()),
-            [name for name, p in module.named_parameters() if p.dim() >= 2],
-            "another compute_dtype than rank 0",
-            "it must be the same on all ranks",
-            self.order,
-        )
+            group, dtypes, (), "another compute_dtype or reduce_dtype than rank 0",
+            "they must be the same on all ranks", self.order,
+        )  # fmt: skip
+        self._dtypes = dtypes
         broadcast(list(module.buffers()), group)
         self.sharded: dict[nn.Parameter, ShardedParameter] = {}
         self._replicated: list[nn.Parameter] = []
+        self._hooked: set[int] = set()
+        self._units: dict[nn.Module, Unit] = {}
         self._unaveraged = False
-        for name, parameter in module.named_parameters():
-            broadcast([parameter.data], group)
-            if parameter.dim() >= 2:
+        self._last_used: ShardedParameter | None = None
+        self._watch = ParameterWatch(self)
+        self._arrange(self._watch.named.values())
+        refuse_early_steps(self)
+
+    def _arrange(self, new: Iterable[nn.Parameter]) -> None:
+        """Take over the parameters of the module; values of the new ones are those of rank 0."""
+        known, self.sharded, self._replicated = self.sharded, {}, []
+        values = {id(parameter) for parameter in new}
+        for full_name, parameter in self._watch.named.items():
+            name = full_name.removeprefix("module.")
+            if id(parameter) in values:
+                broadcast([parameter.data], self.process_group)
+            if parameter in known:
+                self.sharded[parameter] = known.pop(parameter)
+            elif parameter.dim() >= 2:
                 self.sharded[parameter] = ShardedParameter(
-                    parameter, name, compute_dtype, group, self.order
-                )
-                if parameter.requires_grad:
-                    parameter.register_hook(_refuse_gradients_of(name))  # type: ignore[no-untyped-call]
+                    parameter, name, self.compute_dtype, self.reduce_dtype, self.process_group,
+                    self.order,
+                )  # fmt: skip
             else:
                 self._replicated.append(parameter)
-                self._watch(parameter)
-        self._last_used: ShardedParameter | None = None
-        for owner in module.modules():
-            if any(True for _ in owner.parameters(recurse=False)):
-                Unit(owner, self)
-        refuse_early_steps(self, module.parameters())
+            self._hook(name, parameter)
+        for removed in known.values():
+            removed.finish()
+        for held in self.sharded.values():
+            held.before = held.after = None
+        for owner in self.module.modules():
+            if owner not in self._units and any(True for _ in owner.parameters(recurse=False)):
+                self._units[owner] = Unit(owner, self)
+        self._agreement.replan(self._dtypes, [held.name for held in self.sharded.values()])
+        # After sharding: the shapes are those of this rank's rows.
+        self._watch = ParameterWatch(self)
+        self._hooked &= set(map(id, self._watch.named.values()))
+
+    def _hook(self, name: str, parameter: nn.Parameter) -> None:
+        """Once for each parameter, when it first requires a gradient."""
+        if not parameter.requires_grad or id(parameter) in self._hooked:
+            return
+        self._hooked.add(id(parameter))
+        if parameter in self.sharded:
+            parameter.register_hook(_refuse_gradients_of(name))  # type: ignore[no-untyped-call]
+        else:
+            self._watch_gradient(parameter)
+
+    @torch.no_grad()
+    def _follow_changes(self) -> None:
+        """Arrange the parameters again if they changed; collective if they did."""
+        if not self._watch.changed():
+            return
+        _refuse_unsupported(self.module)
+        before, now = self._watch, ParameterWatch(self)
+        changes = [line.removeprefix("module.") for line in now.changes_since(before)]
+        new = now.new_since(before)
+        if changes:
+            self._require_full_shapes(before, now)
+            self._agreement.agree_on(changes)
+        self._watch = now
+        if changes:
+            # Parameters outlive a forward in inference mode.
+            with torch.inference_mode(False):
+                self._arrange(new)
+
+    def _require_full_shapes(self, before: ParameterWatch, now: ParameterWatch) -> None:
+        """Raise where a replacement was made of one rank's rows, or is to be sharded twice."""
+        for full_name, parameter in now.named.items():
+            name, old = full_name.removeprefix("module."), before.named.get(full_name)
+            held = self.sharded.get(old) if old is not None else None
+            if held is None:
+                continue
+            expected = held.local_shape if parameter is old else held.shape
+            if parameter.shape != expected:
+                raise ParallelError(
+                    f"{name} was given the shape {tuple(parameter.shape)}, but rank"
+                    f" {dist.get_rank(self.process_group)} keeps {held.rows} rows of"
+                    f" {tuple(held.shape)}",
+                    "replace the parameter by a new one of the full shape, on all ranks",
+                )
 
     @property
     def pending(self) -> bool:
@@ -112,6 +195,8 @@ class FSDP(nn.Module):
             # The rows may have changed since.
             held.forget()
         self._last_used = None
+        if not torch.compiler.is_compiling():
+            self._follow_changes()
         return self.module(*inputs, **named)
 
     def used(self, held: ShardedParameter) -> None:
@@ -130,13 +215,14 @@ class FSDP(nn.Module):
                 "there is no gradient to synchronize",
                 "finish_gradient_synchronization follows a backward, once",
             )
-        self._agreement.exchange(used)
+        self._agreement.exchange(used, buffers=buffers_identity(self.module))
         for held in self.sharded.values():
             held.finish()
         small = [p for p in self._replicated if p.requires_grad]
         if small and self._size > 1:
             _average(small, self.process_group, self._size)
         self._unaveraged = False
+        broadcast(list(running_buffers(self.module)), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_ of the whole model; collective."""
@@ -148,134 +234,23 @@ class FSDP(nn.Module):
         return clip(self.sharded, self._replicated, max_norm, norm_type, self.process_group)
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the format in which it is kept; collective."""
+        """Every parameter in full, in the dtype in which it is kept; collective."""
         return {
             name: self.sharded[p].gather_master() if p in self.sharded else p.detach().clone()
             for name, p in self.module.named_parameters()
         }
 
-    def _watch(self, parameter: nn.Parameter) -> None:
+    def _watch_gradient(self, parameter: nn.Parameter) -> None:
         """Its gradient is not averaged as it is made: an optimizer has to wait for that."""
 
         def made(root: FSDP, _: Tensor) -> None:
             root._unaveraged = True
 
-        if parameter.requires_grad:
-            hook_for_life(self, parameter, made)
+        hook_for_life(self, parameter, made)
 
 
-class Unit:
-    """A module that owns parameters: they are whole, in the compute format, while it runs."""
-
-    def __init__(self, owner: nn.Module, root: FSDP) -> None:
-        self._root = root
-        # By all its names: one parameter may have two.
-        self._names = [name for name, held in owner._parameters.items() if held is not None]
-        self._runs: list[Run] = []
-        owner.register_forward_pre_hook(self._before, with_kwargs=True)
-        owner.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
-        # In its place even if a gather fails: `_after` is called then, too.
-        run = Run({name: owner.__dict__.get(name) for name in self._names})
-        self._runs.append(run)
-        wholes: dict[int, ShardedParameter] = {}
-        dtype = self._root.compute_dtype
-        for name in self._names:
-            parameter = owner._parameters[name]
-            assert parameter is not None
-            held = self._root.sharded.get(parameter)
-            if held is not None:
-                shown = Gather.apply(parameter, held)  # type: ignore[no-untyped-call]
-                wholes[shown.untyped_storage().data_ptr()] = held
-                self._root.used(held)
-            else:
-                shown = (
-                    parameter.to(dtype) if dtype and parameter.is_floating_point() else parameter
-                )
-            # An attribute of the instance is found before a registered parameter.
-            owner.__dict__[name] = shown
-        notes = saved_tensors_hooks(Notes(wholes), _from_note)
-        notes.__enter__()
-        run.notes = notes
-        if dtype is None:
-            return inputs, named
-        return tree_map(lambda t: _cast(t, dtype), (inputs, named))  # type: ignore[no-any-return]
-
-    def _after(self, owner: nn.Module, *_: Any) -> None:
-        run = self._runs.pop()
-        run.notes.__exit__(None, None, None)
-        for name, shown in run.around.items():
-            if shown is None:
-                owner.__dict__.pop(name, None)
-            else:
-                owner.__dict__[name] = shown
-            parameter = owner._parameters[name]
-            if parameter in self._root.sharded:
-                self._root.sharded[parameter].release()
-
-
-@dataclass
-class Run:
-    """A module within its forward."""
-
-    around: dict[str, Any]
-    """What it shows by its names to a run around this one."""
-    notes: AbstractContextManager[Any] = field(default_factory=nullcontext)
-
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-class Handed(NamedTuple):
-    """What is kept by whoever was asked before, such as a checkpointed stretch, which drops it."""
-
-    bring: Callable[[Any], Tensor]
-    kept: Any
-
-
-def _hooks_around() -> Hooks | None:
-    """Torch asks the innermost alone, so that one has to ask the others."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(True)
-
-
-class Notes:
-    """What autograd keeps: for a whole weight, who can bring it again and how it was seen."""
-
-    def __init__(self, wholes: dict[int, ShardedParameter]) -> None:
-        self._wholes = wholes
-        self.around = _hooks_around()
-        """Where others look who want to know in what this runs."""
-
-    def __call__(self, tensor: Tensor) -> Any:
-        held = self._wholes.get(tensor.untyped_storage().data_ptr())
-        if held is not None:
-            return held, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor if self.around is None else Handed(self.around[1], self.around[0](tensor))
-
-
-def _from_note(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    if isinstance(kept, Handed):
-        return kept.bring(kept.kept)
-    held, shape, stride, offset = kept
-    whole: Tensor = held.whole("regather")
-    if held.before is not None:
-        held.before.prefetch("regather")
-    if not held.parameter.requires_grad:
-        # No gradient will come that says when it is done with.
-        held.release()
-    return whole.as_strided(shape, stride, offset)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if floating else value
-
-
-def _refuse_hidden_uses(module: nn.Module) -> None:
+def _refuse_unsupported(module: nn.Module) -> None:
+    refuse_sparse_gradients(module)
     for name, inner in module.named_modules():
         if isinstance(inner, nn.MultiheadAttention | nn.RNNBase):
             raise ParallelError(

@@ -1,12 +1,11 @@
-"""An optimizer must not step on gradients that are still on their way between ranks."""
+"""Uses of a wrapper that would be silently wrong: they raise one clear line."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from stepscope.parallel.errors import ParallelError
@@ -30,15 +29,42 @@ def forgotten(wrapper: Wrapper) -> ParallelError:
     )
 
 
-def refuse_early_steps(wrapper: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Any optimizer of these parameters raises while the wrapper has gradients pending."""
+class NotCopied:
+    """A wrapper that belongs to a process group and to hooks on its parameters: no copy would
+    synchronize anything."""
+
+    label: str
+    instead: str
+    """What to do in place of copying it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ParallelError(f"{self.label} cannot be copied", self.instead)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ParallelError(f"{self.label} cannot be copied or pickled", self.instead)
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise for embeddings whose gradients are sparse: messages between ranks are dense."""
+    for name, inner in module.named_modules():
+        trained = any(p.requires_grad for p in inner.parameters(recurse=False))
+        if trained and getattr(inner, "sparse", False) is True:
+            raise ParallelError(
+                f"{name or 'the module'} is an {type(inner).__name__} with sparse=True, and sparse"
+                " gradients are not averaged between ranks",
+                "make it with sparse=False, or freeze it",
+            )
+
+
+def refuse_early_steps(wrapper: nn.Module) -> None:
+    """Any optimizer of the wrapper's parameters raises while gradients are pending."""
     held = weakref.ref(wrapper)
-    own = {id(parameter) for parameter in parameters}
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         alive: Any = held()
         if alive is None or not alive.pending:
             return
+        own = {id(parameter) for parameter in alive.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise forgotten(alive)
 

@@ -54,8 +54,16 @@ def _difference(first: list[Line], second: list[Line]) -> str:
 
 def _words(line: Line) -> str:
     name, shape, dtype, trained = line
-    size = "×".join(map(str, shape)) or "scalar"
-    return f"{name} ({size}, {dtype}{'' if trained else ', frozen'})"
+    return f"{name} ({_size(shape)}, {dtype}{'' if trained else ', frozen'})"
+
+
+def shape_and_dtype(tensor: Tensor) -> str:
+    _, shape, dtype, _ = tensor_line("", tensor)
+    return f"({_size(shape)}, {dtype})"
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -31,8 +31,8 @@ PATIENCE = timedelta(seconds=1)
 """A wait that is longer looks for its cause, and again after each of these."""
 LONGEST = 4096
 """Uses that are remembered; a step with more of them is confirmed from there on."""
-Verb = Literal["gather", "regather", "reduce"]
-"""For the forward; again, for the backward; a gradient."""
+Verb = Literal["gather", "regather", "reduce", "change"]
+"""For the forward; again, for the backward; a gradient; parameters that changed."""
 HINT = "the forward of every rank must take the same way through the model"
 
 
@@ -168,9 +168,11 @@ def _words(
     # A rank that is in its backward, or at the end, will not come to a weight of the forward.
     mine_over = mine.ended or verb != "gather"
     theirs_over = theirs.ended or their_verb != "gather"
-    if verb == "gather" and theirs_over and name not in theirs.names():
+    if "change" in (verb, their_verb):
+        pass
+    elif verb == "gather" and theirs_over and name not in theirs.names():
         return f"rank {rank} does not use {name}, which rank {first} uses"
-    if their_verb == "gather" and mine_over and their_name not in mine.names():
+    elif their_verb == "gather" and mine_over and their_name not in mine.names():
         return f"rank {first} does not use {their_name}, which rank {rank} uses"
     return (
         f"rank {rank} {_SAID[their_verb].format(their_name)} where rank {first}"
@@ -179,6 +181,7 @@ def _words(
 
 
 _SAID = {
+    "change": "changed its parameters ({})",
     "gather": "uses {}",
     "regather": "uses {} again",
     "reduce": "has a gradient of {}",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepscope.parallel.buckets import MEGABYTE, Bucket, Item, plan_buckets
+from stepscope.parallel.buckets import MEGABYTE, Bucket, Item, identity, plan_buckets
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
 
@@ -42,6 +42,7 @@ class Reducer:
         ]
         limit = {"flat": float("inf"), "bucketed": bucket_mb * MEGABYTE}.get(strategy, 0.0)
         self.buckets = plan_buckets(self.items, limit)
+        self.identity = identity(self.buckets, self.items)
         self.eager = strategy in ("overlap", "bucketed")
         """Reductions leave during the backward."""
         self._blocking = strategy == "naive"
@@ -114,7 +115,11 @@ class Reducer:
         parameter = self.parameters[place]
         gradient, view = parameter.grad, self._views.get(place)
         if gradient is not None and gradient.is_sparse:
-            raise ParallelError(f"the gradient of {self.names[place]} is sparse")
+            raise ParallelError(
+                f"the gradient of {self.names[place]} is sparse, and sparse gradients are not"
+                " averaged between ranks",
+                "make dense gradients",
+            )
         if gradient is None:
             parameter.grad = torch.zeros_like(parameter) if view is None else view.zero_()
         elif view is None:

@@ -12,18 +12,24 @@ largest parameter.
 
 `scatter`: gradients are averaged here, each rank receiving only its slice (reduce-scatter), and the
 updated slices are gathered: gradients once, parameters once, and state divided to the element. The
-optimizer must treat elements one by one (AdamW, SGD), and a missing gradient counts as zero. Do
-not average gradients before: use it without DDP, or with backward passes inside `no_sync()`.
+optimizer must treat elements one by one (AdamW, SGD), and a missing gradient counts as zero, so
+frozen parameters are refused: weight decay and momentum would move them. Do not average gradients
+before: use it without DDP, or with backward passes inside `no_sync()`.
+
+A parameter that is unfrozen later joins with `add_param_group`, or, in the `broadcast` form, may be
+there from the beginning: as in torch, a parameter without a gradient is skipped.
 
 In both, parameters become views of the buffers that travel, so nothing is copied to send them.
-Torch's own Adam, AdamW and SGD run in their fused form, unless `fused` or `foreach` says otherwise:
-the rule is the same, the memory is passed over once.
+The options are the caller's: the update is that of `optimizer_cls(params, **kwargs)`, to the last
+bit, also where a matrix is divided by rows. `fused=True` chooses torch's fused kernels, which pass
+over the memory once and round differently. The `scatter` form averages the gradients itself, so its
+updates are those of the averages as that reduction rounds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -38,10 +44,10 @@ from stepscope.parallel.slices import SlicedParameters
 
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
-_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _BY_ELEMENT = (
-    *_HAVE_FUSED, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD,
-    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adadelta,
+    torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
 )  # fmt: skip
 
 
@@ -63,6 +69,14 @@ class Division(Protocol):
         """Take this rank's part of a saved state."""
 
 
+class Entry(NamedTuple):
+    """One parameter, and where its data was when the buffers were made."""
+
+    label: str
+    parameter: Tensor
+    address: int
+
+
 class ShardedOptimizer(Optimizer):
     def __init__(
         self,
@@ -81,13 +95,13 @@ class ShardedOptimizer(Optimizer):
             raise ParallelError("there is no process group", "use World.connected or torchrun")
 
         params = [_readable_twice(entry) for entry in params]
-        kwargs = _fused_where_possible(optimizer_cls, params, kwargs)
 
         def make(held: list[Tensor], options: dict[str, Any]) -> Optimizer:
             return optimizer_cls([{**options, "params": held}], **kwargs)
 
         self.process_group = group
-        self._addresses: list[tuple[Tensor, int]] = []
+        self._form = form
+        self._entries: list[Entry] = []
         self.division: Division
         if form == "broadcast":
             rows = optimizer_cls in _BY_ELEMENT if by_rows is None else by_rows
@@ -100,14 +114,46 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        lines = [
-            tensor_line(f"parameter {place} of group {number}", parameter)
-            for place, parameter in enumerate(self.param_groups[-1]["params"])
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        params = group["params"]
+        labels = group.get("param_names") or [
+            f"parameter {index} of group {number}" for index in range(len(params))
         ]
-        require_same_lines(lines, "optimizer", self.process_group)
-        self.division.add_group(self.param_groups[-1])
-        self._addresses += [(p, p.data_ptr()) for p in self.param_groups[-1]["params"]]
+        named = list(zip(labels, params, strict=True))
+        try:
+            require_same_lines(
+                [tensor_line(*one) for one in named], "optimizer", self.process_group
+            )
+            for label, parameter in named:
+                self._require_trainable(label, parameter)
+            self.division.add_group(group)
+        except ParallelError:
+            # A caller that goes on without the group must not step with half of it.
+            self.param_groups.pop()
+            raise
+        self._entries += [Entry(label, p, p.data_ptr()) for label, p in named]
+
+    def _require_trainable(self, label: str, parameter: Tensor) -> None:
+        if self._form == "scatter" and not parameter.requires_grad:
+            raise ParallelError(
+                f"{label} is frozen, and form='scatter' would update it as if its gradient were 0",
+                "pass the parameters that require a gradient, or use form='broadcast'",
+            )
+
+    def _require_unchanged(self, entry: Entry) -> None:
+        label, parameter, address = entry
+        if parameter.data_ptr() != address:
+            raise ParallelError(
+                f"{label} {tuple(parameter.shape)} was moved or converted after this optimizer was"
+                " made, which would update the old tensor",
+                "make the optimizer after the model was moved or converted",
+            )
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ParallelError(
+                f"the gradient of {label} is sparse, which ShardedOptimizer does not update",
+                "make its embedding with sparse=False",
+            )
+        self._require_trainable(label, parameter)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,13 +168,8 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter, address in self._addresses:
-            if parameter.data_ptr() != address:
-                raise ParallelError(
-                    f"a parameter of {tuple(parameter.shape)} lies elsewhere than when this"
-                    " optimizer was made, which updates the old place",
-                    "make the optimizer after the model was moved or converted",
-                )
+        for entry in self._entries:
+            self._require_unchanged(entry)
         self.division.step(self.param_groups)
         return loss
 
@@ -178,18 +219,6 @@ def _readable_twice(entry: Any) -> Any:
     if isinstance(entry, dict) and isinstance(entry["params"], Iterator):
         return {**entry, "params": list(entry["params"])}
     return entry
-
-
-def _fused_where_possible(
-    kind: type[Optimizer], params: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    groups = [p["params"] if isinstance(p, dict) else p[1] if isinstance(p, tuple) else p
-              for p in params]  # fmt: skip
-    held = [t for g in groups for t in ([g] if isinstance(g, Tensor) else g)]
-    tensors = [t[1] if isinstance(t, tuple) else t for t in held]
-    able = all(t.is_floating_point() and t.device.type in ("cpu", "cuda") for t in tensors)
-    free = not {"fused", "foreach", "differentiable"} & kwargs.keys()
-    return {**kwargs, "fused": True} if able and free and kind in _HAVE_FUSED else kwargs
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from stepscope.parallel.collectives import all_gather, reduce_scatter
+from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.order import Order, Verb
 
@@ -23,6 +24,7 @@ class ShardedParameter:
         parameter: nn.Parameter,
         name: str,
         compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
         group: dist.ProcessGroup | None,
         order: Order,
     ) -> None:
@@ -30,14 +32,15 @@ class ShardedParameter:
         self._order = order
         self.name = name
         self.shape = parameter.shape
-        self._dtype = compute_dtype or parameter.dtype
+        self._compute_dtype = compute_dtype
+        self._reduce_dtype = reduce_dtype
         self._group = group
         self._size = dist.get_world_size(group)
         self._chunk = -(-self.shape[0] // self._size)
-        begin = min(dist.get_rank(group) * self._chunk, self.shape[0])
-        self.rows = min(begin + self._chunk, self.shape[0]) - begin
+        self._begin = min(dist.get_rank(group) * self._chunk, self.shape[0])
+        self.rows = min(self._begin + self._chunk, self.shape[0]) - self._begin
         # A copy: a view would keep the whole.
-        parameter.data = parameter.data[begin : begin + self.rows].clone()
+        parameter.data = self.rows_of(parameter.data).clone()
         self.before: ShardedParameter | None = None
         self.after: ShardedParameter | None = None
         """Neighbours in the order of the last forward: what will be needed next."""
@@ -46,16 +49,27 @@ class ShardedParameter:
         self._reducing: list[tuple[Tensor, dist.Work]] = []
 
     @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size((self.rows, *self.shape[1:]))
+
+    def rows_of(self, full: Tensor) -> Tensor:
+        """This rank's rows of a tensor of the full shape."""
+        if isinstance(full, DTensor):
+            return full.to_local()
+        return full[self._begin : self._begin + self.rows]
+
+    @property
     def reducing(self) -> bool:
         return bool(self._reducing)
 
     def prefetch(self, verb: Verb) -> None:
         if self._whole is None and self._coming is None:
             self._order.use(verb, self.name)
-            self._coming = self._start_gather(self._dtype)
+            # Of now: the module may have been converted since it was wrapped.
+            self._coming = self._start_gather(self._compute_dtype or self.parameter.dtype)
 
     def whole(self, verb: Verb) -> Tensor:
-        """All rows in the compute format, gathered now unless they are on their way."""
+        """All rows in the compute dtype, gathered now unless they are on their way."""
         if self._whole is None:
             self.prefetch(verb)
             assert self._coming is not None
@@ -89,7 +103,14 @@ class ShardedParameter:
 
     def reduce(self, gradient: Tensor) -> None:
         """Start to average a gradient of the whole; each rank receives that of its rows."""
+        if gradient.layout != torch.strided:
+            raise ParallelError(
+                f"the gradient of {self.name} is sparse, and sparse gradients are not averaged"
+                " between ranks",
+                "make dense gradients",
+            )
         self._order.use("reduce", self.name)
+        gradient = gradient.to(self._reduce_dtype or self.parameter.dtype)
         scaled = self._padded(gradient, self._size * self._chunk) / self._size
         own = scaled.new_empty((self._chunk, *self.shape[1:]))
         work = reduce_scatter(own, scaled, group=self._group, async_op=True)
