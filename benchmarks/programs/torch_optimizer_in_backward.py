@@ -1,4 +1,4 @@
-"""Optimizer-in-backward: every parameter has its own optimizer, stepped by a hook of the backward."""
+"""Optimizer-in-backward: every parameter has an optimizer, stepped by a hook of the backward."""
 
 from __future__ import annotations
 

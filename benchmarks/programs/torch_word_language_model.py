@@ -1,4 +1,4 @@
-"""An LSTM language model with truncated backpropagation; `--plain-sgd` updates without an optimizer.
+"""An LSTM language model with truncated backpropagation.
 
 With `--plain-sgd` the weights are changed by hand, so that no optimizer ever steps.
 """

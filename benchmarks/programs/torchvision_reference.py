@@ -1,4 +1,4 @@
-"""A ResNet of torchvision in the manner of its classification reference: a loader, SGD, accuracy."""
+"""A ResNet of torchvision, as its classification reference trains one: loader, SGD, accuracy."""
 
 from __future__ import annotations
 
