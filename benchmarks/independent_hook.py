@@ -3,8 +3,8 @@
 python benchmarks/independent_hook.py TIMES.json PROGRAM [ARGUMENTS …]
 
 A step lasts from one step of the program's first optimizer to the next. Times are the host's and,
-on a GPU, those of CUDA events as well. With `COUNT_FLOPS=1` one late step runs under
-torch.utils.flop_counter, which knows neither causal attention nor recurrent layers of cuDNN: the
+on a GPU, those of CUDA events as well. With `COUNT_FLOPS=20` the twenty-first step runs
+under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers of cuDNN: the
 formulas of both are given here.
 """
 
@@ -25,10 +25,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
-
-COUNTED_STEP = 20
-"""After the steps that are timed."""
-
 
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -70,14 +66,13 @@ def _recurrent(passes: int, inputs: Any, weights: Any, *_: Any, **__: Any) -> in
 
 
 class Hook:
-    def __init__(self, path: Path, count: bool) -> None:
-        self.path, self.count = path, count
+    def __init__(self, path: Path, counted: int | None) -> None:
+        self.path, self.counted = path, counted
         self.first: int | None = None
         self.host: list[float] = []
         self.events: list[torch.cuda.Event] = []
         self.counter: FlopCounterMode | None = None
         self.flops: int | None = None
-        self.counted = COUNTED_STEP
         self.pid = os.getpid()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -95,7 +90,7 @@ class Hook:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.events.append(event)
-        if self.count and len(self.host) == self.counted:
+        if len(self.host) == self.counted:
             self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
             self.counter.__enter__()
 
@@ -110,14 +105,15 @@ class Hook:
         pairs_host = zip(self.host[:-1], self.host[1:], strict=True)
         found = {
             "host_ms": [1e3 * (end - start) for start, end in pairs_host],
-            "device_ms": device, "flops": self.flops, "counted_step": self.counted - 1,
+            "device_ms": device, "flops": self.flops,
         }  # fmt: skip
         self.path.write_text(json.dumps(found))
 
 
 def main() -> None:
     times, program, *words = sys.argv[1:]
-    hook = Hook(Path(times), os.environ.get("COUNT_FLOPS") == "1")
+    counted = os.environ.get("COUNT_FLOPS")
+    hook = Hook(Path(times), int(counted) if counted else None)
     register_optimizer_step_post_hook(hook)
     atexit.register(hook.write)
     sys.argv = [program, *words]
