@@ -4,8 +4,8 @@ python benchmarks/independent_hook.py TIMES.json PROGRAM [ARGUMENTS …]
 
 A step lasts from one step of the program's first optimizer to the next. Times are the host's and,
 on a GPU, those of CUDA events as well. With `COUNT_FLOPS=20` the twenty-first step runs
-under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers of cuDNN: the
-formulas of both are given here.
+under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers of cuDNN:
+the formulas of both are given here.
 """
 
 from __future__ import annotations
