@@ -95,6 +95,7 @@ FLAGS = {
     "fused-optimizer": ["--fused"],
     "compile": ["--compile"],
     "larger-batch": ["--batch-factor", "2"],
+    "data-ahead": ["--workers", "8"],
 }
 """By code of an advice: how a program makes that change itself, if it has the flag."""
 
@@ -218,10 +219,19 @@ class Bench:
             tried = [Tried(record) for record in store.records() if record.study == TRIALS]
         return next(one.base_ms for one in tried if one.trial.code == code)
 
+    def _flag(self, code: str) -> list[str] | None:
+        """How the program makes a change itself; None where it cannot."""
+        source = self.program.path.read_text()
+        words = FLAGS.get(code)
+        if words is None:
+            return None
+        attribute = words[0].removeprefix("--").replace("-", "_")
+        return words if f'"{words[0]}"' in source or f"given.{attribute}" in source else None
+
     def by_hand(self, code: str) -> Line:
         """The same change by the program's flag, and the step without it, in ABBA order."""
-        flag = FLAGS.get(code)
-        if flag is None or flag[0] not in self.program.path.read_text() + "--batch-factor":
+        flag = self._flag(code)
+        if flag is None:
             return {}
         more = 2 if code == "larger-batch" else 1
         times: dict[bool, list[float]] = {False: [], True: []}

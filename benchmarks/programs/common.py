@@ -32,6 +32,7 @@ def options(description: str | None, *switches: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=34)
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--batch-factor", type=int, default=1, help="multiplies the batch size")
+    parser.add_argument("--workers", type=int, default=0, help="of a DataLoader")
     for switch in switches:
         parser.add_argument(switch, action="store_true", help=SWITCHES[switch])
     given = parser.parse_args()

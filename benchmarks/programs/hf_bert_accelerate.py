@@ -35,8 +35,9 @@ def main() -> None:
     mask = (torch.arange(length) < lengths[:, None]).long()
     labels = (tokens[:, 0] > config.vocab_size // 2).long()
     loader = DataLoader(
-        TensorDataset(tokens, mask, labels), batch * given.batch_factor, shuffle=True
-    )
+        TensorDataset(tokens, mask, labels), batch * given.batch_factor, shuffle=True,
+        num_workers=given.workers,
+    )  # fmt: skip
     model = BertForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=given.fused or None)
     schedule = get_linear_schedule_with_warmup(optimizer, 10, given.steps)

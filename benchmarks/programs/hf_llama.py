@@ -27,7 +27,10 @@ def main() -> None:
         model.parameters(), lr=3e-4, weight_decay=0.1, fused=given.fused or None
     )
     schedule = get_cosine_schedule_with_warmup(optimizer, 10, given.steps)
-    loader = DataLoader(Tokens(config.vocab_size, length), batch * given.batch_factor, shuffle=True)
+    loader = DataLoader(
+        Tokens(config.vocab_size, length), batch * given.batch_factor, shuffle=True,
+        num_workers=given.workers,
+    )  # fmt: skip
     step = 0
     while step < given.steps:
         for examples in loader:

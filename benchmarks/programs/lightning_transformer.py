@@ -70,7 +70,8 @@ def main() -> None:
         accumulate_grad_batches=ACCUMULATE, gradient_clip_val=None if given.fused else 1.0,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Tokens(vocab, length, size=1 << 20), batch * given.batch_factor))
+    tokens = Tokens(vocab, length, size=1 << 20)
+    trainer.fit(model, DataLoader(tokens, batch * given.batch_factor, num_workers=given.workers))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,8 @@ def main() -> None:
     step_model = torch.compile(model) if given.compile else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=given.fused or None)
-    loader = iter(
-        DataLoader(
-            Tokens(config.vocab_size, length, size=1 << 20), batch * given.batch_factor
-        )
-    )  # fmt: skip
+    tokens = Tokens(config.vocab_size, length, size=1 << 20)
+    loader = iter(DataLoader(tokens, batch * given.batch_factor, num_workers=given.workers))
     for step in range(given.steps):
         examples = {name: value.to(given.device) for name, value in next(loader).items()}
         with torch.autocast(given.device, torch.bfloat16, enabled=given.bf16):

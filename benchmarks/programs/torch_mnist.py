@@ -50,7 +50,8 @@ def main() -> None:
     step_model = torch.compile(model) if given.compile else model
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    loader = DataLoader(Images(28, channels=1, size=EPOCH * batch), batch, shuffle=True)
+    images = Images(28, channels=1, size=EPOCH * batch)
+    loader = DataLoader(images, batch, shuffle=True, num_workers=given.workers)
     test = DataLoader(Images(28, channels=1, size=4 * batch), batch)
     step = 0
     while step < given.steps:
