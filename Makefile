@@ -9,11 +9,12 @@ ifdef TORCH_INDEX
 PIP += --extra-index-url $(TORCH_INDEX)
 endif
 
-.PHONY: report test lint format browser clean help
+.PHONY: report test test-integrations lint format browser clean help
 
 help:
 	@echo 'make report    measure this machine, write stepscope-out/report.html'
 	@echo 'make test      run the tests'
+	@echo 'make test-integrations   install other libraries, run the tests of programs that use them'
 	@echo 'make lint      style and types'
 	@echo 'make browser   install Chromium for the tests of the page'
 
@@ -22,6 +23,10 @@ report: .venv/.use
 
 test: .venv/.dev browser
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# A program's tests share its runs, so they stay in one process.
+test-integrations: .venv/.integrations
+	$(BIN)/pytest tests/integrations -n 2 --dist loadgroup --timeout 1800 $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -48,6 +53,11 @@ browser:
 	@echo 'installing, about a minute the first time'
 	$(PIP) -e '.[dev]'
 	@touch .venv/.use $@
+
+.venv/.integrations: .venv/.dev
+	@echo 'installing transformers, Accelerate, PEFT, Lightning, timm and torchvision'
+	$(PIP) -e '.[dev,integrations]'
+	@touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache stepscope-out

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_page import flash_pages, written_out_pages
+from foreign_page import foreign_pages
 from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
@@ -208,6 +209,7 @@ def main() -> int:
         **{f"docs/{name}": made for name, made in profile_pages(ROOT / "results").items()},
         **{f"docs/{name}": made for name, made in walkthrough_pages(ROOT / "results").items()},
         **{f"docs/{name}": made for name, made in step_pages(ROOT / "results").items()},
+        **{f"docs/{name}": made for name, made in foreign_pages(ROOT / "results").items()},
     }
     stale = [
         name

@@ -8,6 +8,9 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+collect_ignore = ["integrations"]
+"""They need other libraries: `make test-integrations` installs them and names the folder."""
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

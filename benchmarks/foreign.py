@@ -1,0 +1,359 @@
+"""Stepscope on programs of other libraries, against measurements that are not its own.
+
+    python benchmarks/foreign.py                         all programs; results/foreign_DEVICE.jsonl
+    python benchmarks/foreign.py --only hf_llama nano_gpt --resume
+    python benchmarks/foreign.py --show                  the table of what was measured
+
+For each program of `benchmarks/programs`:
+
+- plain: it runs with `independent_hook.py`, which times its steps and counts its FLOPs;
+- inspect: the same under `stepscope inspect`. The recorded steps are compared with the hook's times
+  of the very same steps, and the steps after the recording with those of the plain run;
+- advise: `stepscope advise --verify` for its first advice, without corrections from the past;
+- hand: the same change made by the program's own flag, timed by the hook in ABBA order.
+
+A part that fails leaves one line in `errors`, and the others go on. A line is written when a
+program is done, so that `--resume` continues with the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from foreign_page import Line, foreign_table, read_lines, summary_sentences  # noqa: E402
+
+from stepscope.records.jsonl import read_records  # noqa: E402
+from stepscope.records.schema import Record  # noqa: E402
+from stepscope.records.store import Store  # noqa: E402
+from stepscope.report.text import markdown  # noqa: E402
+from stepscope.studies.advice import STUDY_NAME as TRIALS  # noqa: E402
+from stepscope.studies.advice.view import Tried  # noqa: E402
+from stepscope.studies.inspected.rows import Watched  # noqa: E402
+
+STEPS = 44
+"""Of a run that is timed: a whole recording has 20 on a CPU and up to 30 on a GPU."""
+ENDLESS = 100_000
+"""For trials, which end a program themselves."""
+LEAD_IN = 5
+COUNTED = 20
+"""The step of a plain run after which its FLOPs are counted."""
+AFTER = 10
+"""Steps at the end of a run that no recording touches."""
+
+
+class Program(NamedTuple):
+    name: str
+    library: str
+    ranks: int = 1
+    on_gpu: bool = True
+    """Among the programs that are measured on a GPU by default."""
+
+    @property
+    def path(self) -> Path:
+        return HERE / "programs" / f"{self.name}.py"
+
+
+PROGRAMS = (
+    Program("hf_llama", "transformers"),
+    Program("hf_gpt2_trainer", "transformers"),
+    Program("hf_bert_accelerate", "accelerate"),
+    Program("peft_lora_llama", "peft"),
+    Program("hf_vit", "transformers"),
+    Program("timm_vit", "timm"),
+    Program("timm_convnext", "timm"),
+    Program("torchvision_reference", "torchvision", on_gpu=False),
+    Program("lightning_cnn", "lightning", on_gpu=False),
+    Program("lightning_transformer", "lightning"),
+    Program("torch_mnist", "torch", on_gpu=False),
+    Program("torch_word_language_model", "torch"),
+    Program("torch_dcgan", "torch"),
+    Program("torch_vae", "torch"),
+    Program("nano_gpt", "torch"),
+    Program("torch_time_sequence", "torch", on_gpu=False),
+    Program("torch_optimizer_in_backward", "torch", on_gpu=False),
+    Program("torch_ddp", "torch", ranks=2, on_gpu=False),
+)
+FLAGS = {
+    "bfloat16": ["--bf16"],
+    "tf32": ["--tf32"],
+    "fused-attention": ["--sdpa"],
+    "fused-optimizer": ["--fused"],
+    "compile": ["--compile"],
+    "larger-batch": ["--batch-factor", "2"],
+    "data-ahead": ["--workers", "8"],
+}
+"""By code of an advice: how a program makes that change itself, if it has the flag."""
+
+
+class FailedError(Exception):
+    """A part of a measurement that did not come about, in one line."""
+
+
+class Bench:
+    """One program on this machine, each part in processes of its own."""
+
+    def __init__(self, program: Program, given: argparse.Namespace, folder: Path) -> None:
+        self.program, self.given, self.folder = program, given, folder
+        self.words = [str(program.path), "--scale", given.scale, "--device", given.device]
+        self.deadline = time.monotonic() + given.limit
+        self.environment = os.environ | {
+            "XDG_CACHE_HOME": str(given.cache), "STEPSCOPE_OUT": str(folder), "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+
+    def run(self, words: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise FailedError(f"no time left of {self.given.limit:.0f} s")
+        with subprocess.Popen(
+            words, env=self.environment | environment, cwd=ROOT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                out, err = process.communicate(timeout=left)
+            except BaseException as error:
+                os.killpg(process.pid, 9)
+                process.communicate()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise FailedError(f"took longer than {self.given.limit:.0f} s") from None
+                raise
+        if process.returncode:
+            last = (err.strip() or out.strip() or "no output").splitlines()[-1]
+            raise FailedError(f"exit code {process.returncode}: {last[:200]}")
+        return subprocess.CompletedProcess(words, 0, out, err)
+
+    def hooked(self, name: str, *words: str) -> tuple[list[str], Path]:
+        """The words that run the program under the hook, and where its times will be."""
+        times = self.folder / f"{name}.json"
+        return [str(HERE / "independent_hook.py"), str(times), *self.words, *words], times
+
+    def python(self, *words: str) -> list[str]:
+        if self.program.ranks == 1:
+            return [sys.executable, *words]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", str(self.program.ranks), *words]  # fmt: skip
+
+    def plain(self) -> Line:
+        words, times = self.hooked("plain", "--steps", str(STEPS))
+        begun = time.monotonic()
+        self.run(self.python(*words), COUNT_FLOPS=str(COUNTED))
+        held = json.loads(times.read_text())
+        return {
+            "plain_ms": statistics.median(_steps(held)[LEAD_IN : COUNTED - 1]),
+            "plain_after_ms": statistics.median(_steps(held)[-AFTER:]),
+            "plain_s": time.monotonic() - begun,
+            "hook_flops": held["flops"],
+        }
+
+    def inspect(self) -> Line:
+        words, times = self.hooked("inspect", "--steps", str(STEPS))
+        page = self.folder / "inspect.html"
+        begun = time.monotonic()
+        self.run(self.python("-m", "stepscope", "inspect", "--page", str(page), *words))
+        took = time.monotonic() - begun
+        if not page.with_suffix(".jsonl").exists():
+            raise FailedError("inspect left no records")
+        record = read_records(page.with_suffix(".jsonl"))[0]
+        held = json.loads(times.read_text())
+        recorded = record.find("step")
+        if recorded is None:
+            raise FailedError(Watched(record).missing or "the record has no step time")
+        same = same_steps(recorded.values, held[f"{recorded.clock}_ms"])
+        return {
+            "inspect_ms": statistics.median(recorded.values),
+            "hook_ms": statistics.median(same),
+            "inspect_flops": record.quantity("flops"),
+            "after_ms": statistics.median(_steps(held)[-AFTER:]),
+            "inspect_s": took,
+            "missing": Watched(record).missing,
+        } | _environment(record)
+
+    def advise(self) -> Line:
+        """The first advice and its trial. Corrections of other programs are left out."""
+        (self.given.cache / "stepscope" / "advice.jsonl").unlink(missing_ok=True)
+        done = self.run(
+            [
+                sys.executable, "-m", "stepscope", "advise", "--verify", "--within",
+                str(self.given.within), "--json", *self.words, "--steps", str(ENDLESS),
+            ]
+        )  # fmt: skip
+        said = json.loads(done.stdout.strip().splitlines()[-1])
+        found: Line = {"advised": [one["code"] for one in said["advice"]]}
+        tried = {one["change"]: one for one in said["tried"]}
+        for one in said["advice"]:
+            trial = tried.get(one["code"])
+            if trial is None:
+                continue
+            found |= {"advice": one["code"], "verdict": trial["verdict"]}
+            if trial["realised_ms"] is None or trial["predicted_ms"] is None:
+                break
+            # As in the trial, whose base step may take longer than the recorded one.
+            scale = trial["predicted_ms"] / one["gain_ms"] if one["gain_ms"] else 1.0
+            ends = [one.get("low_ms"), one.get("high_ms")]
+            found |= {
+                "predicted_ms": trial["predicted_ms"],
+                "range_ms": None if None in ends else [scale * end for end in ends],
+                "verified_ms": trial["realised_ms"], "interval_ms": trial["interval_ms"],
+                "base_ms": self._base_ms(one["code"]),
+            }  # fmt: skip
+            break
+        return found
+
+    def _base_ms(self, code: str) -> float | None:
+        """The step as it is, in the trial of a change."""
+        with Store(self.folder / "records.db", create=False) as store:
+            tried = [Tried(record) for record in store.records() if record.study == TRIALS]
+        return next(one.base_ms for one in tried if one.trial.code == code)
+
+    def _flag(self, code: str) -> list[str] | None:
+        """How the program makes a change itself; None where it cannot."""
+        source = self.program.path.read_text()
+        words = FLAGS.get(code)
+        if words is None:
+            return None
+        attribute = words[0].removeprefix("--").replace("-", "_")
+        return words if f'"{words[0]}"' in source or f"given.{attribute}" in source else None
+
+    def by_hand(self, code: str) -> Line:
+        """The same change by the program's flag, and the step without it, in ABBA order."""
+        flag = self._flag(code)
+        if flag is None:
+            return {}
+        more = 2 if code == "larger-batch" else 1
+        times: dict[bool, list[float]] = {False: [], True: []}
+        order = (False, True, True, False)[: 4 if self.given.hand_runs > 1 else 2]
+        for place, changed in enumerate(order):
+            words, path = self.hooked(
+                f"hand-{place}", "--steps", str(STEPS), *(flag if changed else [])
+            )
+            self.run(self.python(*words))
+            steps = _steps(json.loads(path.read_text()))[-2 * AFTER :]
+            times[changed].append(statistics.median(steps) / (more if changed else 1))
+        base, changed_ms = (statistics.mean(times[changed]) for changed in (False, True))
+        return {"flag": " ".join(flag), "hand_base_ms": base, "hand_ms": base - changed_ms}
+
+
+def _steps(held: dict[str, Any]) -> list[float]:
+    """The device's times where there are some."""
+    found: list[float] = held["device_ms"] or held["host_ms"]
+    return found
+
+
+def same_steps(recorded: Sequence[float], hooked: Sequence[float]) -> list[float]:
+    """The hook's times of the steps that were recorded: the run of as many with the least
+    difference to them."""
+    count = len(recorded)
+
+    def apart(start: int) -> float:
+        pairs = zip(recorded, hooked[start : start + count], strict=True)
+        return sum(abs(one - other) for one, other in pairs)
+
+    best = min(range(len(hooked) - count + 1), key=apart)
+    return list(hooked[best : best + count])
+
+
+def _environment(record: Record) -> Line:
+    here = record.environment
+    return {
+        "device": here.device_name, "cores": here.cpu_cores, "torch": here.torch,
+        "python": here.python, "commit": here.commit, "dirty": here.dirty,
+        "load_average": here.load_average,
+    }  # fmt: skip
+
+
+def measure(program: Program, given: argparse.Namespace) -> Line:
+    line: Line = {"program": program.name, "library": program.library, "errors": []}
+    folder = Path(tempfile.mkdtemp(prefix=f"foreign-{program.name}-"))
+    bench = Bench(program, given, folder)
+
+    def part(name: str, make: Callable[[], Line]) -> None:
+        if name in given.without:
+            return
+        begun = time.monotonic()
+        try:
+            line.update(make())
+            print(f"  {name}: {time.monotonic() - begun:.0f} s", flush=True)
+        except FailedError as error:
+            line["errors"].append(f"{name}: {error}")
+            print(f"  {name} failed: {error}", flush=True)
+
+    begun = time.monotonic()
+    try:
+        part("plain", bench.plain)
+        part("inspect", bench.inspect)
+        if program.ranks == 1:
+            part("advise", bench.advise)
+            if "verified_ms" in line:
+                part("hand", lambda: bench.by_hand(line["advice"]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    line["took_s"] = time.monotonic() - begun
+    return line
+
+
+def arguments() -> argparse.Namespace:
+    import torch
+
+    words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    on_gpu = torch.cuda.is_available()
+    words.add_argument("--only", nargs="+", default=[], choices=[one.name for one in PROGRAMS])
+    words.add_argument("--without", nargs="+", default=[],
+                       choices=["plain", "inspect", "advise", "hand"])  # fmt: skip
+    words.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    words.add_argument("--scale", default="gpu" if on_gpu else "cpu", choices=["cpu", "gpu"])
+    words.add_argument("--machine", default="h200" if on_gpu else "cpu", help="names the file")
+    words.add_argument("--out", type=Path)
+    words.add_argument("--resume", action="store_true", help="skip programs that have a line")
+    words.add_argument("--limit", type=float, default=120 if on_gpu else 900, help="s per program")
+    words.add_argument("--within", type=float, default=1.0, help="s for trials after the first")
+    words.add_argument("--hand-runs", type=int, default=1 if on_gpu else 2)
+    words.add_argument("--show", action="store_true", help="print the table and measure nothing")
+    given = words.parse_args()
+    given.out = given.out or ROOT / "results" / f"foreign_{given.machine}.jsonl"
+    given.cache = Path(tempfile.gettempdir()) / f"foreign-cache-{os.getuid()}"
+    given.on_gpu = given.device == "cuda"
+    return given
+
+
+def wanted(given: argparse.Namespace) -> list[Program]:
+    if given.only:
+        return [one for one in PROGRAMS if one.name in given.only]
+    return [one for one in PROGRAMS if one.on_gpu or not given.on_gpu]
+
+
+def main() -> int:
+    given = arguments()
+    lines = {line["program"]: line for line in read_lines(given.out)}
+    begun = time.monotonic()
+    for program in [] if given.show else wanted(given):
+        if given.resume and program.name in lines:
+            continue
+        print(f"{program.name} ({time.monotonic() - begun:.0f} s so far)", flush=True)
+        lines[program.name] = measure(program, given)
+        order = [one.name for one in PROGRAMS]
+        kept = sorted(lines.values(), key=lambda line: order.index(line["program"]))
+        partial = given.out.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.replace(given.out)
+    kept = list(read_lines(given.out))
+    print(markdown(foreign_table(kept)))
+    print("\n".join(summary_sentences(kept)))
+    return 1 if any(line["errors"] for line in kept) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""docs/foreign.md: programs of other libraries, from what `benchmarks/foreign.py` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from page_parts import commits_of
+
+from stepscope.report.blocks import Cell, Column, Interval, Table
+from stepscope.report.format import percent
+from stepscope.report.text import markdown
+
+Line = dict[str, Any]
+MACHINES = {"h200": "One H200", "cpu": "A CPU"}
+WITHIN = 1 / 3
+"""A prediction is right if the verified gain is within this share of it."""
+
+_INTRODUCTION = (
+    "The programs of `benchmarks/programs` use transformers, Accelerate, PEFT, Lightning, timm,"
+    " torchvision or torch alone, each in the manner of that library, and know nothing of"
+    " Stepscope. `python benchmarks/foreign.py` runs each of them plainly, under `stepscope"
+    " inspect` and under `stepscope advise --verify`, and measures the same quantities with a hook"
+    " of its own (`benchmarks/independent_hook.py`). This page is generated from its results by"
+    " `python scripts/make_docs.py`."
+)
+
+
+def read_lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def foreign_pages(results: Path) -> dict[str, str]:
+    """Path under docs/ and text; empty where nothing was measured."""
+    found = {name: read_lines(results / f"foreign_{name}.jsonl") for name in MACHINES}
+    if not any(found.values()):
+        return {}
+    parts = ["# Programs of other libraries", _INTRODUCTION]
+    for machine, title in MACHINES.items():
+        if lines := found[machine]:
+            parts += [f"## {title}", *_section(machine, lines)]
+    return {"foreign.md": "\n\n".join(parts) + "\n"}
+
+
+def _section(machine: str, lines: Sequence[Line]) -> Iterator[str]:
+    known = [line for line in lines if "device" in line]
+    if known:
+        here = known[0]
+        loads = [line["load_average"] for line in known if line["load_average"] is not None]
+        busy = f" Load average at most {max(loads):.1f} on {here['cores']} cores." if loads else ""
+        yield (
+            f"`results/foreign_{machine}.jsonl`: {len(lines)} programs, {here['device']}, torch"
+            f" {here['torch']}, Python {here['python']},"
+            f" {commits_of(str(line['commit']) for line in known)}.{busy}"
+        )
+    yield "\n".join(f"- {sentence}" for sentence in summary_sentences(lines))
+    yield markdown(foreign_table(lines)).strip()
+    failed = [(line["program"], error) for line in lines for error in line["errors"]]
+    if failed:
+        yield "Not measured:\n\n" + "\n".join(f"- {name}: {error}" for name, error in failed)
+
+
+def is_right(line: Line) -> bool:
+    """The verified gain is within a third of the predicted one."""
+    predicted, verified = line["predicted_ms"], line["verified_ms"]
+    return bool(verified > 0 and abs(verified - predicted) <= WITHIN * predicted)
+
+
+def in_range(line: Line) -> bool:
+    """The verified gain lies within the predicted range."""
+    low, high = line["range_ms"]
+    return bool(low <= line["verified_ms"] <= high)
+
+
+def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
+    tried = [line for line in lines if "verified_ms" in line]
+    if tried:
+        right = sum(map(is_right, tried))
+        yield (
+            f"Of {len(tried)} first pieces of advice that were tried, {right} gained within a third"
+            " of what was predicted."
+        )
+        ranged = [line for line in tried if line["range_ms"] is not None]
+        inside = sum(map(in_range, ranged))
+        yield (
+            f"{len(ranged)} of the {len(tried)} predictions have a range, and {inside} of the"
+            f" verified gains lie inside of theirs."
+        )
+    by_hand = [line for line in tried if "hand_ms" in line]
+    if by_hand:
+        apart = [abs(_share(line, "verified_ms") - _hand_share(line)) for line in by_hand]
+        yield (
+            f"Made by the program's own flag, {len(by_hand)} of these changes gain a share of the"
+            f" step that is at most {percent(max(apart))} of the step away from the verified one."
+        )
+    timed = [line for line in lines if "inspect_ms" in line]
+    if timed:
+        worst = max(abs(line["inspect_ms"] / line["hook_ms"] - 1) for line in timed)
+        yield (
+            f"The step time of `inspect` is at most {percent(worst)} away from the hook's time of"
+            f" the same steps, in {len(timed)} programs."
+        )
+    counted = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
+    if counted:
+        worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in counted)
+        yield (
+            f"FLOPs are at most {percent(worst)} away from the independent count, in"
+            f" {len(counted)} programs."
+        )
+
+
+def _share(line: Line, name: str) -> float:
+    """A gain as a share of the plain step of its trial."""
+    return float(line[name] / line["base_ms"])
+
+
+def _hand_share(line: Line) -> float:
+    return float(line["hand_ms"] / line["hand_base_ms"])
+
+
+def foreign_table(lines: Sequence[Line]) -> Table:
+    return Table(
+        name="foreign",
+        title="Stepscope against independent measurements",
+        columns=(
+            Column(title="program"),
+            Column(title="step, hook", kind="number", unit="ms"),
+            Column(title="inspect", kind="number", unit="ms"),
+            Column(title="apart", kind="percent"),
+            Column(title="FLOPs, counted apart", kind="rate", unit="FLOP"),
+            Column(title="inspect", kind="rate", unit="FLOP"),
+            Column(title="later steps against plain", kind="percent"),
+            Column(title="whole run", kind="number", unit="s more"),
+            Column(title="first advice"),
+            Column(title="predicted", kind="number", unit="ms"),
+            Column(title="verified", kind="number", unit="ms"),
+            Column(title="right"),
+            Column(title="verified", kind="percent"),
+            Column(title="by hand", kind="percent"),
+        ),
+        rows=tuple(_row(line) for line in lines),
+        caption="`apart`: the step time of `inspect` against the hook's for the same steps."
+        " `later steps against plain`: steps after the recording against those of a plain run;"
+        " `whole run`: how much longer the program takes under `inspect`, recording and page"
+        " included. Predicted gains with their range, verified ones with the interval of their"
+        " trial; `right`: within a third of the prediction, or inside of its range. The last two"
+        " columns are the verified gain and that of the same change made by the program's own flag,"
+        " as shares of the step.",
+    )
+
+
+def _row(line: Line) -> tuple[Cell, ...]:
+    get = line.get
+    ratio = None if "inspect_ms" not in line else line["inspect_ms"] / line["hook_ms"] - 1
+    after = None
+    if "after_ms" in line and "plain_after_ms" in line:
+        after = line["after_ms"] / line["plain_after_ms"] - 1
+    more = line["inspect_s"] - line["plain_s"] if {"inspect_s", "plain_s"} <= set(line) else None
+    tried = "verified_ms" in line
+    return (
+        line["program"],
+        get("hook_ms") or get("plain_ms"),
+        get("inspect_ms"),
+        ratio,
+        get("hook_flops"),
+        get("inspect_flops"),
+        after,
+        more,
+        get("advice") or ("none" if get("advised") == [] else None),
+        _interval(line, "predicted_ms", "range_ms") if tried else None,
+        _interval(line, "verified_ms", "interval_ms") if tried else get("verdict"),
+        _verdict(line) if tried else None,
+        _share(line, "verified_ms") if tried else None,
+        _hand_share(line) if "hand_ms" in line else None,
+    )
+
+
+def _interval(line: Line, name: str, ends: str) -> Cell:
+    value = float(line[name])
+    if line[ends] is None:
+        return value
+    low, high = line[ends]
+    return Interval(value=value, low=low, high=high)
+
+
+def _verdict(line: Line) -> str:
+    told = ["within a third"] if is_right(line) else []
+    if line["range_ms"] is not None and in_range(line):
+        told.append("in range")
+    return ", ".join(told) or "no"
