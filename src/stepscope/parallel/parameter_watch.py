@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,9 @@ class ParameterWatch:
         self._parameters = list(self.named.values())
         self._traits = list(map(_traits, self._parameters))
         self._quick = self._quick_traits()
-        tables = [t for inner in module.modules() for t in (inner._modules, inner._parameters)]
+        tables: list[dict[str, Any]] = [
+            table for inner in module.modules() for table in (inner._modules, inner._parameters)
+        ]
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
         self._entries = list(self._current())

@@ -38,8 +38,8 @@ class Unit(NotCopied):
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, always_call=True)
         # Torch sets an attribute of the hook, which a bound method cannot have.
-        owner.register_state_dict_post_hook(partial(self._as_dtensors))
-        owner.register_load_state_dict_pre_hook(self._own_rows)
+        owner.register_state_dict_post_hook(partial(self._as_dtensors))  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(self._own_rows)  # type: ignore[no-untyped-call]
 
     def _before(self, owner: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
         # By all its names: one parameter may have two.
