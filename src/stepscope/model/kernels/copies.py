@@ -149,7 +149,7 @@ class _Seen(NamedTuple):
         """None in inference mode, where nothing changes with the values."""
         if weight.is_inference():
             return None
-        storage = StorageWeakRef(weight.untyped_storage())
+        storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
         return cls(weight._version, weight.data_ptr(), storage)
 
     def shows(self, weight: Tensor) -> bool:
