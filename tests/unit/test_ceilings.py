@@ -15,6 +15,7 @@ from stepscope.measure.ceilings import ceilings, measure_ceilings
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import CpuDevice, Device
 from stepscope.records.schema import Ceiling
+from stepscope.triton_here import tf32_is_enabled
 
 HERE = environment(device_kind="cpu", device_name="a processor that no data sheet lists")
 
@@ -135,3 +136,18 @@ def test_measuring_gives_every_limit_that_the_device_has(monkeypatch: pytest.Mon
     assert [done for done, _, _ in told] == [0, 1, 2, 3, 4]
     assert {total for _, total, _ in told} == {5}
     assert torch.get_float32_matmul_precision() == precision
+
+
+def test_tf32_is_set_and_restored_in_a_program_that_uses_fp32_precision() -> None:
+    """`torch.get_float32_matmul_precision` raises in such a program."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for own in ("tf32", "ieee"):
+            matmul.fp32_precision = own
+            for on in (True, False):
+                with module._tf32(on):
+                    assert tf32_is_enabled() == on
+            assert matmul.fp32_precision == own
+    finally:
+        matmul.fp32_precision = before

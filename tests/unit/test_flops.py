@@ -118,3 +118,19 @@ def test_causal_attention_counts_half_however_it_is_said() -> None:
         with CountingFlops() as mode:
             nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=causal)
         assert mode.counted.total == 2 * 2 * 2 * 8 * 8 * 4 // (2 if causal else 1)
+
+
+@pytest.mark.parametrize(("precision", "name"), [("tf32", "tf32"), ("ieee", "float32")])
+def test_the_dtype_of_float32_matmuls_where_a_program_sets_fp32_precision(
+    precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with CountingFlops() as counting:
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    try:
+        matmul.fp32_precision = precision
+        assert counting.counted.main_format() == name
+    finally:
+        matmul.fp32_precision = before

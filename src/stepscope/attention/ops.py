@@ -286,7 +286,8 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    made = _differentiated(grad, *ctx.saved_tensors, ctx.how, ctx.direct)
+    q, k, v, out, lse = ctx.saved_tensors
+    made = _differentiated(grad, q, k, v, out, lse, ctx.how, ctx.direct)
     return (*made, None, None, None)
 
 

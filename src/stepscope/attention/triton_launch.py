@@ -80,7 +80,11 @@ class Problem(NamedTuple):
         q = tensors[0]
         return cls(
             bool(causal), shift, q.device, q.dtype == torch.float32 and tf32_is_enabled(),
-            1 if read[0] is q else PLANES, tuple([Given.of(x) for x in tensors]),
+            1 if read[0] is q else PLANES,
+            tuple(
+                [Given(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+                 for x in tensors]
+            ),
         )  # fmt: skip
 
     @property
@@ -92,8 +96,8 @@ class Problem(NamedTuple):
         return self.given[1]
 
 
-LaunchKey = tuple[Pass, Tile | None, Problem]
-_PREPARED: dict[LaunchKey, Prepared] = {}
+Launches = dict[tuple[Pass, Tile | None], Prepared]
+_PREPARED: dict[Problem, Launches] = {}
 _SPLITTERS: dict[tuple[torch.device, Given], Callable[..., None]] = {}
 _forced: dict[Pass, Tile] = {}
 _record: list[Launch] | None = None
@@ -130,7 +134,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, shif
     if q.numel():
         read = readable(q, k, v)
         problem = Problem.of((q, k, v), read, causal, shift)
-        run_pass("forward", problem, read, (out, lse), (out,), scale)
+        run_pass("forward", problem, _launches(problem), read, (out, lse), (out,), scale)
     return out, lse
 
 
@@ -150,8 +154,11 @@ def backward(
         factor, lean = torch.empty_like(lse), torch.empty_like(lse)
     read = readable(q, k, v, grad)
     problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift)
-    run_pass("query", problem, read, (out, lse, delta, factor, lean, dq), (out, dq), scale)
-    run_pass("key_value", problem, read, (lse, delta, factor, lean, dk, dv), (dk, dv), scale)
+    launches = _launches(problem)
+    rest = (out, lse, delta, factor, lean, dq)
+    run_pass("query", problem, launches, read, rest, (out, dq), scale)
+    rest = (lse, delta, factor, lean, dk, dv)
+    run_pass("key_value", problem, launches, read, rest, (dk, dv), scale)
     return dq, dk, dv
 
 
@@ -215,22 +222,30 @@ _BY_QUERIES = (True, False, False, True)
 """Whether q, k, v, grad are cut into tiles of queries."""
 
 
+def _launches(problem: Problem) -> Launches:
+    """The launches that are prepared for it. Asked once for both passes of a backward: the hash of
+    a problem takes about as long as a launch."""
+    found = _PREPARED.get(problem)
+    if found is None:
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        found = _PREPARED[problem] = {}
+    return found
+
+
 def run_pass(
-    kind: Pass, problem: Problem, read: tuple[Tensor, ...], rest: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...], scale: float,
+    kind: Pass, problem: Problem, launches: Launches, read: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...], strided: tuple[Tensor, ...], scale: float,
 ) -> None:  # fmt: skip
     """One kernel: `read` are fetched by tiles, `rest` are its other tensors, `strided` those of
     them whose strides it takes."""
     # An int would be compiled into the kernel, which the next scale would then have to share.
     scale = float(scale)
-    key = (kind, _forced.get(kind) if _forced else None, problem)
-    prepared = _PREPARED.get(key)
+    key = (kind, _forced.get(kind) if _forced else None)
+    prepared = launches.get(key)
     if prepared is None or INTERPRETED:
-        if len(_PREPARED) >= _MOST_PREPARED:
-            _PREPARED.clear()
-        prepared = _PREPARED[key] = _fitting_launch(
-            kind, problem, key[1], read, rest, strided, scale
-        )
+        prepared = _fitting_launch(kind, problem, key[1], read, rest, strided, scale)
+        launches[key] = prepared
     else:
         prepared.run(read, rest, scale)
     if _record is not None:

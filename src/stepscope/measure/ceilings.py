@@ -151,12 +151,14 @@ def _launch_rate(device: Device) -> Ceiling:
 
 @contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else "highest")
+    # By this setting of torch's two: the older one raises in a program that has used this one.
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if on else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before
 
 
 def _cache_file(environment: Environment) -> Path:

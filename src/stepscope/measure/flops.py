@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from stepscope.triton_here import tf32_is_enabled
+
 Count = Callable[..., int]
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -109,8 +111,8 @@ class FlopCount:
         if not self.by_format:
             return ""
         name = max(self.by_format, key=lambda one: self.by_format[one])
-        fast = torch.get_float32_matmul_precision() != "highest"
-        return "tf32" if name == "float32" and fast and torch.cuda.is_available() else name
+        fast = tf32_is_enabled() and torch.cuda.is_available()
+        return "tf32" if name == "float32" and fast else name
 
 
 class CountingFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]

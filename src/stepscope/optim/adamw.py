@@ -81,7 +81,8 @@ class AdamW(Optimizer):
 
     def _refuse_capture(self) -> None:
         """Replays would repeat the step count of the capture, and with it the bias correction."""
-        if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not started or not torch.cuda.is_current_stream_capturing():
             return
         if any(p.is_cuda for group in self.param_groups for p in group["params"]):
             raise RuntimeError(

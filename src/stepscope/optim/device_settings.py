@@ -6,6 +6,8 @@ from the host: the counts are tensors, and what follows from them is computed be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class DeviceSettings:
     """A row of settings for every tensor of a table; each has its own count of steps."""
 
     def __init__(
-        self, counts: list[float | Tensor], rules: tuple[Rule, ...], device: torch.device
+        self, counts: Sequence[float | Tensor], rules: tuple[Rule, ...], device: torch.device
     ) -> None:
         """A count that is a tensor of the device is shared: a captured step advances it too."""
         hosted = [0.0 if isinstance(count, Tensor) else count for count in counts]

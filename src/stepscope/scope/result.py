@@ -26,6 +26,7 @@ from stepscope.scope.recorder import ENERGY_MOVES_S, Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
 from stepscope.studies.own.changing import blocks_of
+from stepscope.triton_here import tf32_is_enabled
 
 _MOST_SAVED = 200
 """Tensors kept for backward that a record lists, the largest first."""
@@ -150,7 +151,7 @@ def _setting(recorder: Recorder) -> Setting:
         optimizers=tuple(_optimizer(one) for one in recorder.optimizers),
         compiled=any_compiled(recorder.models),
         parameter_formats=formats,
-        matmul_precision=torch.get_float32_matmul_precision(),
+        matmul_precision="high" if tf32_is_enabled() else "highest",
         blocks=sum(len(blocks_of(model)) for model in recorder.models),
         batch=_batch(),
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),

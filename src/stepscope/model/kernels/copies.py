@@ -5,8 +5,9 @@ Here the cast is kept, and made again only where a weight has changed since. An 
 writes the copy together with the weight (`FusedAdamW`) never lets that happen. Weights of products
 that read the same input lie one under the other, so that one product serves them all.
 
-A change is what moves a tensor's version: a write through `.data` does not, nor does the replay of
-a captured optimizer that writes no copy. After such, `refresh(all_of_them=True)`.
+A change is what moves a tensor's version or gives it other memory. A write through `.data` does
+neither, nor does the replay of a captured optimizer that writes no copy. After such,
+`refresh(all_of_them=True)`.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class _Seen(NamedTuple):
         """None in inference mode, where nothing changes with the values."""
         if weight.is_inference():
             return None
-        storage = StorageWeakRef(weight.untyped_storage())
+        storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
         return cls(weight._version, weight.data_ptr(), storage)
 
     def shows(self, weight: Tensor) -> bool:
