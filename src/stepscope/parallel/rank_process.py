@@ -25,11 +25,11 @@ import torch
 
 from stepscope.errors import UsageError
 from stepscope.parallel.heartbeat import HEARTBEAT, Page, State
+from stepscope.parallel.main_module import GUARD
 from stepscope.parallel.sending import Received, Result, dumps, why_not
 from stepscope.parallel.world import World
 
 _UNTIL_ENDED_S = 5.0
-GUARD = 'call launch under `if __name__ == "__main__":`'
 _importing: str | None = None
 """The script that this rank imports at the moment."""
 
@@ -127,14 +127,16 @@ def _certified(path: Path) -> Iterator[None]:
 
 def _certify(path: Path, error: BaseException) -> None:
     """Say what ended this rank and when; whole or not at all."""
-    unsendable = isinstance(error, _Unsendable)
+    what, cause = f"raised {_said(error)}", error
+    if isinstance(error, _Unsendable):
+        what = f"finished, but what it returned cannot be sent: {error}"
+    if isinstance(error, CannotStart) and error.__cause__ is not None:
+        cause = error.__cause__
     certificate = {
         "at_s": time.monotonic(),
-        "what": f"finished, but what it returned cannot be sent: {error}"
-        if unsendable
-        else f"raised {_said(error)}",
+        "what": what,
         "cannot_start": str(error) if isinstance(error, CannotStart) else None,
-        "stack": "".join(traceback.format_exception(error)),
+        "stack": "".join(traceback.format_exception(cause)),
     }
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(certificate))

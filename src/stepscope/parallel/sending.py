@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from stepscope.errors import UsageError
 
@@ -31,6 +32,11 @@ _HEAP_TYPE = 1 << 9
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
+_SENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Functions and classes that this process has sent by value, by their identity."""
+_ORIGINS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Those that this process was sent, with their identity where they come from: a result that
+refers to one is then the launcher's own."""
 Main = Literal["script", "all", "none"]
 """What the other process has of `__main__` under the same names: what the script's file defines
 (and not what `exec` added to it), all of it, nothing."""
@@ -88,12 +94,18 @@ class _Pickler(ForkingPickler):
         self._namespaces: dict[int, _Namespace] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, types.FunctionType):
-            return NotImplemented if self._has_name(value) else self._function(value)
-        if isinstance(value, type) and value.__flags__ & _HEAP_TYPE:
-            return NotImplemented if self._has_name(value) else self._class(value)
+        made = isinstance(value, type) and value.__flags__ & _HEAP_TYPE
+        if isinstance(value, types.FunctionType) or made:
+            if self._main == "all" and value in _ORIGINS:
+                return _original, (_ORIGINS[value],)
+            if self._has_name(value):
+                return NotImplemented
+            _SENT[id(value)] = value
+            return self._class(value) if made else self._function(value)
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, types.CodeType):
+            return marshal.loads, (marshal.dumps(value),)
         if isinstance(value, types.CellType):
             return _empty_cell, (), _content(value), None, None, _fill_cell
         if isinstance(value, property):
@@ -133,8 +145,9 @@ class _Pickler(ForkingPickler):
                              "__kwdefaults__", "__annotations__")
             },
             "dict": vars(value),
+            "origin": id(value),
         }  # fmt: skip
-        args = marshal.dumps(value.__code__), namespace, value.__name__, value.__closure__
+        args = value.__code__, namespace, value.__name__, value.__closure__
         return _make_function, args, state, None, None, _fill_function
 
     def _namespace(self, value: types.FunctionType) -> _Namespace:
@@ -160,7 +173,7 @@ class _Pickler(ForkingPickler):
         slots = {name: members.pop(name) for name in ("__slots__",) if name in members}
         names = {name: getattr(value, name) for name in ("__module__", "__qualname__")}
         args = type(value), value.__name__, value.__bases__, names | slots
-        return _make_class, args, members, None, None, _fill_class
+        return _make_class, args, (members, id(value)), None, None, _fill_class
 
 
 class _Namespace:
@@ -180,9 +193,12 @@ def _open_namespace(name: str, of_module: bool) -> dict[str, Any]:
 
 
 def _make_function(
-    code: bytes, namespace: dict[str, Any], name: str, closure: tuple[types.CellType, ...] | None
+    code: types.CodeType,
+    namespace: dict[str, Any],
+    name: str,
+    closure: tuple[types.CellType, ...] | None,
 ) -> types.FunctionType:
-    return types.FunctionType(marshal.loads(code), namespace, name, None, closure)
+    return types.FunctionType(code, namespace, name, None, closure)
 
 
 def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
@@ -192,23 +208,21 @@ def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
     for name, value in state["attributes"].items():
         setattr(function, name, value)
     vars(function).update(state["dict"])
-    _keep_in_main(function)
+    _ORIGINS[function] = state["origin"]
 
 
 def _make_class(kind: Any, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
     return types.new_class(name, bases, {"metaclass": kind}, lambda held: held.update(members))
 
 
-def _fill_class(made: type, members: dict[str, Any]) -> None:
+def _fill_class(made: type, state: tuple[dict[str, Any], int]) -> None:
+    members, _ORIGINS[made] = state
     for name, value in members.items():
         setattr(made, name, value)
-    _keep_in_main(made)
 
 
-def _keep_in_main(made: Any) -> None:
-    """Results that refer to it then do so by its name, and the launcher finds its own."""
-    if made.__module__ == "__main__" and made.__qualname__.isidentifier():
-        setattr(sys.modules["__main__"], made.__qualname__, made)
+def _original(origin: int) -> Any:
+    return _SENT[origin]
 
 
 def _empty_cell() -> types.CellType:
@@ -280,10 +294,10 @@ class Sent:
     """A value that is pickled when the process that gets it is started."""
 
     def __init__(self, value: Any, main: Main) -> None:
-        self.value, self._main = value, main
+        self.value, self.main = value, main
 
     def __reduce__(self) -> tuple[Callable[[bytes], Received], tuple[bytes]]:
-        return Received, (dumps(self.value, self._main),)
+        return Received, (dumps(self.value, self.main),)
 
 
 class Received:

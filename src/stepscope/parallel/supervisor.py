@@ -16,9 +16,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.parallel.heartbeat import Page, Pulse, State, descendants
+from stepscope.parallel.main_module import main_to_import, ranks_import_main, refuse_unguarded
 from stepscope.parallel.rank_process import refuse_within_import, run_rank
 from stepscope.parallel.sending import Main, Opened, Sent, why_not
 from stepscope.parallel.world import RENDEZVOUS
@@ -87,34 +87,41 @@ def launch(
         raise UsageError(f"ranks is {ranks}", "it must be at least 1")
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     multiprocessing.set_forkserver_preload(_preloaded())
-    main = _main_to_import()
+    main = main_to_import()
+    refuse_unguarded(main)
     task = Sent((function, arguments), "script" if main else "none")
     # Longer than the supervisor's patience, which can name the rank.
     patience_s = 2 * max(limits.start, limits.step)
+    inner = (backend, device, patience_s, threads, os.getpid())
     try:
-        with _Signals() as signals, tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as job:
-            inner = (task, main, job, backend, device, patience_s, threads, os.getpid())
-            page = Page.create(Path(job) / "pulses", ranks)
-            with _without_import_of_main():
-                context = _start(inner, ranks)
-            signals.take()
-            watch = Watch(context, page, Path(job), ranks, limits)
-            try:
-                return watch.until_done()
-            except BaseException:
-                watch.end_all()
-                raise
-            finally:
-                context.close(death_sig=signal.SIGKILL, timeout=5)
-                page.close()
+        return _supervised(task, main, inner, ranks, limits)
     except SignalException as caught:
         number = signal.Signals(caught.sigval)
+    # By now the handlers are the caller's again, and what the job has used is freed.
     signal.raise_signal(number)
     raise ParallelError(f"{number.name} ended the ranks")
 
 
-def _start(inner: tuple[Any, ...], ranks: int) -> PContext:
-    task, main, job = inner[:3]
+def _supervised(
+    task: Sent, main: dict[str, str], inner: tuple[Any, ...], ranks: int, limits: Limits
+) -> list[Any]:
+    with _Signals() as signals, tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as job:
+        page = Page.create(Path(job) / "pulses", ranks)
+        with ranks_import_main():
+            context = _start(task, (task, main, job, *inner), job, ranks)
+        signals.take()
+        watch = Watch(context, page, Path(job), ranks, limits)
+        try:
+            return watch.until_done()
+        except BaseException:
+            watch.end_all()
+            raise
+        finally:
+            context.close(death_sig=signal.SIGKILL, timeout=5)
+            page.close()
+
+
+def _start(task: Sent, inner: tuple[Any, ...], job: str, ranks: int) -> PContext:
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -122,6 +129,7 @@ def _start(inner: tuple[Any, ...], ranks: int) -> PContext:
         "NCCL_SOCKET_IFNAME": "lo",
         RENDEZVOUS: _rendezvous(job),
     }
+    before = set(multiprocessing.active_children())
     try:
         return start_processes(
             name="rank",
@@ -131,10 +139,11 @@ def _start(inner: tuple[Any, ...], ranks: int) -> PContext:
             logs_specs=DefaultLogsSpecs(log_dir=f"{job}/logs"),
             start_method="forkserver",
         )
-    except SignalException:
-        raise
-    except Exception as error:
-        _refuse_unsendable(*task.value, "script" if main else "none", error)
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        if isinstance(error, Exception) and not isinstance(error, SignalException):
+            _refuse_unsendable(*task.value, task.main, error)
         raise
 
 
@@ -152,39 +161,6 @@ def _refuse_unsendable(
             raise UsageError(
                 f"{what} cannot be sent to the ranks: {reason}", "create it in the function"
             ) from error
-
-
-def _main_to_import() -> dict[str, str]:
-    """The script or module that ranks import, as multiprocessing names it; empty where there is
-    none: a notebook, standard input, `python -c`, the `__main__` of a package."""
-    data = spawn.get_preparation_data("rank")
-    name, path = data.get("init_main_from_name"), data.get("init_main_from_path")
-    if name is not None and name.rpartition(".")[2] != "__main__":
-        return {"init_main_from_name": name}
-    # multiprocessing imports no script of that name either.
-    if path is not None and Path(path).is_file() and Path(path).stem != "ipython":
-        return {"init_main_from_path": path}
-    return {}
-
-
-@contextlib.contextmanager
-def _without_import_of_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing the script before a rank could report an error: ranks
-    do it themselves. For processes that this thread starts."""
-    original, thread = spawn.get_preparation_data, threading.get_ident()
-
-    def prepared(name: str) -> dict[str, Any]:
-        data = original(name)
-        if threading.get_ident() == thread:
-            for key in ("init_main_from_name", "init_main_from_path"):
-                data.pop(key, None)
-        return data
-
-    spawn.get_preparation_data = prepared
-    try:
-        yield
-    finally:
-        spawn.get_preparation_data = original
 
 
 def _preloaded() -> list[str]:
