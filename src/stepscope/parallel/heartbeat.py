@@ -138,7 +138,7 @@ class Heartbeat:
 def _alive(process: psutil.Process) -> bool:
     """Also False for one whose number another process has, and one that nobody has waited for."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -56,7 +56,9 @@ def refuse_unguarded(main: dict[str, str]) -> None:
     finds out.
     """
     path = getattr(sys.modules["__main__"], "__file__", None)
-    line = _line_in(path) if main and path is not None else None
+    if not main or path is None:
+        return
+    line = _line_in(path)
     if line is None:
         return
     try:

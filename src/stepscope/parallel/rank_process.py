@@ -73,7 +73,7 @@ def _import_main(main: dict[str, str]) -> None:
     global _importing
     if not main:
         # Functions that were defined there bring along what they use of it.
-        spawn.old_main_modules.append(sys.modules["__main__"])  # type: ignore[attr-defined]
+        spawn.old_main_modules.append(sys.modules["__main__"])
         sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
         return
     if sys.modules["__main__"].__name__ == "__mp_main__":

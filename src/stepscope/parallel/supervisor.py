@@ -36,7 +36,7 @@ from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.parallel.heartbeat import Page, Pulse, State, descendants
 from stepscope.parallel.main_module import main_to_import, ranks_import_main, refuse_unguarded
 from stepscope.parallel.rank_process import refuse_within_import, run_rank
-from stepscope.parallel.sending import Main, Opened, Sent, why_not
+from stepscope.parallel.sending import Opened, Sent, why_not
 from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02
@@ -143,7 +143,7 @@ def _start(task: Sent, inner: tuple[Any, ...], job: str, ranks: int) -> PContext
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
         if isinstance(error, Exception) and not isinstance(error, SignalException):
-            _refuse_unsendable(*task.value, task.main, error)
+            _refuse_unsendable(task, error)
         raise
 
 
@@ -151,12 +151,11 @@ def _rendezvous(job: str) -> str:
     return f"file://{job}/rendezvous"
 
 
-def _refuse_unsendable(
-    function: Callable[..., Any], arguments: tuple[Any, ...], main: Main, error: Exception
-) -> None:
+def _refuse_unsendable(task: Sent, error: Exception) -> None:
+    function, arguments = task.value
     named = {f"the function {getattr(function, '__qualname__', function)}": function}
     for what, value in (named | {f"argument {n}": v for n, v in enumerate(arguments)}).items():
-        reason = why_not(value, main)
+        reason = why_not(value, task.main)
         if reason is not None:
             raise UsageError(
                 f"{what} cannot be sent to the ranks: {reason}", "create it in the function"
