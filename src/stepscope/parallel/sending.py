@@ -29,6 +29,7 @@ from stepscope.errors import UsageError
 _OF_THE_CLASS_ITSELF = {"__dict__", "__weakref__", "_abc_impl"}
 _HEAP_TYPE = 1 << 9
 """The flag of a class that Python code has made; those of C modules are not sent by value."""
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
@@ -269,7 +270,7 @@ def _used_globals(function: types.FunctionType) -> dict[str, Any]:
         step.argval
         for code in _codes(function.__code__)
         for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if step.opname in _LOADS
     }
     held = function.__globals__
     return {name: held[name] for name in sorted(names) if name in held}
