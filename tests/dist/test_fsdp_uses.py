@@ -238,4 +238,4 @@ def test_checkpoints_of_groups_of_ranks_and_what_does_not_fit(tmp_path: Path) ->
         assert held["moments"] == 0
         assert "1 groups of parameters, here 2" in held["other groups"]
         assert held["untouched"] == 0.0
-        assert "is no checkpoint" in held["damaged"]
+        assert ".metadata is damaged: its checksum does not match" in held["damaged"]

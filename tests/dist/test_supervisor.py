@@ -207,9 +207,13 @@ def test_no_rank_at_all_is_refused() -> None:
 
 
 def unsendable(_: World) -> Any:
-    return lambda: None
+    return {"losses": [1.0], "batches": (n for n in range(3))}
 
 
-def test_a_result_that_cannot_be_sent_is_told() -> None:
-    with pytest.raises(RankFailed, match="rank 0 finished, but what it returned cannot be sent"):
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    words = (
+        r"rank 0 finished, but what it returned cannot be sent: 'batches': a generator \(cannot"
+        r" pickle 'generator' object\) before its first step"
+    )
+    with pytest.raises(RankFailed, match=words):
         launch(unsendable, ranks=1, limits=LIMITS)

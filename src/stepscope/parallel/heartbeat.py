@@ -13,10 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 BEAT_EVERY_S = 0.1
 _FIELDS = 8
@@ -96,7 +98,8 @@ class Heartbeat:
         self.step_number = -1
 
     def start(self, page: Page, rank: int, supervisor: int) -> None:
-        self._page, self._rank, self._supervisor = page, rank, supervisor
+        self._page, self._rank = page, rank
+        self._supervisor = psutil.Process(supervisor)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def step(self, number: int) -> None:
@@ -125,16 +128,28 @@ class Heartbeat:
             self._update(beat_s=time.monotonic())
             if not _alive(self._supervisor):
                 # Nobody waits for the result any more, and nobody would end this process.
+                for process in descendants(os.getpid()):
+                    with suppress(psutil.Error):
+                        process.kill()
                 os._exit(1)
             time.sleep(BEAT_EVERY_S)
 
 
-def _alive(process: int) -> bool:
+def _alive(process: psutil.Process) -> bool:
+    """Also False for one whose number another process has, and one that nobody has waited for."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    return True
+
+
+def descendants(*processes: int) -> list[psutil.Process]:
+    """What these processes have started, and what those have started."""
+    found: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(process).children(recursive=True)
+    return found
 
 
 HEARTBEAT = Heartbeat()

@@ -8,7 +8,6 @@ with its step and its stack; and no rank outlives the job or the process that st
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import multiprocessing
@@ -17,8 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +29,21 @@ from torch.distributed.elastic.multiprocessing import (
     RunProcsResult,
     start_processes,
 )
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from stepscope.errors import UsageError
-from stepscope.parallel.errors import RankFailed
-from stepscope.parallel.heartbeat import HEARTBEAT, Page, Pulse, State
-from stepscope.parallel.world import RENDEZVOUS, World
+from stepscope.parallel.errors import ParallelError, RankFailed
+from stepscope.parallel.heartbeat import Page, Pulse, State, descendants
+from stepscope.parallel.main_module import main_to_import, ranks_import_main, refuse_unguarded
+from stepscope.parallel.rank_process import refuse_within_import, run_rank
+from stepscope.parallel.sending import Opened, Sent, why_not
+from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02
 _GRACE_S = 0.06
 """A rank that dies takes its peers along within this time; the first of them is the cause."""
 _STACK_WAIT_S = 0.3
 _EXIT_CODE_WAIT_S = 0.45
-_UNTIL_ENDED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,37 +71,95 @@ def launch(
 ) -> list[Any]:
     """Run `function(world, *arguments)` in `ranks` processes; what each returned, by rank.
 
+    Every rank imports the script that calls this, so a script calls it under
+    `if __name__ == "__main__":`. In a notebook, on standard input, under `python -c` and `exec`
+    nothing can be imported: functions and classes are sent by value there (as lambdas and local
+    functions are everywhere), with the globals that they use; settings of the launching process,
+    such as torch's default dtype, are then not those of the ranks.
+
+    A signal that would end this process (SIGTERM, SIGINT, SIGHUP, SIGQUIT) ends the ranks first
+    and then takes its effect: SIGTERM ends it with status 143 as a shell counts.
+
     `threads` is torch's per rank: by default the cores are shared out.
     """
+    refuse_within_import()
     if ranks < 1:
         raise UsageError(f"ranks is {ranks}", "it must be at least 1")
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     multiprocessing.set_forkserver_preload(_preloaded())
-    with tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as folder, _quiet_signals():
-        job = Path(folder)
-        page = Page.create(job / "pulses", ranks)
-        shared = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-            RENDEZVOUS: f"file://{job / 'rendezvous'}",
-        }
-        inner = (function, arguments, str(job), backend, device, limits, threads, os.getpid())
-        context = start_processes(
-            name="rank",
-            entrypoint=_run_rank,
-            args=dict.fromkeys(range(ranks), inner),
-            envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=str(job / "logs")),
-            start_method="forkserver",
-        )
-        watch = Watch(context, page, job, ranks, limits)
+    main = main_to_import()
+    refuse_unguarded(main)
+    task = Sent((function, arguments), "script" if main else "none")
+    # Longer than the supervisor's patience, which can name the rank.
+    patience_s = 2 * max(limits.start, limits.step)
+    inner = (backend, device, patience_s, threads, os.getpid())
+    try:
+        return _supervised(task, main, inner, ranks, limits)
+    except SignalException as caught:
+        number = signal.Signals(caught.sigval)
+    # By now the handlers are the caller's again, and what the job has used is freed.
+    signal.raise_signal(number)
+    raise ParallelError(f"{number.name} ended the ranks")
+
+
+def _supervised(
+    task: Sent, main: dict[str, str], inner: tuple[Any, ...], ranks: int, limits: Limits
+) -> list[Any]:
+    with _Signals() as signals, tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as job:
+        page = Page.create(Path(job) / "pulses", ranks)
+        with ranks_import_main():
+            context = _start(task, (task, main, job, *inner), job, ranks)
+        signals.take()
+        watch = Watch(context, page, Path(job), ranks, limits)
         try:
             return watch.until_done()
+        except BaseException:
+            watch.end_all()
+            raise
         finally:
             context.close(death_sig=signal.SIGKILL, timeout=5)
             page.close()
+
+
+def _start(task: Sent, inner: tuple[Any, ...], job: str, ranks: int) -> PContext:
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        RENDEZVOUS: _rendezvous(job),
+    }
+    before = set(multiprocessing.active_children())
+    try:
+        return start_processes(
+            name="rank",
+            entrypoint=run_rank,
+            args=dict.fromkeys(range(ranks), inner),
+            envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=f"{job}/logs"),
+            start_method="forkserver",
+        )
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        if isinstance(error, Exception) and not isinstance(error, SignalException):
+            _refuse_unsendable(task, error)
+        raise
+
+
+def _rendezvous(job: str) -> str:
+    return f"file://{job}/rendezvous"
+
+
+def _refuse_unsendable(task: Sent, error: Exception) -> None:
+    function, arguments = task.value
+    named = {f"the function {getattr(function, '__qualname__', function)}": function}
+    for what, value in (named | {f"argument {n}": v for n, v in enumerate(arguments)}).items():
+        reason = why_not(value, task.main)
+        if reason is not None:
+            raise UsageError(
+                f"{what} cannot be sent to the ranks: {reason}", "create it in the function"
+            ) from error
 
 
 def _preloaded() -> list[str]:
@@ -113,52 +172,6 @@ def _preloaded() -> list[str]:
     lean = ["torch.distributed", __name__]
     rich = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"]
     return lean if torch.cuda.is_available() else [*lean, *rich]
-
-
-def _run_rank(
-    function: Callable[..., Any], arguments: tuple[Any, ...], folder: str, backend: str,
-    device: str, limits: Limits, threads: int, supervisor: int,
-) -> Any:  # fmt: skip
-    job, rank = Path(folder), int(os.environ["RANK"])
-    # Stays open for as long as the process lives: the handler writes to it.
-    stacks = (job / f"stack-{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    HEARTBEAT.start(Page(job / "pulses", int(os.environ["WORLD_SIZE"])), rank, supervisor)
-    torch.set_num_threads(threads)
-    # Longer than the supervisor's patience, which can name the rank.
-    patience_s = 2 * max(limits.start, limits.step)
-    with _certified(job / f"raised-{rank}"):
-        world = World.from_environment(backend, device)
-        # Inside as well: leaving the group makes the others fail, and they must not be first.
-        with world.connected(patience_s), _certified(job / f"raised-{rank}"):
-            result = function(world, *arguments)
-    HEARTBEAT.state(State.FINISHED)
-    return result
-
-
-@contextlib.contextmanager
-def _certified(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        _certify(path, error)
-        HEARTBEAT.state(State.RAISED)
-        # The supervisor ends this process; until then only a rank that died is dead.
-        time.sleep(_UNTIL_ENDED_S)
-        raise
-
-
-def _certify(path: Path, error: BaseException) -> None:
-    """Say what ended this rank and when; whole or not at all."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    certificate = {
-        "at_s": time.monotonic(),
-        "what": f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        "stack": "".join(traceback.format_exception(error)),
-    }
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(certificate))
-    unfinished.rename(path)
 
 
 class Watch:
@@ -186,10 +199,30 @@ class Watch:
             if done is not None:
                 if done.failures:
                     self._fail_by_end()
-                return [done.return_values[rank] for rank in self._ranks]
+                return [self._value(rank, done.return_values[rank]) for rank in self._ranks]
             if time.monotonic() > deadline:
                 self._fail_stuck(pulses, f"was not done after {self._limits.total:g} s")
             time.sleep(_POLL_S)
+
+    def end_all(self) -> None:
+        """End the ranks and every process that they have started."""
+        started = descendants(*self._pids.values())
+        self._context.close(death_sig=signal.SIGKILL, timeout=5)
+        place = _rendezvous(str(self._job))
+        for process in psutil.process_iter():
+            # Also what has lost its parent, and is in a session of its own.
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(RENDEZVOUS) == place:
+                    started.append(process)
+        for process in started:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _value(self, rank: int, result: Opened) -> Any:
+        if result.error is not None:
+            what = f"finished, but what it returned cannot be loaded: {result.error}"
+            raise RankFailed(rank, self._page.read(rank).step, what, {})
+        return result.value
 
     def _dead(self, pulses: list[Pulse]) -> list[int]:
         ended = (State.RAISED, State.FINISHED)
@@ -218,10 +251,14 @@ class Watch:
             raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
         if not raised:
             lost = min(self._exit_codes)
-            what = "finished, but what it returned cannot be sent: it must be picklable"
+            what = f"finished, then {self._death(lost)}"
             raise RankFailed(lost, pulses[lost].step, what, stacks)
         first = min(raised, key=lambda rank: raised[rank]["at_s"])
-        raise RankFailed(first, pulses[first].step, f"raised {raised[first]['what']}", stacks)
+        if raised[first]["cannot_start"] is not None:
+            refused = UsageError(raised[first]["cannot_start"])
+            refused.add_note(f"rank {first} was here:\n{stacks[first]}")
+            raise refused
+        raise RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
 
     def _death(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
@@ -294,21 +331,41 @@ def in_collective(stack: str) -> bool:
     return any("torch/distributed/" in line for head in heads for line in head)
 
 
-@contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """Torch's launcher takes over signal handlers and logs what is reported here; undo both."""
-    names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
-    loggers = [logging.getLogger(name) for name in names]
-    were_disabled = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main else ()
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+class _Signals:
+    """Turns signals that would end this process into an exception, once, so that ranks are ended
+    before it; leaves the caller's own handlers, and what it ignores, in place.
+
+    Torch's launcher takes the handlers over and logs what is reported here: both are undone.
+    """
+
+    def __init__(self) -> None:
+        names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+        self._loggers = [logging.getLogger(name) for name in names]
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main else ()
+        # None: not installed from Python, and so not to be restored from it.
+        self._before = {n: was for n in numbers if (was := signal.getsignal(n)) is not None}
+        self._caught = False
+
+    def __enter__(self) -> _Signals:
+        self._were_disabled = [logger.disabled for logger in self._loggers]
+        for logger in self._loggers:
+            logger.disabled = True
+        self.take()
+        return self
+
+    def take(self) -> None:
+        for number, was in self._before.items():
+            ends = was in (signal.SIG_DFL, signal.default_int_handler)
+            signal.signal(number, self._catch if ends else was)
+
+    def _catch(self, number: int, _: object) -> None:
+        if not self._caught:
+            self._caught = True
+            raise SignalException("the launcher was ended", signal.Signals(number))
+
+    def __exit__(self, *_: object) -> None:
+        for logger, was_disabled in zip(self._loggers, self._were_disabled, strict=True):
             logger.disabled = was_disabled
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, was in self._before.items():
+            signal.signal(number, was)

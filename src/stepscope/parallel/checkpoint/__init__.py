@@ -1,36 +1,41 @@
-"""Sharded checkpoints through torch.distributed.checkpoint: saved by N ranks, loaded by M."""
+"""Sharded checkpoints through torch.distributed.checkpoint: saved by N ranks, loaded by M.
+
+The format is torch's, with checksums of every file beside it (`checksums.json`), which loading
+verifies. Loading a checkpoint runs no code from it. A checkpoint that is refused leaves model and
+optimizer as they were, and all ranks raise the same error.
+"""
 
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from stepscope.parallel.checkpoint.checksums import CHECKSUMS, SummingWriter, write_checksums
+from stepscope.parallel.checkpoint.reading import DataPlanner, VerifyingReader
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.fsdp import FSDP
+from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.inner import on_its_device
 from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 
 _OPTIONS = "options"
-_UNREADABLE = (
-    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, ValueError,
-)  # fmt: skip
-"""What reading a pickle raises that is damaged."""
+_PLAIN = (str, int, float, bool, type(None))
+T = TypeVar("T")
 Room = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""Where a saved tensor of that name, size and format goes on this rank; None if nowhere."""
+"""An empty tensor for a saved one of that name, size and dtype; None if this rank needs none."""
 
 
 def save_optimizer(optimizer: ShardedOptimizer, path: Path | str) -> None:
@@ -65,7 +70,7 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
     def room(entry: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         kind, _, name = entry.partition(".")
         if kind == "buffer":
-            return buffers.get(name)
+            return torch.empty_like(buffers[name]) if name in buffers else None
         if kind == "optimizer":
             name = name.partition(".")[2]
         parameter = parameters.get(name)
@@ -104,6 +109,9 @@ def load_training(model: FSDP, optimizer: torch.optim.Optimizer, path: Path | st
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_local(found[f"model.{name}"]))
+        for name, buffer in buffers.items():
+            if f"buffer.{name}" in found:
+                buffer.copy_(found[f"buffer.{name}"])
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(options)
     optimizer.state.clear()
@@ -132,50 +140,117 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _save(
-    held: dict[str, Any],
+    state: dict[str, Any],
     groups: list[dict[str, Any]],
     final: Path,
     ranks: dist.ProcessGroup | None,
 ) -> None:
     unfinished = final.with_name(f"{final.name}.part")
-    if final.exists():
-        raise ParallelError(f"{final} exists already", "choose another name")
-    if dist.get_rank(ranks) == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier(ranks)
-    # As one text: lists would be taken apart into entries of their own.
-    options = json.dumps(groups, default=float)
-    save(held | {_OPTIONS: options}, checkpoint_id=str(unfinished), process_group=ranks)
-    dist.barrier(ranks)
-    if dist.get_rank(ranks) == 0:
-        unfinished.rename(final)
-    dist.barrier(ranks)
+    first = dist.get_rank(ranks) == 0
+
+    def prepare() -> str:
+        if final.exists():
+            raise ParallelError(f"{final} exists already", "choose another name")
+        for name, value in state.items():
+            parts = value if type(value) is tuple else (value,)
+            if not all(isinstance(part, (Tensor, *_PLAIN)) for part in parts):
+                raise ParallelError(
+                    f"{name} is a {type(value).__name__}, which a checkpoint cannot hold",
+                    "optimizer state must be tensors, numbers and strings",
+                )
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        # As one text: lists would be taken apart into entries of their own.
+        return json.dumps(groups, default=float)
+
+    options = _on_all_ranks(prepare, ranks)
+    writer = SummingWriter(unfinished)
+    # The second entry tells a checkpoint that has lost its checksums from one that never had any.
+    entries = state | {_OPTIONS: options, CHECKSUMS: CHECKSUMS}
+    try:
+        save(entries, storage_writer=writer, process_group=ranks)
+    except CheckpointException as error:
+        raise _failure(f"{final} cannot be saved", error) from error
+    written: list[Any] = [None] * dist.get_world_size(ranks)
+    dist.all_gather_object(written, writer.sums, group=ranks)
+
+    def finish() -> None:
+        if first:
+            write_checksums(unfinished, {n: s for sums in written for n, s in sums.items()})
+            unfinished.rename(final)
+
+    _on_all_ranks(finish, ranks)
 
 
 def _load(
     room: Room, place: Path, ranks: dist.ProcessGroup | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def prepare() -> tuple[VerifyingReader, dict[str, Any]]:
+        reader = VerifyingReader(place)
+        entries = reader.metadata.state_dict_metadata
+        if _OPTIONS not in entries:
+            raise ParallelError(f"{place} is not a checkpoint of a sharded optimizer or model")
+        wanted: dict[str, Any] = {}
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                wanted[name] = None
+                continue
+            empty = room(name, entry.size, entry.properties.dtype)
+            if empty is not None:
+                wanted[name] = empty
+        return reader, wanted
+
+    reader, wanted = _on_all_ranks(prepare, ranks)
+    if reader.sums is None and dist.get_rank(ranks) == 0:
+        warnings.warn(
+            f"{place} has no checksums (an earlier version wrote it): damage in it goes unnoticed;"
+            " save it again to add them",
+            stacklevel=3,
+        )
     try:
-        entries = FileSystemReader(str(place)).read_metadata().state_dict_metadata
-    except _UNREADABLE as error:
-        raise ParallelError(f"{place} is no checkpoint: {error}") from error
-    if _OPTIONS not in entries:
-        raise ParallelError(f"{place} is no checkpoint of a sharded optimizer or model")
-    wanted: dict[str, Any] = {}
-    for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            wanted[name] = None
-            continue
-        empty = room(name, entry.size, entry.properties.dtype)
-        if empty is not None:
-            wanted[name] = empty
-    try:
-        load(wanted, checkpoint_id=str(place), process_group=ranks)
+        load(wanted, storage_reader=reader, planner=DataPlanner(), process_group=ranks)
     except CheckpointException as error:
-        causes = ", ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise ParallelError(f"{place} cannot be loaded: {causes}") from error
-    groups = [
-        {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        for group in json.loads(wanted.pop(_OPTIONS))
-    ]
-    return wanted, groups
+        raise _failure(f"{place} cannot be loaded", error) from error
+    wanted.pop(CHECKSUMS, None)
+    text = wanted.pop(_OPTIONS)
+    return wanted, _on_all_ranks(lambda: _parsed_options(text, place), ranks)
+
+
+def _parsed_options(text: Any, place: Path) -> list[dict[str, Any]]:
+    try:
+        return [
+            {key: tuple(v) if isinstance(v, list) else v for key, v in group.items()
+             if key != "params"}
+            for group in json.loads(text)
+        ]  # fmt: skip
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ParallelError(f"{place} has no readable options of its optimizer") from error
+
+
+def _on_all_ranks(work: Callable[[], T], ranks: dist.ProcessGroup | None) -> T:
+    """Run `work` on every rank; where it fails on one, raise the same error on all."""
+    said: str | None = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        cause = error
+        ours = isinstance(error, ParallelError)
+        said = str(error) if ours else f"{type(error).__name__}: {error}"
+    words: list[str | None] = [None] * dist.get_world_size(ranks)
+    with HEARTBEAT.waiting():
+        dist.all_gather_object(words, said, group=ranks)
+    failed = next((word for word in words if word is not None), None)
+    if failed is not None:
+        raise ParallelError(failed) from cause
+    return result
+
+
+def _failure(what: str, error: CheckpointException) -> ParallelError:
+    """The failure of the lowest rank: all ranks raise the same error."""
+    rank = min(error.failures)
+    cause = error.failures[rank][0]
+    if isinstance(cause, ParallelError):
+        return ParallelError(str(cause))
+    text = (str(cause).strip().splitlines() or [""])[0]
+    return ParallelError(f"{what}: rank {rank}: {type(cause).__name__}{text and f': {text}'}")

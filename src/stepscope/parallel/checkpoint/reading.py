@@ -1,0 +1,159 @@
+"""Reads a checkpoint: every byte is verified before it is used, and nothing in it is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from stepscope.parallel.checkpoint.checksums import BLOCK, CHECKSUMS, FileSums, read_checksums
+from stepscope.parallel.checkpoint.metadata import parse_metadata
+from stepscope.parallel.errors import ParallelError
+
+_METADATA = ".metadata"
+_NAMED = 3
+"""Parameters that an error names; the rest is counted."""
+_HINT = "restore the file or load another checkpoint"
+
+
+class VerifyingReader(FileSystemReader):
+    """Opens the checkpoint in `folder`; raises if its files are not those that were written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self.sums = read_checksums(folder)
+        """None in a checkpoint that was written without checksums."""
+        self._verified: set[tuple[str, int]] = set()
+        self.metadata = self._parsed()
+        self._check_files()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            # One by one, so that an error has a file and a parameter.
+            self._read(item, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, plan: LoadPlan, planner: LoadPlanner) -> None:
+        stored = self.storage_data[item.storage_index]
+        try:
+            self._verify(stored.relative_path, stored.offset, stored.offset + stored.length)
+            super().read_data(dataclasses.replace(plan, items=[item]), planner).wait()
+        except ParallelError:
+            raise
+        # Whatever a damaged file makes torch raise, some of it without a text.
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise ParallelError(
+                f"{self._folder / stored.relative_path} cannot be read:"
+                f" {item.storage_index.fqn}: {type(error).__name__}{text and f': {text}'}",
+                _HINT,
+            ) from error
+
+    def _parsed(self) -> Metadata:
+        path = self._folder / _METADATA
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ParallelError(
+                f"{self._folder} is not a checkpoint: {path} cannot be read: {error.strerror}"
+            ) from error
+        if self.sums is not None and not self.sums.get(_METADATA, FileSums()).matches(data):
+            raise ParallelError(f"{path} is damaged: its checksum does not match", _HINT)
+        try:
+            metadata = parse_metadata(data)
+        except ParallelError as error:
+            raise ParallelError(f"{path} is not the metadata of a checkpoint: {error}") from error
+        if self.sums is None and CHECKSUMS in metadata.state_dict_metadata:
+            raise ParallelError(f"{self._folder / CHECKSUMS} is missing", _HINT)
+        return metadata
+
+    def _check_files(self) -> None:
+        """Every file is there, as long as it was written, and there is no other data file."""
+        expected = {} if self.sums is None else {n: s.size for n, s in self.sums.items()}
+        for index, stored in self.metadata.storage_data.items():
+            name, end = stored.relative_path, stored.offset + stored.length
+            if self.sums is not None and end > expected.get(name, 0):
+                raise ParallelError(
+                    f"{self._folder / _METADATA} places {index.fqn} outside of {name}", _HINT
+                )
+            expected[name] = max(expected.get(name, 0), end)
+        for name, size in expected.items():
+            path = self._folder / name
+            found = path.stat().st_size if path.is_file() else None
+            # Without checksums only the end of the last parameter is known.
+            if found is None or found < size or (self.sums is not None and found != size):
+                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise ParallelError(f"{path} {what}{self._holds(name, 0, size)}", _HINT)
+        for path in sorted(self._folder.iterdir()):
+            if path.suffix == ".distcp" and path.name not in expected:
+                raise ParallelError(
+                    f"{path} is not a file of this checkpoint", "remove it, or load another one"
+                )
+
+    def _verify(self, name: str, begin: int, end: int) -> None:
+        """Raise unless these bytes of the file are those that were written."""
+        if self.sums is None:
+            return
+        with (self._folder / name).open("rb") as file:
+            for block in range(begin // BLOCK, -(-end // BLOCK)):
+                if (name, block) in self._verified:
+                    continue
+                file.seek(block * BLOCK)
+                if zlib.crc32(file.read(BLOCK)) != self.sums[name].crcs[block]:
+                    raise ParallelError(
+                        f"{self._folder / name} is damaged: its checksum does not match"
+                        f"{self._holds(name, block * BLOCK, (block + 1) * BLOCK)}",
+                        _HINT,
+                    )
+                self._verified.add((name, block))
+
+    def _holds(self, name: str, begin: int, end: int) -> str:
+        """The parameters in these bytes of a file: those that are damaged, if that can be seen."""
+        found = {
+            index.fqn: stored for index, stored in self.metadata.storage_data.items()
+            if stored.relative_path == name
+            and stored.offset < end and begin < stored.offset + stored.length
+        }  # fmt: skip
+        path = self._folder / name
+        names = [n for n, s in found.items() if not _intact(path, s.offset, s.length)] or [*found]
+        if not names:
+            return ""
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"; it holds {', '.join(names[:_NAMED])}{more}"
+
+
+def _intact(path: Path, offset: int, length: int) -> bool:
+    """Whether an item, which is a zip archive, matches the checksums inside of it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            with zipfile.ZipFile(io.BytesIO(file.read(length))) as archive:
+                return archive.testzip() is None
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return False
+
+
+class DataPlanner(DefaultLoadPlanner):
+    """Loads what is not a tensor as data alone; torch's own planner unpickles it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

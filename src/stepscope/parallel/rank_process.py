@@ -1,0 +1,148 @@
+"""A rank's process: what `launch` runs in it around the given function.
+
+Everything that can fail in it, from the import of the script on, is written to a file that the
+supervisor reads, so that an error reaches the caller of `launch` with its text and its stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepscope.errors import UsageError
+from stepscope.parallel.heartbeat import HEARTBEAT, Page, State
+from stepscope.parallel.main_module import GUARD
+from stepscope.parallel.sending import Received, Result, dumps, why_not
+from stepscope.parallel.world import World
+
+_UNTIL_ENDED_S = 5.0
+_importing: str | None = None
+"""The script that this rank imports at the moment."""
+
+
+class CannotStart(UsageError):  # noqa: N818
+    """The function never ran, for a reason that lies with the caller of `launch`."""
+
+
+class _Unsendable(Exception):  # noqa: N818
+    """The function ran, but its result cannot be sent."""
+
+
+def refuse_within_import() -> None:
+    if _importing is not None:
+        raise CannotStart(f"every rank imports {_importing}, which calls launch again", GUARD)
+
+
+def run_rank(
+    task: Received, main: dict[str, str], folder: str, backend: str, device: str,
+    patience_s: float, threads: int, supervisor: int,
+) -> Result:  # fmt: skip
+    job, rank = Path(folder), int(os.environ["RANK"])
+    # Stays open for as long as the process lives: the handler writes to it.
+    stacks = (job / f"stack-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    HEARTBEAT.start(Page(job / "pulses", int(os.environ["WORLD_SIZE"])), rank, supervisor)
+    torch.set_num_threads(threads)
+    with _certified(job / f"raised-{rank}"):
+        _import_main(main)
+        function, arguments = _opened(task)
+        world = World.from_environment(backend, device)
+        # Inside as well: leaving the group makes the others fail, and they must not be first.
+        with world.connected(patience_s), _certified(job / f"raised-{rank}"):
+            result = Result(_pickled(function(world, *arguments)))
+    HEARTBEAT.state(State.FINISHED)
+    return result
+
+
+def _import_main(main: dict[str, str]) -> None:
+    """As multiprocessing does when it starts a process, but where an error can be reported."""
+    global _importing
+    if not main:
+        # Functions that were defined there bring along what they use of it.
+        spawn.old_main_modules.append(sys.modules["__main__"])
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+        return
+    if sys.modules["__main__"].__name__ == "__mp_main__":
+        return
+    process: Any = multiprocessing.current_process()
+    (_importing,) = main.values()
+    # What multiprocessing itself refuses to start during such an import.
+    process._inheriting = True
+    try:
+        spawn.prepare(main)
+    except CannotStart:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CannotStart(
+            f"a rank cannot import {_importing}: {_said(error)}", f"if it starts the job, {GUARD}"
+        ) from error
+    finally:
+        del process._inheriting
+        _importing = None
+
+
+def _opened(task: Received) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        function, arguments = task.open()
+    except Exception as error:
+        raise CannotStart(
+            f"a rank cannot load the function or its arguments: {_said(error)}",
+            "define them in a module that a rank can import, or at the top level of the script",
+        ) from error
+    return function, arguments
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return dumps(result, "all")
+    except Exception as error:
+        raise _Unsendable(why_not(result, "all") or _said(error)) from error
+
+
+@contextlib.contextmanager
+def _certified(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _certify(path, error)
+        HEARTBEAT.state(State.RAISED)
+        # The supervisor ends this process; until then only a rank that died is dead.
+        time.sleep(_UNTIL_ENDED_S)
+        raise
+
+
+def _certify(path: Path, error: BaseException) -> None:
+    """Say what ended this rank and when; whole or not at all."""
+    what, cause = f"raised {_said(error)}", error
+    if isinstance(error, _Unsendable):
+        what = f"finished, but what it returned cannot be sent: {error}"
+    if isinstance(error, CannotStart) and error.__cause__ is not None:
+        cause = error.__cause__
+    certificate = {
+        "at_s": time.monotonic(),
+        "what": what,
+        "cannot_start": str(error) if isinstance(error, CannotStart) else None,
+        "stack": "".join(traceback.format_exception(cause)),
+    }
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(certificate))
+    unfinished.rename(path)
+
+
+def _said(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

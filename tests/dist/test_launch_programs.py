@@ -1,0 +1,283 @@
+"""`launch` from every kind of program: what works there, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FAR_TOO_LONG_S = 120.0
+MARK = "STEPSCOPE_TEST_PROGRAM"
+"""An environment variable that all processes of a program inherit."""
+HEAD = """
+import dataclasses, functools, os, sys, threading, time, types
+import concurrent.futures
+import torch
+from torch import nn
+from stepscope.parallel import Limits, launch
+LIMITS = Limits(start=60.0, step=30.0, beat=20.0, total=90.0)
+
+def said(function, *arguments):
+    try:
+        return launch(function, arguments, ranks=1, limits=LIMITS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+DEFINITIONS = """
+SCALE = 3
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+    def forward(self, x): return helper((self.weight * x).sum())
+
+@dataclasses.dataclass
+class Config:
+    width: int = 4
+
+def helper(x): return SCALE * x
+
+def train(world, config):
+    model = Model()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        loss = pool.submit(lambda: model(torch.ones(2))).result()
+    loss.backward()
+    return world.rank, loss.item(), model.weight.grad.tolist(), Config(config.width + world.rank)
+
+class Runner:
+    def __init__(self, n): self.n = n
+    def run(self, world): return self.n + world.rank
+
+def counting():
+    n = 0
+    def up():
+        nonlocal n
+        n += 1
+    def run(world):
+        up(); up()
+        return n
+    return run
+"""
+RUN = """
+found = launch(train, (Config(),), ranks=2, limits=LIMITS)
+assert found == [(0, 6.0, [3.0, 3.0], Config(4)), (1, 6.0, [3.0, 3.0], Config(5))], found
+print("trained")
+"""
+MORE = """
+print(said(lambda world: world.size * SCALE))
+print(said(functools.partial(lambda world, a, *, b: (a, b), b=5), 4))
+print(said(Runner(7).run))
+print(said(counting()))
+lock = threading.Lock()
+def locked(world):
+    with lock: return 1
+print(said(locked))
+print(said(lambda world, batches: 1, (n for n in range(3))))
+print(said(lambda world: lock))
+"""
+SAID = """\
+[3]
+[(4, 5)]
+[7]
+[2]
+UsageError: the function locked cannot be sent to the ranks: lock: a lock (cannot pickle \
+'_thread.lock' object) (create it in the function)
+UsageError: argument 0 cannot be sent to the ranks: a generator (cannot pickle 'generator' \
+object) (create it in the function)
+UsageError: the function <lambda> cannot be sent to the ranks: lock: a lock (cannot pickle \
+'_thread.lock' object) (create it in the function)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a program; at the end no process of it may be left."""
+    mark = str(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    yield {**os.environ, MARK: mark, "TMPDIR": str(tmp_path / "tmp")}
+    until = time.monotonic() + 30.0
+    while (left := processes_of(mark)) and time.monotonic() < until:
+        time.sleep(0.1)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def output(arguments: list[str], program: dict[str, str], text: str | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], input=text, env=program, capture_output=True, text=True,
+        timeout=FAR_TOO_LONG_S, cwd=program[MARK],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def failure(path: Path, program: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, str(path)], env=program, capture_output=True, text=True,
+        timeout=FAR_TOO_LONG_S,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    return done.stderr
+
+
+def written(folder: Path, *parts: str, name: str = "program.py") -> Path:
+    path = folder / name
+    path.write_text("".join(parts))
+    return path
+
+
+def guarded(source: str) -> str:
+    return 'if __name__ == "__main__":\n' + textwrap.indent(source, "    ")
+
+
+NOTEBOOK = """
+notebook = types.ModuleType("__main__")
+sys.modules["__main__"] = notebook
+for cell in (HEAD, DEFINITIONS, RUN):
+    exec(compile(cell, "/tmp/ipykernel_1/1.py", "exec"), vars(notebook))
+"""
+
+
+def test_standard_input_exec_and_a_notebook(program: dict[str, str]) -> None:
+    sources = f"HEAD, DEFINITIONS, RUN = {HEAD!r}, {DEFINITIONS!r}, {RUN!r}\n"
+    in_own_namespace = 'exec(HEAD + DEFINITIONS + RUN, {"__name__": "cell"})\n'
+    text = "".join((HEAD, DEFINITIONS, RUN, MORE, sources, in_own_namespace, NOTEBOOK))
+    assert output(["-"], program, text) == f"trained\n{SAID}trained\ntrained\n"
+
+
+def test_a_command(program: dict[str, str]) -> None:
+    assert output(["-c", HEAD + DEFINITIONS + RUN], program) == "trained\n"
+
+
+IN_A_SCRIPT = """
+exec("def added(world): return SCALE")
+print(said(added))
+made = types.ModuleType("made")
+sys.modules["made"] = made
+exec("def dynamic(world): return 11", vars(made))
+print(said(made.dynamic))
+import plugin
+print(said(plugin.act))
+os.rename("plugin.py", "gone.py")
+print(said(plugin.act))
+def under_the_guard(world): return 12
+print(said(under_the_guard))
+def failing(world): raise ValueError("no such token")
+print(said(failing))
+"""
+SAID_IN_A_SCRIPT = """\
+[3]
+[11]
+[13]
+UsageError: a rank cannot load the function or its arguments: ModuleNotFoundError: No module named \
+'plugin' (define them in a module that a rank can import, or at the top level of the script)
+UsageError: a rank cannot load the function or its arguments: AttributeError: \
+"""
+
+
+def test_a_script(program: dict[str, str], tmp_path: Path) -> None:
+    written(tmp_path, "def act(world): return 13\n", name="plugin.py")
+    path = written(tmp_path, HEAD, DEFINITIONS, guarded(RUN + MORE + IN_A_SCRIPT))
+    program["PYTHONDONTWRITEBYTECODE"] = "1"
+    said = output([str(path)], program)
+    # Known to ranks by their own import of the script.
+    expected = SAID.splitlines()[:4]
+    assert said.splitlines()[:5] == ["trained", *expected]
+    rest = said.splitlines()[8:]
+    assert rest[:4] == SAID_IN_A_SCRIPT.splitlines()[:4]
+    assert rest[4].startswith(SAID_IN_A_SCRIPT.splitlines()[4])
+    assert "under_the_guard" in rest[4]
+
+
+def test_a_script_without_a_guard(program: dict[str, str], tmp_path: Path) -> None:
+    path = written(tmp_path, HEAD, DEFINITIONS, RUN)
+    words = f"UsageError: every rank imports {path}, which calls launch in line"
+    last = failure(path, program).splitlines()[-1]
+    assert words in last
+    assert last.endswith('(call launch under `if __name__ == "__main__":`)')
+
+
+def test_a_guard_that_a_rank_finds_missing(program: dict[str, str], tmp_path: Path) -> None:
+    """The call is in a branch: only the import shows that a rank takes it, too."""
+    path = written(tmp_path, HEAD, DEFINITIONS, "if SCALE:\n", textwrap.indent(RUN, "    "))
+    words = f"stepscope.errors.UsageError: every rank imports {path}, which calls launch again"
+    assert words in failure(path, program)
+
+
+def test_a_script_that_ranks_cannot_import(program: dict[str, str], tmp_path: Path) -> None:
+    odd = 'if __name__ != "__main__":\n    raise RuntimeError("only to be run")\n'
+    said = failure(written(tmp_path, HEAD, odd, DEFINITIONS, guarded(RUN)), program)
+    assert "UsageError: a rank cannot import" in said
+    assert "RuntimeError: only to be run" in said
+
+
+LONG = """
+import subprocess
+def long(world, folder):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open(f"{folder}/rank-{world.rank}", "w") as file:
+        file.write(str(child.pid))
+    if os.path.exists(f"{folder}/dies") and world.rank == 1:
+        os.kill(os.getpid(), 9)
+    for number in range(10000):
+        world.step(number)
+        time.sleep(0.05)
+"""
+START = """
+open("starting", "w").close()
+launch(long, (os.getcwd(),), ranks=2, limits=LIMITS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        (signal.SIGTERM, "starting"), (signal.SIGTERM, "rank-1"), (signal.SIGKILL, "rank-1"),
+    ],
+)  # fmt: skip
+def test_a_signal_ends_ranks_and_what_they_started(
+    program: dict[str, str], tmp_path: Path, number: signal.Signals, when: str
+) -> None:
+    path = written(tmp_path, HEAD, LONG, guarded(START))
+    with subprocess.Popen(
+        [sys.executable, str(path)], env=program, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        until = time.monotonic() + FAR_TOO_LONG_S
+        while not (tmp_path / when).exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(number)
+        said = process.communicate(timeout=FAR_TOO_LONG_S)[1]
+    assert process.returncode == -number, said
+    # A rank that is being started may still report that it has lost its launcher.
+    assert not said or number == signal.SIGKILL or when == "starting", said
+    if number != signal.SIGKILL:
+        assert not list((tmp_path / "tmp").glob("stepscope-ranks-*"))
+
+
+def test_children_of_a_rank_that_died_are_ended(program: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "dies").touch()
+    program["PWD"] = str(tmp_path)
+    path = written(tmp_path, HEAD, LONG, f"os.chdir({str(tmp_path)!r})\n", guarded(START))
+    assert "RankFailed: rank 1 died of SIGKILL before its first step" in failure(path, program)

@@ -1,0 +1,136 @@
+"""Metadata of a checkpoint is read as data: hostile and damaged files are refused."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import stepscope
+from stepscope.parallel.checkpoint.metadata import parse_metadata
+from stepscope.parallel.errors import ParallelError
+
+
+def metadata(**changes: Any) -> Metadata:
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))
+    tensor = TensorStorageMetadata(
+        TensorProperties(dtype=torch.bfloat16), torch.Size((2, 3)), [chunk]
+    )
+    scalar = TensorStorageMetadata(TensorProperties(), torch.Size(()), [])
+    fields = {
+        "state_dict_metadata": {"w": tensor, "s": scalar, "o": BytesStorageMetadata()},
+        "planner_data": {"w": ("w",)},
+        "storage_data": {
+            MetadataIndex("w", torch.Size((0, 0)), 0): _StorageInfo("__0_0.distcp", 0, 90),
+            MetadataIndex("o"): _StorageInfo("__1_0.distcp", 90, 10),
+        },
+        "storage_meta": StorageMeta(Path("/somewhere"), "id"),
+        "version": "1.0.0",
+    }
+    return Metadata(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_reads_what_torch_writes(protocol: int) -> None:
+    written = metadata()
+    read = parse_metadata(pickle.dumps(written, protocol))
+    assert read.state_dict_metadata == written.state_dict_metadata
+    assert read.storage_data == written.storage_data
+    assert read.state_dict_metadata["w"].properties.dtype is torch.bfloat16  # type: ignore[union-attr]
+
+
+class Calls:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], tuple(self.call[1:])
+
+
+def test_no_name_of_the_file_is_imported_or_called(tmp_path: Path) -> None:
+    mark = str(tmp_path / "ran")
+    for payload in (Calls(os.mkdir, mark), Calls(eval, f"__import__('os').mkdir({mark!r})")):
+        for data in (payload, metadata(planner_data=payload), metadata(version=payload)):
+            with pytest.raises(ParallelError, match="does not need"):
+                parse_metadata(pickle.dumps(data))
+    assert not Path(mark).exists()
+
+
+def test_classes_of_torch_cannot_be_changed() -> None:
+    """BUILD with a state of slots sets attributes of whatever is on the stack, classes too."""
+    names = b"ctorch.distributed.checkpoint.metadata\n"
+    data = b"\x80\x02" + names + b"Metadata\n(N}X\x07\x00\x00\x00version\x88stb."
+    with pytest.raises(ParallelError):
+        parse_metadata(data)
+    assert Metadata.version is None
+    dotted = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x11Metadata.__init__\x93."
+    with pytest.raises(ParallelError, match="does not need"):
+        parse_metadata(dotted)
+
+
+@pytest.mark.parametrize(
+    "path", ["../other/__0_0.distcp", "/etc/passwd", "__0_0.distcp\n", ".metadata", ""]
+)
+def test_data_is_read_from_the_folder_alone(path: str) -> None:
+    with pytest.raises(ParallelError, match="it stores data in"):
+        parse_metadata(pickle.dumps(metadata(storage_data={
+            MetadataIndex("w"): _StorageInfo(path, 0, 1)
+        })))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_dict_metadata": None},
+        {"state_dict_metadata": {"w": 3}},
+        {"state_dict_metadata": {3: BytesStorageMetadata()}},
+        {"storage_data": {"w": _StorageInfo("__0_0.distcp", 0, 1)}},
+        {"storage_data": {MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 1)}},
+        {"storage_data": {MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, "1")}},  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_other_kinds_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ParallelError, match="it is damaged"):
+        parse_metadata(pickle.dumps(metadata(**changes)))
+
+
+def test_every_truncation_is_refused() -> None:
+    data = pickle.dumps(metadata())
+    for length in range(len(data)):
+        with pytest.raises(ParallelError, match="it is damaged"):
+            parse_metadata(data[:length])
+
+
+RUN_CODE = {"pickle.load", "pickle.loads", "marshal.load", "marshal.loads", "torch.load", "eval"}
+
+
+def test_no_file_is_read_as_code() -> None:
+    """Pickled and marshalled data is only taken from live processes of the same job."""
+    found = set()
+    for file in Path(stepscope.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        safe = {
+            node.func
+            for node in nodes
+            if isinstance(node, ast.Call) and "weights_only=True" in map(ast.unparse, node.keywords)
+        }
+        for node in nodes:
+            named = isinstance(node, ast.Attribute | ast.Name) and node not in safe
+            if named and ast.unparse(node) in RUN_CODE:
+                found.add(f"{file.name}: {ast.unparse(node)}")
+    assert found == {"sending.py: pickle.loads", "sending.py: marshal.loads"}

@@ -1,0 +1,217 @@
+"""What travels between a launcher and its ranks, by name and by value."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import dataclasses
+import enum
+import functools
+import pickle
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.parallel.sending import _ORIGINS, dumps, loads, why_not
+
+
+def again(value: Any) -> Any:
+    """As another process gets it."""
+    return loads(dumps(value, "script"))
+
+
+def defined(source: str, **given: Any) -> dict[str, Any]:
+    """What a cell of a notebook defines: no file, no module."""
+    namespace = {"__name__": "__main__", **given}
+    exec(compile(source, "<cell>", "exec"), namespace)
+    return namespace
+
+
+def test_what_has_a_name_is_sent_by_it() -> None:
+    for value in (defined, nn.Linear, torch.nn.functional.relu, test_what_has_a_name_is_sent_by_it):
+        assert again(value) is value
+
+
+def test_closures_share_their_variables() -> None:
+    def pair() -> tuple[Callable[[], None], Callable[[], int]]:
+        count = 0
+
+        def up() -> None:
+            nonlocal count
+            count += 1
+
+        return up, lambda: count
+
+    up, count = again(pair())
+    up()
+    up()
+    assert count() == 2
+
+
+def test_a_local_function_calls_itself() -> None:
+    def factorial(n: int) -> int:
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    assert again(factorial)(5) == 120
+
+
+def test_defaults_attributes_and_annotations() -> None:
+    def act(a: int, b: int = 2, *, c: int = 3) -> int:
+        """Adds."""
+        return a + b + c
+
+    act.note = "kept"  # type: ignore[attr-defined]
+    got = again(act)
+    assert got(1) == 6
+    assert (got.note, got.__doc__, got.__annotations__) == ("kept", "Adds.", act.__annotations__)
+
+
+def test_a_function_brings_the_globals_it_uses_and_no_others() -> None:
+    cell = defined(
+        "def outer(x):\n    def inner():\n        return scale * x.data\n    return inner()\n",
+        scale=3, data=threading.Lock(),
+    )  # fmt: skip
+    got = again(cell["outer"])
+    assert got(types.SimpleNamespace(data=2)) == 6
+    assert "data" not in got.__globals__
+    assert got.__globals__ is not cell
+
+
+def test_functions_with_the_same_globals_still_share_them() -> None:
+    cell = defined(
+        "total = 0\ndef add(n):\n    global total\n    total += n\ndef read():\n    return total\n"
+    )
+    add, read = again((cell["add"], cell["read"]))
+    add(4)
+    assert read() == 4
+    assert cell["total"] == 0
+
+
+def test_submodules_that_a_function_uses_are_imported() -> None:
+    cell = defined("def run():\n    return concurrent.futures.Future\n", concurrent=concurrent)
+    assert b"concurrent.futures" in dumps(cell["run"], "script")
+    assert again(cell["run"])() is concurrent.futures.Future
+
+
+CLASSES = """
+import abc, dataclasses
+from typing import NamedTuple
+from torch import nn
+import torch
+
+class Base(nn.Module, abc.ABC):
+    @abc.abstractmethod
+    def width(self): ...
+
+class Model(Base):
+    sizes = (2, 3)
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+    @property
+    def twice(self): return 2 * self.weight
+    @staticmethod
+    def number(): return 7
+    @classmethod
+    def made(cls): return cls()
+    def width(self): return self.sizes[0]
+    def forward(self, x): return (self.twice * x).sum()
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int
+    names: list = dataclasses.field(default_factory=list)
+
+class Point(NamedTuple):
+    x: int
+    y: int = 2
+
+class Slotted:
+    __slots__ = ("a",)
+    def __init__(self, a): self.a = a
+"""
+
+
+def test_classes_by_value() -> None:
+    cell = defined(CLASSES)
+    model = again(cell["Model"])
+    assert model is not cell["Model"]
+    made = model.made()
+    assert made(torch.ones(2)).item() == 4.0
+    assert (made.number(), made.width(), model.__mro__[1].__name__) == (7, 2, "Base")
+    with pytest.raises(TypeError, match="abstract"):
+        model.__mro__[1]()
+    assert issubclass(model.__mro__[1], abc.ABC)
+    config = again(cell["Config"](3))
+    assert [field.name for field in dataclasses.fields(config)] == ["width", "names"]
+    assert dataclasses.replace(config, width=4).width == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.width = 5
+    assert again(cell["Point"](1)) == (1, 2)
+    assert again(cell["Point"])(5).y == 2
+    slotted = again(cell["Slotted"])(1)
+    assert slotted.a == 1
+    assert not hasattr(slotted, "__dict__")
+
+
+def test_an_instance_and_its_class_arrive_together() -> None:
+    cell = defined(CLASSES)
+    model, kind = again((cell["Model"](), cell["Model"]))
+    assert type(model) is kind
+    assert torch.equal(model.weight, torch.ones(2))
+
+
+def test_partials_and_bound_methods() -> None:
+    cell = defined(CLASSES)
+    assert again(functools.partial(lambda a, b: a - b, 5))(3) == 2
+    assert again(cell["Model"]().width)() == 2
+
+
+def test_a_result_refers_to_what_was_sent() -> None:
+    """The launcher gets its own class back, not a copy of the copy."""
+    cell = defined(CLASSES)
+    there = again(cell["Point"])
+    assert there in _ORIGINS
+    returned = loads(dumps((there(4), there), "all"))
+    assert returned[1] is cell["Point"]
+    assert type(returned[0]) is cell["Point"]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    cell = defined("def run(world):\n    with lock:\n        return helper()\n", lock=lock)
+    cell["helper"] = lambda: 1
+    assert why_not(cell["run"], "none") == "lock: a lock (cannot pickle '_thread.lock' object)"
+
+    def closed(_: Any) -> None:
+        lock.acquire()
+
+    assert why_not(closed, "none") == "lock: a lock (cannot pickle '_thread.lock' object)"
+    generator = (n for n in range(2))
+    words = "a generator (cannot pickle 'generator' object)"
+    assert why_not({"a": [1, generator]}, "none") == f"'a': item 1: {words}"
+    partial = functools.partial(print, generator)
+    assert why_not(partial, "none") == f"its argument 0: {words}"
+    assert why_not([1, "two", Colour.RED], "none") is None
+    local = defined("import enum\nclass Local(enum.Enum):\n    A = 1\n")["Local"]
+    assert "Local is an Enum" in (why_not(local, "none") or "")
+
+
+def test_a_cycle_that_cannot_be_sent_ends() -> None:
+    held: list[Any] = [threading.Lock()]
+    held.append(held)
+    assert (why_not(held, "none") or "").startswith("item 0: a lock")
+
+
+def test_tensors_and_pickles_as_before() -> None:
+    tensor = torch.arange(4.0)
+    assert torch.equal(pickle.loads(pickle.dumps(again(tensor))), tensor)
