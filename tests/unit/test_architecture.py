@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import stepscope
 
 SOURCE = Path(stepscope.__file__).parent
-LONGEST_FILE = 400
+LONGEST_FILE = 600
 
 FOR_ALL = {
     f"stepscope{name}"
@@ -218,3 +219,11 @@ def test_help_loads_nothing_heavy() -> None:
     done = python(code)
     assert done.stdout.startswith("usage: stepscope COMMAND")
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """By default it leaves out folders of common names, `dist` and `build` among them."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {file.parent.name for file in Path(__file__).parents[1].rglob("test_*.py")}
+    assert len(folders) > 4
+    assert not [f for f in folders if any(fnmatch(f, pattern) for pattern in left_out)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from test_parallel_studies import CpuBench
-
 from command_line import CommandLine
+from quiet_bench import QuietBench
 from sample_records import record
 from stepscope.analysis.rehearsal.recording import recording_of
 from stepscope.records.schema import Record
@@ -36,7 +35,7 @@ def test_every_way_is_run_with_real_compute_and_predicted() -> None:
         rounds=2, compute="real",
     )  # fmt: skip
     _, case = study.cases(flags)
-    done = study.measure(case.config, CpuBench())
+    done = study.measure(case.config, QuietBench())
     held = record(
         study="rehearsal", case=case.key, config=case.config, series=done.series,
         quantities=done.quantities, notes=done.notes,
