@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.analysis.plain_pickle import MAX_NESTED_TUPLES, UnsafePickle, check, load_plain
+from stepscope.analysis.plain_pickle import MAX_NESTED_TUPLES, UnsafePickleError, check, load_plain
 from stepscope.analysis.snapshot import read_snapshot, summarize
 from stepscope.cli import main
 from stepscope.errors import StepscopeError
@@ -191,7 +191,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pickle_is_refused_before_it_is_loaded(name: str) -> None:
-    with pytest.raises(UnsafePickle):
+    with pytest.raises(UnsafePickleError):
         check(HOSTILE[name])
 
 

@@ -41,7 +41,7 @@ _LINES = dict.fromkeys(b"ILFSVgP", 1) | dict.fromkeys(b"ci", 2)
 _STOP, _BINPUT, _LONG_BINPUT, _PUT = b".qrp"
 
 
-class UnsafePickle(ValueError):
+class UnsafePickleError(ValueError):
     """The opcodes are damaged, or would take memory or stack out of proportion to the file."""
 
 
@@ -69,15 +69,14 @@ def load_plain(data: bytes, where: str) -> Any:
         raise
     # A damaged pickle can fail in any way that its opcodes allow.
     except Exception as error:
-        detail = str(error) if isinstance(error, ValueError) else ""
+        detail = str(error) if isinstance(error, UnsafePickleError) else type(error).__name__
         raise StepscopeError(
-            f"{where} is damaged or not a snapshot: {detail[:120] or type(error).__name__}",
-            "write it again",
+            f"{where} is damaged or not a snapshot: {detail}", "write it again"
         ) from error
 
 
 def check(data: bytes) -> None:
-    """Raises `UnsafePickle` unless loading takes memory and stack in proportion to the bytes."""
+    """Raises `UnsafePickleError` unless loading takes memory and stack in proportion to the bytes."""
     at, size, tuples = 0, len(data), 0
     skip = _HARMLESS.match
     while True:
@@ -85,17 +84,19 @@ def check(data: bytes) -> None:
         if run is not None:
             at = run.end()
         if at >= size:
-            raise UnsafePickle("it ends before its STOP opcode")
+            raise UnsafePickleError("it ends before its STOP opcode")
         code = data[at]
         if code == _STOP:
             return
         if code in _TUPLES:
             tuples += 1
             if tuples > MAX_NESTED_TUPLES:
-                raise UnsafePickle(f"more than {MAX_NESTED_TUPLES:,} tuples of other than integers")
+                raise UnsafePickleError(
+                    f"more than {MAX_NESTED_TUPLES:,} tuples of other than integers"
+                )
         at = _after(data, at, code)
         if at > size:
-            raise UnsafePickle(f"opcode {code:#04x} announces more bytes than the file has")
+            raise UnsafePickleError(f"opcode {code:#04x} announces more bytes than the file has")
 
 
 def _after(data: bytes, at: int, code: int) -> int:
@@ -117,7 +118,7 @@ def _after(data: bytes, at: int, code: int) -> int:
         _check_memo(int(text) if text.isdigit() and len(text) < 20 else -1, at)
         return end
     if (lines := _LINES.get(code)) is None:
-        raise UnsafePickle(f"opcode {code:#04x} at byte {at:,} is not one of plain data")
+        raise UnsafePickleError(f"opcode {code:#04x} at byte {at:,} is not one of plain data")
     end = start
     for _ in range(lines):
         end = _line_end(data, end)
@@ -127,7 +128,7 @@ def _after(data: bytes, at: int, code: int) -> int:
 def _check_memo(index: int, at: int) -> None:
     """A memo fills up from 0 and every entry takes bytes, so its indexes stay below the offset."""
     if not 0 <= index <= at:
-        raise UnsafePickle(f"memo index {index:,} at byte {at:,}")
+        raise UnsafePickleError(f"memo index {index:,} at byte {at:,}")
 
 
 def _line_end(data: bytes, start: int) -> int:
