@@ -76,7 +76,7 @@ def load_plain(data: bytes, where: str) -> Any:
 
 
 def check(data: bytes) -> None:
-    """Raises `UnsafePickleError` unless loading takes memory and stack in proportion to the bytes."""
+    """Raises `UnsafePickleError` unless memory and stack stay in proportion to the bytes."""
     at, size, tuples = 0, len(data), 0
     skip = _HARMLESS.match
     while True:
