@@ -30,7 +30,7 @@ from stepscope.analysis.trace.work import NO_CALL, Work
 CLOSES_BELOW = 0.02
 """Above this share the residual means that the ledger does not close."""
 
-_WAITS = re.compile(r"Synchronize|^cudaMemcpy$|^cuMemcpy\w*H_?v?\d*$")
+_WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
 _TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
 
 

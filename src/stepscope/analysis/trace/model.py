@@ -101,6 +101,10 @@ class Trace:
     spans: Spans
     device_name: str = ""
     arrows: Arrows = NO_ARROWS
+    capability: str = ""
+    """The compute capability that the file gives for the device, as `9.0`."""
+    truncated: bool = False
+    """The file breaks off: events that were to follow are missing."""
 
     @property
     def on_device(self) -> bool:

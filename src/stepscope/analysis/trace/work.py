@@ -15,7 +15,7 @@ from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
 from stepscope.analysis.trace.nesting import NOBODY, innermost
 
 NO_CALL = -1
-_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ class Work:
         phase[known] = self.host.phase[self.span[known]]
         unsaid = ~known
         unsaid[known] = ~self.host.says_phase[self.span[known]]
-        phase[unsaid & self._replayed()] = GRAPH
+        phase[unsaid & self.replayed] = GRAPH
         return phase
 
-    def _replayed(self) -> NDArray[np.bool_]:
+    @cached_property
+    def replayed(self) -> NDArray[np.bool_]:
         """Whether a graph launched it."""
         names = self.trace.names
         called = np.unique(self.trace.calls.name).tolist()
