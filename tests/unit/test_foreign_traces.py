@@ -79,6 +79,28 @@ def test_a_gap_names_the_call_that_fills_it(call: str) -> None:
     assert of(one_long_gap(call)).gaps[0].host == f"{call} in aten::empty"
 
 
+def test_without_an_operator_a_gap_names_the_python_function() -> None:
+    trace = one_long_gap()
+    trace.events = [event for event in trace.events if event["name"] != "prepare"]
+    trace.span("python_function", "train.py(3): main", 0, 224_000)
+    trace.span("python_function", "data.py(7): decode", 200, 217_000)
+    trace.span("python_function", "data.py(9): pixel", 300, 400)
+    trace.span("python_function", "threading.py(1): wait", 300, 200_000, thread=ENGINE)
+    assert of(trace).gaps[0].host == "data.py(7): decode"
+
+
+def test_gaps_with_one_reason_are_told_together() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 60_000)
+    for at in (0.0, 20_000.0, 40_000.0):
+        trace.range("enumerate(DataLoader)#next", at, at + 19_000)
+        trace.kernel(SGEMM, at + 19_100, at + 19_990, launch=(at + 19_010, at + 19_020))
+    told = said(of(trace))
+    assert told.count("the host was in enumerate(DataLoader)#next") == 1
+    assert "57.3 ms in 3 gaps" in told
+    assert LAUNCH_REMEDY not in told
+
+
 def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
     trace = late_launches(steps=3)
     trace.range("ProfilerStep#3", 30_000, 60_000)

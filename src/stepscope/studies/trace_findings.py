@@ -151,17 +151,24 @@ def _gaps(summary: Summary) -> Iterator[Finding]:
     shown = [gap for gap in summary.gaps if gap.ms >= 0.1 * idle]
     if not shown:
         return
-    told = "; ".join(
-        f"{duration(gap.ms)} {_where(gap)}"
-        f" ({f'the host was in {gap.host}' if gap.host else 'the trace does not say what for'})"
-        for gap in shown
-    )
+    by_host: dict[str, list[Gap]] = {}
+    for gap in shown:
+        by_host.setdefault(gap.host, []).append(gap)
+    told = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
     which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
     share = percent(min(1.0, sum(gap.ms for gap in shown) / idle))
     makes = "makes" if len(shown) == 1 else "make"
     yield Finding(
         text=f"{which} {makes} up {share} of the device's idle time: {told}.", tone="warn"
     )
+
+
+def _same_host(host: str, gaps: list[Gap]) -> str:
+    what = f"the host was in {host}" if host else "the trace does not say what the host did"
+    if len(gaps) == 1:
+        return f"{duration(gaps[0].ms)} {_where(gaps[0])} ({what})"
+    total = duration(sum(gap.ms for gap in gaps))
+    return f"{total} in {len(gaps)} gaps, the longest {_where(gaps[0])} (each time {what})"
 
 
 def _where(gap: Gap) -> str:

@@ -1,8 +1,8 @@
 """Chrome traces as torch.profiler writes them, decoded by the fields that are needed.
 
 Times are microseconds with a fraction; they become whole nanoseconds. Counters, the drawing
-instructions of the viewer and Python frames are skipped, except for the calls of modules that
-`with_stack=True` records. A file that breaks off is read up to the break.
+instructions of the viewer and Python frames are skipped, except for long frames and the calls of
+modules that `with_stack=True` records. A file that breaks off is read up to the break.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stepscope.analysis.trace.model import (
     NO_NUMBER,
     Arrows,
     Calls,
+    Frames,
     Ints,
     Names,
     Trace,
@@ -82,6 +83,7 @@ _FIELDS: dict[str, _Fields] = {
     "call": (("tid",), ("correlation",)),
     "operator": _SPAN,
     "range": _SPAN,
+    "frame": (("tid",), ()),
 }
 """What is kept of each kind beside its times and name: of the event, and of its arguments."""
 _End = tuple[str, Identity | float, Identity, float]
@@ -95,6 +97,8 @@ _KINDS = {
 _ARROW = "fwdbwd"
 _PYTHON = "python_function"
 _MODULE = "nn.Module: "
+_LONG_FRAME_US = 500.0
+"""Shorter Python frames cannot fill half of a long gap."""
 _MODULE_NUMBER = re.compile(r"_(\d+)$")
 _MARK = re.compile(r"ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)")
 """Ranges of the profiler itself, which older versions write as operators."""
@@ -223,10 +227,13 @@ class _Events:
                     add(event)
             elif event.cat == _ARROW:
                 self._ends.append((event.ph, event.id, event.tid, event.ts))
-            elif event.cat == _PYTHON and event.name.startswith(_MODULE):
-                # `nn.Module: Linear_3` is the module that is numbered 3 among the Linear.
-                event.name = _MODULE_NUMBER.sub(r" \1", event.name.removeprefix(_MODULE))
-                held["range"].append(event)
+            elif event.cat == _PYTHON and event.ph == "X":
+                if event.name.startswith(_MODULE):
+                    # `nn.Module: Linear_3` is the module that is numbered 3 among the Linear.
+                    event.name = _MODULE_NUMBER.sub(r" \1", event.name.removeprefix(_MODULE))
+                    held["range"].append(event)
+                elif event.dur >= _LONG_FRAME_US:
+                    held["frame"].append(event)
         for kind, members in held.items():
             if members:
                 self._parts[kind].append(self._columns(members, *_FIELDS[kind]))
@@ -259,6 +266,7 @@ class _Events:
         start, end, name, thread, correlation = self._joined("call")
         calls = Calls(name, start, end, thread, correlation)
         start, end, name, thread, sequence, back = self._joined("operator", "range")
+        frames = Frames(*self._joined("frame"))
         is_range = np.arange(len(start)) >= self.count("operator")
         names = self._names.all()
         marks = [n for n in np.unique(name[~is_range]).tolist() if _MARK.match(names[n])]
@@ -268,7 +276,7 @@ class _Events:
         )  # fmt: skip
         return Trace(
             "torch.profiler", names, kernels, calls, spans, gpu.name, self._arrows(),
-            capability=gpu.capability(), truncated=self._truncated,
+            capability=gpu.capability(), truncated=self._truncated, frames=frames,
         )  # fmt: skip
 
     def _arrows(self) -> Arrows:

@@ -64,7 +64,8 @@ def _gap(work: Work, step: Step, start: int, end: int) -> Gap:
 
 
 def _host_activity(work: Work, start: int, end: int, thread: int) -> str:
-    """The call and the innermost operator or range that last for half of the gap; or nothing."""
+    """The call and the innermost operator or range that last for half of the gap; without any, the
+    innermost Python function; or nothing."""
     trace = work.trace
     half = (end - start) / 2
     calls, spans = trace.calls, trace.spans
@@ -75,7 +76,11 @@ def _host_activity(work: Work, start: int, end: int, thread: int) -> str:
         name = trace.names[spans.name[index]]
         if not STEP_MARK.match(name) and not STEP_EDGE.match(name):
             return f"{call} in {name}" if call else name
-    return call
+    if call:
+        return call
+    frames = trace.frames
+    own = _filling(frames.start, frames.end, frames.thread, thread, start, end, half)
+    return trace.names[frames.name[own[0]]] if len(own) else ""
 
 
 def _filling(
