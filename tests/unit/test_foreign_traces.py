@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernel_names import CLASSES, Description, describe
 from stepscope.analysis.tensor_cores import tensor_core_dtypes
+from stepscope.analysis.trace import work as work_module
 from stepscope.analysis.trace.chrome import read_chrome
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.forward_links import forward_of
@@ -278,6 +280,23 @@ def test_classes_count_kernels_without_a_phase() -> None:
 
 
 # Size.
+
+
+def test_every_name_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: a cache of fixed size would be of no use for more names than that."""
+    asked: Counter[str] = Counter()
+
+    def counting(name: str) -> Description:
+        asked[name] += 1
+        return describe(name)
+
+    monkeypatch.setattr(work_module, "describe", counting)
+    trace = training_step(blocks=3, steps=40)
+    for place, event in enumerate(event for event in trace.events if event["cat"] == "kernel"):
+        event["name"] = f"unknown_{place}"
+    of(trace)
+    assert len(asked) == 40 * 14
+    assert set(asked.values()) == {1}
 
 
 def test_distinct_names_give_the_same_groups_as_shared_ones() -> None:

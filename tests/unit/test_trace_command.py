@@ -195,9 +195,7 @@ def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
 
 
 def test_products_on_plain_cores_are_pointed_out() -> None:
-    assert "100.0 % of the time of matmuls is spent on FP32 or FP64" in findings(
-        busy_step()
-    )
+    assert "100.0 % of the time of matmuls is spent on FP32 or FP64" in findings(busy_step())
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 60)
     trace.kernel("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN", 10, 50, launch=(1, 2))

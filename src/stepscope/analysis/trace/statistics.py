@@ -122,7 +122,8 @@ class Groups:
         ordered = values[np.lexsort((values, self.of_entry))]
         upper = self.first + self.count // 2
         lower = self.first + (self.count - 1) // 2
-        return (ordered[lower] + ordered[upper]) / 2
+        middle: Floats = (ordered[lower] + ordered[upper]) / 2
+        return middle
 
     def deviation(self, values: NDArray[Any]) -> Floats:
         """The sample standard deviation; 0 for a single entry."""
