@@ -25,6 +25,7 @@ class ChromeTrace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self.device: dict[str, Any] = {"id": 0, "name": "NVIDIA H200"}
         self._correlation = 0
 
     def span(
@@ -73,7 +74,7 @@ class ChromeTrace:
 
     def text(self) -> str:
         return json.dumps(
-            {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],
+            {"schemaVersion": 1, "deviceProperties": [self.device],
              "traceEvents": self.events}
         )  # fmt: skip
 
@@ -140,6 +141,60 @@ def replayed_step() -> ChromeTrace:
         trace.kernel(name, start, start + 90 if name == SGEMM else start + 10)
         trace.events[-1]["args"]["correlation"] = number
     trace.call("cudaDeviceSynchronize", 70, 490)
+    return trace
+
+
+_OLD_CATEGORIES = {
+    "cpu_op": "Operator", "user_annotation": "Operator", "cuda_runtime": "Runtime",
+    "kernel": "Kernel", "fwdbwd": "async",
+}  # fmt: skip
+
+
+def as_old_kineto_wrote(trace: ChromeTrace) -> ChromeTrace:
+    """The same events as the first versions of Kineto wrote them: ranges are operators, threads
+    and streams are words, and times are whole microseconds."""
+    for event in trace.events:
+        is_kernel = event["cat"] == "kernel"
+        event["cat"] = _OLD_CATEGORIES[event["cat"]]
+        event["tid"] = f"stream {event['tid']}" if is_kernel else str(event["tid"])
+        event["ts"] = int(event["ts"])
+        event["dur"] = int(event["dur"])
+    return trace
+
+
+def one_long_gap(call: str = "", graph: bool = False) -> ChromeTrace:
+    """A step of 224 ms: for 218 ms nothing runs, then 100 kernels without a pause."""
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 224_000)
+    trace.range("prepare", 100, 217_900)
+    if call:
+        trace.operator("aten::empty", 900, 217_000)
+        trace.call(call, 1_000, 216_000)
+    number = trace.call("cudaGraphLaunch", 217_950, 217_990) if graph else 0
+    for place in range(100):
+        at = 218_000 + 60.0 * place
+        trace.kernel(
+            SGEMM, at, at + 60, launch=None if graph else (217_000 + place, 217_001 + place)
+        )
+        if graph:
+            trace.events[-1]["args"]["correlation"] = number
+    return trace
+
+
+def late_launches(steps: int = 1, graph: bool = False) -> ChromeTrace:
+    """Steps of 10 ms whose 100 kernels of 20 µs are launched one by one, each too late."""
+    trace = ChromeTrace()
+    for step in range(steps):
+        begin = 10_000.0 * step
+        trace.range(f"ProfilerStep#{step}", begin, begin + 10_000)
+        for place in range(100):
+            at = begin + 100 * place
+            trace.operator("aten::mm", at + 1, at + 75)
+            number = trace.call(
+                "cudaGraphLaunch" if graph else "cudaLaunchKernel", at + 60, at + 70
+            )
+            trace.kernel(SGEMM, at + 75, at + 95)
+            trace.events[-1]["args"]["correlation"] = number
     return trace
 
 

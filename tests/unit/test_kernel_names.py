@@ -75,6 +75,29 @@ MATMULS = {
     "_align4>(T1::Params)": ("cuDNN", TF32, "128x128", "", "4"),
     "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0>(unsigned int)":
         ("DeepGEMM", "FP8 tensor cores", "", "", ""),
+    "volta_scudnn_128x64_relu_small_nn_v1": ("cuDNN", FP32, "128x64", "nn", ""),
+    "volta_fp16_s884cudnn_fp16_256x64_ldg8_relu_f2f_exp_small_nhwc_tn_v1":
+        ("cuDNN", FP16, "256x64", "tn", ""),
+    "void cudnn::cnn::wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int, int)":
+        ("cuDNN", FP32, "", "", ""),
+    "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, int, int)":
+        ("cuDNN", FP32, "", "", ""),
+    "void cudnn::detail::dgrad2d_alg1_1<float, 0, 6, 7, 5, 4, 5, true, true>(int, int, int)":
+        ("cuDNN", FP32, "", "", ""),
+    "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT128x256x32_MI16x16x1_SN_LDSB1_AFC1_ISA942":
+        ("Tensile", "BF16 matrix cores", "128x256x32", "tn", ""),
+    "Cijk_Ailk_Bjlk_B_BS_BH_Bias_HA_S_SAV_UserArgs_MT64x32x128_MI16x16x1_SN_ISA942":
+        ("Tensile", "BF16 matrix cores", "64x32x128", "nt", ""),
+    "Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SN_1LDSA0_ISA90a":
+        ("Tensile", "FP16 matrix cores", "128x128x32", "nn", ""),
+    "Cijk_Ailk_Bljk_SB_MT64x64x16_SN_APM1_ISA906": ("Tensile", FP32, "64x64x16", "nn", ""),
+    "Cijk_Alik_Bljk_F8F8S_BH_MT256x256x128_MI16x16x1_ISA942":
+        ("Tensile", "FP8 matrix cores", "256x256x128", "tn", ""),
+    "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM_TN"
+    "_transOut_schedP2x1x2x3_biasM_bN_tma_tmaOpt_clmp_swiGlu_dynBatch_sm100f":
+        ("TensorRT-LLM", "FP8 tensor cores", "128x16x256", "", ""),
+    "bmm_Bfloat16_E2m1E2m1_Fp32_t128x32x512_s4_et128x32_sm100f":
+        ("TensorRT-LLM", "FP4 tensor cores", "128x32x512", "", ""),
 }  # fmt: skip
 
 
@@ -114,6 +137,13 @@ ATTENTIONS = {
     "key_value_kernel": ("key_value_kernel", "Stepscope", "", "", "backward"),
     "query_kernel": ("query_kernel", "Stepscope", "", "", "backward"),
     "delta_kernel": ("delta_kernel", "Stepscope", "", "", "backward"),
+    "fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext":
+        ("fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext",
+         "", "", "", ""),
+    "_ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS_4abcdEEEEvT_":
+        ("FmhaBatchPrefillWithPagedKVCacheKernel", "Composable Kernel", "", "", ""),
+    "attn_fwd": ("attn_fwd", "", "", "", "forward"),
+    "sage_fwd": ("sage_fwd", "", "", "", "forward"),
 }  # fmt: skip
 
 
@@ -301,3 +331,40 @@ def test_a_fused_name_lists_its_operators() -> None:
 )
 def test_the_layout_tells_dx_from_dw(name: str, phase: str, operator: str, role: str) -> None:
     assert linear_role(describe(name), phase, operator) == role
+
+
+WORDS = {
+    "void cudnn::bn_bw_1C11_kernel_new<float, float, float2, 512, true, 1>(float)":
+        ("bn_bw_1C11_kernel_new", "cuDNN", "reduction"),
+    "void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>(int)":
+        ("winogradForwardData4x4", "cuDNN", "matmul"),
+    "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>(int)":
+        ("nchwToNhwcKernel", "cuDNN", "copy/cast"),
+    "void cudnn::ops::scalePackedTensor_kernel<float, float>(long, float*, float)":
+        ("scalePackedTensor_kernel", "cuDNN", "elementwise"),
+    "MIOpenBatchNormFwdTrainSpatial": ("MIOpenBatchNormFwdTrainSpatial", "MIOpen", "reduction"),
+    "_ZN2ck16tensor_operation6device12_GLOBAL__N_139kernel_grouped_conv_fwd_xdl_cshuffle_v3INS_1aE":
+        ("kernel_grouped_conv_fwd_xdl_cshuffle_v3", "", "matmul"),
+    "_ZN5aiter24add_rmsnorm_quant_kernelIDF16bDF16bLi256EEEvPT0_":
+        ("add_rmsnorm_quant_kernel", "AITER", "reduction"),
+    "_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdINS_27Rmsnorm2dFwdPipelineOnePassEEEEEvT_":
+        ("Rmsnorm2dFwd", "Composable Kernel", "reduction"),
+    "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<c10::BFloat16>::exists, void>::type"
+    " vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(c10::BFloat16*, long)":
+        ("fused_add_rms_norm_kernel", "vLLM", "reduction"),
+    "void vllm::reshape_and_cache_flash_kernel<__hip_bfloat16>(int)":
+        ("reshape_and_cache_flash_kernel", "vLLM", "copy/cast"),
+    "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>, float>(int)":
+        ("multi_tensor_apply_kernel", "", "optimizer"),
+    "batched_transpose_32x32_half": ("batched_transpose_32x32_half", "", "copy/cast"),
+    "void convert_everything<float>(int)": ("convert_everything", "", "other"),
+    "void normal_kernel<float>(int)": ("normal_kernel", "", "other"),
+    "_Z": ("_Z", "", "other"),
+    "_ZN999999999999x": ("x", "", "other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_kernel_of_any_library_is_classed_by_its_words(name: str) -> None:
+    found = describe(name)
+    assert (found.short, found.library, found.kind) == WORDS[name]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from stepscope.analysis.plain_pickle import MAX_NESTED_TUPLES, UnsafePickleError, check, load_plain
 from stepscope.analysis.snapshot import read_snapshot, summarize
 from stepscope.cli import main
 from stepscope.errors import StepscopeError
 
 MIB = 1 << 20
+HUGE = 10**6000
 
 
 def frames(line: int) -> list[dict[str, Any]]:
@@ -135,7 +143,7 @@ def test_a_truncated_file_is_one_line(tmp_path: Path, share: float) -> None:
     whole = pickle.dumps(snapshot(HISTORY))
     path = tmp_path / "cut.pickle"
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(StepscopeError, match="damaged or no snapshot"):
+    with pytest.raises(StepscopeError, match="damaged or not a snapshot"):
         read_snapshot(path)
 
 
@@ -162,3 +170,128 @@ def test_an_empty_snapshot_is_no_error() -> None:
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+DEPTH = 200_000
+HOSTILE = {
+    "tuples as a key, nested": b"\x80\x04})" + b"\x85" * DEPTH + b"Ns.",
+    "pairs as a key, nested": b"\x80\x04}N" + b"N\x86" * DEPTH + b"Ns.",
+    "marked tuples as a key, nested": b"\x80\x04}" + b"(" * DEPTH + b"t" * DEPTH + b"Ns.",
+    "tuples as a key, nested by way of the memo": b"\x80\x04}N"
+    + b"\x85q\x000h\x00" * DEPTH + b"Ns.",
+    "a huge index in the memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a huge index in the memo, as text": b"Np999999999\n.",
+    "a negative index in the memo": b"Np-1\n.",
+    "a string longer than the file": b"\x80\x04\x8d\x00\x00\x00\x00\x01\x00\x00\x00ab.",
+    "a bytearray longer than the file": b"\x80\x05\x96\x00\x00\x00\x00\x00\x01\x00\x00.",
+    "an opcode that does not exist": b"\x80\x04\xfe.",
+    "no end": b"\x80\x04]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_before_it_is_loaded(name: str) -> None:
+    with pytest.raises(UnsafePickleError):
+        check(HOSTILE[name])
+
+
+def test_a_hostile_pickle_neither_crashes_the_command_nor_takes_memory(tmp_path: Path) -> None:
+    """In a process of its own: what is tested for would end this one."""
+    for place, data in enumerate(HOSTILE.values()):
+        (tmp_path / f"{place}.pickle").write_bytes(data)
+    program = """
+import resource, sys
+from stepscope.cli import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+codes = {main(["snapshot", path]) for path in sys.argv[1:]}
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(codes, grown < 200_000, grown)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("{1} True"), done.stdout
+    assert len(done.stderr.strip().splitlines()) == len(HOSTILE)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_every_binary_protocol_is_read(protocol: int) -> None:
+    raw = snapshot(HISTORY * 100) | {
+        "pools": [(i, -i) for i in range(3 * MAX_NESTED_TUPLES)],
+        "mixed": [(1.5, None, "é" * 300, 1 << 70, True), {"a": {1: 2}}, ("one", "two")],
+    }
+    assert load_plain(pickle.dumps(raw, protocol=protocol), "s") == raw
+
+
+def test_text_and_sets_are_read() -> None:
+    raw = snapshot(HISTORY)
+    assert load_plain(pickle.dumps(raw, protocol=0), "s") == raw
+    assert load_plain(pickle.dumps([{1, 2}, frozenset("a"), b"x" * 300]), "s")[2] == b"x" * 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("total_size", float("inf")), ("total_size", float("nan")), ("total_size", HUGE),
+        ("total_size", -1), ("total_size", 1.5), ("total_size", "7"), ("device", -3),
+        ("device", 1 << 70), ("address", None), ("address", -1),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+@pytest.mark.parametrize("json_too", [False, True])
+def test_a_number_out_of_range_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, json_too: bool
+) -> None:
+    raw = snapshot(HISTORY)
+    raw["segments"][0][key] = value
+    path = written(tmp_path / "s.pickle", raw)
+    assert main(["snapshot", str(path), *(["--json"] if json_too else [])]) == 1
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert key in told[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("size", float("inf")), ("size", HUGE), ("addr", -1), ("addr", "x"), ("frames", [[]]),
+     ("frames", [{"filename": [[]], "line": 1, "name": "f"}]),
+     ("frames", [{"filename": "a.py", "line": HUGE, "name": "f"}]),
+     ("frames", [{"filename": "a.py", "line": [], "name": "f"}])],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_an_event_with_a_bad_field_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(StepscopeError, match="format"):
+        summarize(snapshot([HISTORY[0], HISTORY[1] | {key: value}]))
+
+
+def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
+    events = [event("free_completed", 512 * i, (1 << 50) - 1) for i in range(1 << 13)]
+    with pytest.raises(StepscopeError, match="64 bits"):
+        summarize(snapshot(events))
+
+
+PLAIN = pickle.dumps(snapshot(HISTORY))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(PLAIN)), st.binary(max_size=6), st.integers(0, 12)),
+        max_size=4,
+    )
+)
+def test_any_damage_gives_a_summary_or_an_error(wounds: list[tuple[int, bytes, int]]) -> None:
+    data = PLAIN
+    for at, new, lost in wounds:
+        data = data[:at] + new + data[at + lost :]
+    with contextlib.suppress(StepscopeError):
+        summarize(load_plain(data, "s"))
+
+
+@pytest.mark.parametrize("data", [b"Fx\r\x0by\n.", b"\x80\x04\x8c\x03a\nb\x8c\x02\x1bc\x93."])
+def test_words_of_the_file_do_not_break_the_line(data: bytes) -> None:
+    with pytest.raises(StepscopeError) as error:
+        load_plain(data, "s")
+    assert str(error.value).isprintable()

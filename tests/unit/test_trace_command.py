@@ -131,7 +131,7 @@ def test_a_kernel_name_cannot_leave_its_cell(
 def bad_files(folder: Path) -> dict[str, Path]:
     whole = training_step().text().encode()
     contents = {
-        "truncated": whole[: len(whole) // 2],
+        "truncated": whole[:200],
         "empty": b"",
         "words": b"not a trace at all",
         "no-kernels": b'{"traceEvents": []}',
@@ -195,13 +195,11 @@ def test_the_host_is_blamed_only_where_launches_prove_it() -> None:
 
 
 def test_products_on_plain_cores_are_pointed_out() -> None:
-    assert "100.0 % of the time of matrix products is spent on FP32 or FP64" in findings(
-        busy_step()
-    )
+    assert "100.0 % of the time of matmuls is spent on FP32 or FP64" in findings(busy_step())
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 60)
     trace.kernel("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NTN", 10, 50, launch=(1, 2))
-    assert "100.0 % of the time of matrix products is spent on tensor cores" in findings(trace)
+    assert "100.0 % of the time of matmuls is spent on tensor cores" in findings(trace)
 
 
 def test_an_open_ledger_is_a_warning() -> None:

@@ -8,9 +8,9 @@ stands in for a kernel where a trace was taken on a CPU.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from stepscope.analysis.kernel_words import demangled, library, word_class
 from stepscope.analysis.matmul_names import matmul
 from stepscope.analysis.operator_names import (
     inductor_class,
@@ -46,13 +46,15 @@ class Description(NamedTuple):
     role: Role = ""
 
 
-_TEMPLATE = re.compile(r"<.*", re.DOTALL)
-_SCOPE = re.compile(r"(?:[\w~]+|<unnamed>|\(anonymous namespace\))::")
+_ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::")
 _RETURN = re.compile(r"^(?:static )?(?:void|float|int)\s+")
-_FUNCTOR = re.compile(
-    r"(\w+?)(?:_kernel_cuda|_kernel_impl|_kernel)\(at::TensorIterator"
-    r"|(?:CUDAFunctor|CUDAFunctorOnSelf|CUDAFunctorOnOther)_(\w+)"
-    r"|native::(?:binary_internal::)?(?!(?:Binary|AUnary|BUnary)Functor)(\w+?)(?:Functor|Ops)\b"
+_ITERATOR = "(at::TensorIterator"
+_LAMBDA = re.compile(r"(\w+?)(?:_kernel_cuda|_kernel_impl|_kernel)$")
+_FUNCTORS = (
+    re.compile(r"CUDAFunctor(?:OnSelf|OnOther)?_(\w+)"),
+    re.compile(
+        r"native::(?:binary_internal::)?(?!(?:Binary|AUnary|BUnary)Functor)(\w+?)(?:Functor|Ops)\b"
+    ),
 )
 _TRITON = re.compile(r"^triton_(poi|red|per|tem|for|spl)_fused(?:_|$)")
 _FLASH_TILE = re.compile(
@@ -85,38 +87,48 @@ _OWN: dict[str, tuple[Class, Role]] = {
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
 """Before and after the products of its backward."""
-_ATTENTION_WORD = re.compile(r"(?:^|_)(?:attn|attention|fmha)(?:_|$)")
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
-_ATEN: tuple[tuple[str, Class], ...] = (
-    (r"[sS]oft[mM]ax", "softmax"),
-    (r"multi_tensor_apply|FusedAdam|fused_adam|_amp_", "optimizer"),
-    (r"CatArrayBatchedCopy|direct_copy_kernel|(?:b?float16|float8)_copy_kernel|split_with_sizes"
-     r"|index_?[sS]elect|gather_kernel|scatter_gather|index_elementwise|index_put|chunk_cat"
-     r"|_copy_kernel", "copy/cast"),
-    (r"reduce_kernel|layer_norm|rms_norm|Rowwise|GammaBeta|nll_loss|embedding_|cross_entropy"
-     r"|_norm_|partials_per_segment|sum_and_scatter|tensor_kernel_scan|_scan_", "reduction"),
-    (r"elementwise|triu_tril|fill|arange|distribution|dropout|kernelPointwise", "elementwise"),
+_FLASH = re.compile(r"flash_(?:fwd|bwd)|FlashAttn(?:Fwd|Bwd)|flash::")
+_FMHA_CUTLASS = re.compile(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)")
+_ATEN_MARKS = ("at::", "(anonymous namespace)", "<unnamed>", "cunn_", "CatArray", "cub::",
+               "thrust::")  # fmt: skip
+_ATEN: tuple[tuple[Class, tuple[str, ...]], ...] = (
+    ("softmax", ("softmax", "SoftMax", "Softmax", "softMax")),
+    ("optimizer", ("multi_tensor_apply", "FusedAdam", "fused_adam", "_amp_")),
+    ("copy/cast", ("CatArrayBatchedCopy", "_copy_kernel", "split_with_sizes", "index_select",
+                   "indexSelect", "gather_kernel", "scatter_gather", "index_elementwise",
+                   "index_put", "chunk_cat")),
+    ("reduction", ("reduce_kernel", "layer_norm", "rms_norm", "Rowwise", "GammaBeta", "nll_loss",
+                   "embedding_", "cross_entropy", "_norm_", "partials_per_segment",
+                   "sum_and_scatter", "tensor_kernel_scan", "_scan_", "max_pool", "avg_pool",
+                   "average_pool", "batch_norm", "groupnorm", "InternalGradients",
+                   "FusedParams")),
+    ("elementwise", ("elementwise", "triu_tril", "fill", "arange", "distribution", "dropout",
+                     "kernelPointwise")),
 )  # fmt: skip
+"""Anywhere in the name: what an elementwise kernel does is among its template arguments."""
 
 
-@lru_cache(maxsize=1 << 14)
 def describe(name: str) -> Description:
-    """What the name of a kernel, a copy or a fill on the device says."""
+    """The description of a kernel, a copy or a fill on the device by its name."""
+    if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
+        # Pageable memory is copied by way of a buffer, and the host waits: worth its own name.
+        pageable = ", pageable" if "Pageable" in name else ""
+        return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
+    plain = _readable(name)
     return (
-        _memory(name)
-        or _communication(name)
-        or _own(name)
-        or _attention(name)
+        _communication(plain)
+        or _own(plain)
+        or _attention(name, plain)
         or _inductor(name)
-        or _matmul(name)
-        or _aten(name)
-        or Description(_readable(name), "", "other")
+        or _matmul(name, plain)
+        or _aten(name, plain)
+        or _by_word(name, plain)
     )
 
 
-@lru_cache(maxsize=1 << 14)
 def describe_operator(name: str) -> Description:
-    """What the name of an operator says; it stands in for a kernel in a CPU trace."""
+    """The description of an operator by its name; it stands in for a kernel in a CPU trace."""
     found = operator_class(name)
     library = name.partition("::")[0] if "::" in name else ""
     return Description(name, {"aten": "ATen"}.get(library, library), found or "other")
@@ -138,17 +150,8 @@ def linear_role(described: Description, phase: str, operator: str) -> Role:
     return roles.get(described.layout, "") if phase == "backward" else ""
 
 
-def _memory(name: str) -> Description | None:
-    if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
-        # Pageable memory is copied by way of a buffer, and the host waits: worth its own name.
-        pageable = ", pageable" if "Pageable" in name else ""
-        return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
-    return None
-
-
-def _communication(name: str) -> Description | None:
-    plain = _readable(name)
-    if plain.startswith(("ncclDevKernel", "ncclKernel")):
+def _communication(plain: str) -> Description | None:
+    if plain.startswith(("ncclDevKernel", "ncclKernel", "ncclSymk")):
         return Description(plain, "NCCL", "communication")
     if "cross_device_reduce" in plain or plain.startswith(
         ("multimem_all", "two_shot_all", "one_shot_all")
@@ -157,29 +160,21 @@ def _communication(name: str) -> Description | None:
     return None
 
 
-def _own(name: str) -> Description | None:
-    plain = _readable(name)
+def _own(plain: str) -> Description | None:
     if plain not in _OWN:
         return None
     kind, role = _OWN[plain]
     return Description(plain, "Stepscope", kind, role=role)
 
 
-def _attention(name: str) -> Description | None:
-    plain = _readable(name)
-    if _AROUND_CUDNN.search(name):
-        return Description(plain, "cuDNN", "attention", role="backward")
-    if plain.startswith("cudnn_generated_fort_native_sdpa"):
-        tile = _TILE.search(plain)
-        backward = "bprop" in plain
-        # cuDNN writes f16 for both 16-bit formats.
-        return Description(
-            plain.removeprefix("cudnn_generated_fort_native_"), "cuDNN", "attention",
-            unit="FP16/BF16 tensor cores" if "_f16_" in plain else "",
-            tile=tile.group(1) if tile else "", role="backward" if backward else "forward",
-        )  # fmt: skip
+def _attention(name: str, plain: str) -> Description | None:
+    if "cudnn" in name:
+        if _AROUND_CUDNN.search(name):
+            return Description(plain, "cuDNN", "attention", role="backward")
+        if plain.startswith("cudnn_generated_fort_native_sdpa"):
+            return _cudnn_attention(plain)
     if plain.startswith("fmha_cutlass"):
-        form = re.match(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)", plain)
+        form = _FMHA_CUTLASS.match(plain)
         if form is None:
             return Description(plain, "CUTLASS", "attention")
         return Description(
@@ -187,43 +182,55 @@ def _attention(name: str) -> Description | None:
             tile=form.group(4), alignment=form.group(3),
             role="forward" if form.group(1) == "F" else "backward",
         )  # fmt: skip
-    if re.search(r"flash_(fwd|bwd)|FlashAttn(Fwd|Bwd)|flash::", name):
+    if ("flash" in name or "FlashAttn" in name) and _FLASH.search(name):
         tile = _FLASH_TILE.search(name)
         form = re.search(r"cutlass::(bfloat16_t|half_t)", name)
         backward = re.search(r"flash_bwd|FlashAttnBwd|Bwd", name) is not None
         unit = "" if form is None else ("BF16" if form.group(1) == "bfloat16_t" else "FP16")
         return Description(
-            _flash_name(name), "FlashAttention", "attention",
+            _flash_name(name, plain), "FlashAttention", "attention",
             unit=f"{unit} tensor cores" if unit else "",
             tile=f"{tile.group(1)}x{tile.group(2)}" if tile else "",
             role="backward" if backward else "forward",
         )  # fmt: skip
-    return None if plain.startswith("triton_") else _by_word(plain)
+    return None
 
 
-def _by_word(plain: str) -> Description | None:
-    """Kernels of anyone's that call themselves attention."""
-    if _ATTENTION_WORD.search(plain) is None:
-        return None
-    side = re.search(r"fwd|forward|bwd|backward", plain)
-    role: Role = "" if side is None else "forward" if side.group().startswith("f") else "backward"
-    return Description(plain, "", "attention", role=role)
+def _by_word(name: str, plain: str) -> Description:
+    """A kernel of any other library."""
+    kind = word_class(plain) or "other"
+    role: Role = ""
+    if kind == "attention" and (side := re.search(r"fwd|forward|bwd|backward", plain.lower())):
+        role = "forward" if side.group().startswith("f") else "backward"
+    return Description(plain, library(name), kind, role=role)
 
 
-def _flash_name(name: str) -> str:
+def _cudnn_attention(plain: str) -> Description:
+    tile = _TILE.search(plain)
+    # cuDNN writes f16 for both 16-bit dtypes.
+    return Description(
+        plain.removeprefix("cudnn_generated_fort_native_"), "cuDNN", "attention",
+        unit="FP16/BF16 tensor cores" if "_f16_" in plain else "",
+        tile=tile.group(1) if tile else "", role="backward" if "bprop" in plain else "forward",
+    )  # fmt: skip
+
+
+def _flash_name(name: str, plain: str) -> str:
     found = re.search(r"flash_\w+|FlashAttn\w+", name.replace("pytorch_flash", ""))
-    return found.group() if found else _readable(name)
+    return found.group() if found else plain
 
 
 def _inductor(name: str) -> Description | None:
+    if not name.startswith("triton_"):
+        return None
     found = _TRITON.match(name)
     if found is None:
         return None
     return Description(name, "Inductor", inductor_class(found.group(1), inductor_parts(name)))
 
 
-def _matmul(name: str) -> Description | None:
-    found = matmul(name, _readable(name))
+def _matmul(name: str, plain: str) -> Description | None:
+    found = matmul(name, plain)
     if found is None:
         return None
     return Description(
@@ -231,25 +238,38 @@ def _matmul(name: str) -> Description | None:
     )
 
 
-def _aten(name: str) -> Description | None:
-    if not re.search(
-        r"\bat::|\(anonymous namespace\)|<unnamed>|cunn_|CatArray|\bcub::|thrust::", name
-    ):
+def _aten(name: str, plain: str) -> Description | None:
+    if not any(mark in name for mark in _ATEN_MARKS):
         return None
-    plain = _readable(name)
-    functor = _FUNCTOR.search(name)
-    for pattern, kind in _ATEN:
-        if re.search(pattern, name):
-            operation = next((part for part in functor.groups() if part), "") if functor else ""
-            short = f"{plain} · {operation}" if operation and operation not in plain else plain
-            return Description(short, "ATen", kind)
-    library = "CUB" if "cub::" in name or "thrust::" in name else "ATen"
-    return Description(plain, library, "other")
+    for kind, words in _ATEN:
+        for word in words:
+            if word in name:
+                operation = _operation(name)
+                known = operation and operation not in plain
+                return Description(f"{plain} · {operation}" if known else plain, "ATen", kind)
+    if "at::native" in name or "at::cuda" in name:
+        return Description(plain, "ATen", "other")
+    if "cub::" in name or "thrust::" in name:
+        return Description(plain, "CUB", "other")
+    return None
+
+
+def _operation(name: str) -> str:
+    """The operation that comes first among the template arguments; empty where none is named."""
+    matches = [match for pattern in _FUNCTORS if (match := pattern.search(name)) is not None]
+    found = [(match.start(), match[1]) for match in matches]
+    end = name.find(_ITERATOR)
+    if end >= 0 and (match := _LAMBDA.search(name, max(0, end - 80), end)) is not None:
+        found.append((match.start(), match[1]))
+    return min(found)[1] if found else ""
 
 
 def _readable(name: str) -> str:
     """The bare function: no return type, template arguments, scopes or parameters."""
-    bare = _TEMPLATE.sub(
-        "", _SCOPE.sub("", _RETURN.sub("", name.strip()).replace("<unnamed>::", ""))
-    )
-    return bare.partition("(")[0].strip() or name.strip()[:80]
+    name = name.strip()
+    bare = demangled(name) if name.startswith("_Z") else name
+    if bare.startswith("std::enable_if"):
+        bare = bare.partition("::type ")[2] or bare
+    bare = _ANONYMOUS.sub("", bare)
+    bare = bare.partition("<")[0].partition("(")[0]
+    return _RETURN.sub("", bare).rpartition("::")[2].strip() or name[:80]

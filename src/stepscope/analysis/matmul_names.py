@@ -1,7 +1,8 @@
-"""Names of matrix products, as cuBLAS, CUTLASS, cuDNN and their relatives write them.
+"""Names of matmuls, as cuBLAS, CUTLASS, cuDNN, Tensile, TensorRT-LLM and their like write them.
 
 The unit is what a reader gets wrong most often: `ampere_sgemm` and `simt_sgemm` run on the FP32
 cores, `s1688` is TF32 (FP16 where the name says f16, on Turing), `s16816` is half or bfloat16.
+AMD calls its tensor cores matrix cores.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ TF32 = "TF32 tensor cores"
 FP16 = "FP16 tensor cores"
 BF16 = "BF16 tensor cores"
 FP8 = "FP8 tensor cores"
+FP4 = "FP4 tensor cores"
 INT8 = "INT8 tensor cores"
 FP64_CORES = "FP64 cores"
 FP64 = "FP64 tensor cores"
+ON_TENSOR_CORES = ("tensor cores", "matrix cores")
+"""How the units end that are made for matmuls."""
 
 
 class Matmul(NamedTuple):
@@ -38,12 +42,30 @@ _NVJET = re.compile(
 )
 _CLASSIC = re.compile(
     r"(?:maxwell|volta|turing|ampere|hopper)_(?P<body>\w*?)"
-    r"(?P<op>[sdhic]\d*)?gemm_(?P<rest>\w+)"
+    r"(?P<op>[sdhic]\d*)?(?P<what>gemm|cudnn)_(?P<rest>\w+)"
 )
 _CUTLASS_2 = re.compile(
     r"cutlass_(?:\d+_)?(?:wmma_)?(?P<how>tensorop|simt)_(?P<body>\w*?)"
     r"(?P<op>[sdhic]\d*)(?P<form>tf32|bf16|f16)?(?P<what>gemm|fprop|dgrad|wgrad)_(?P<rest>\w+)"
 )
+_TENSILE = re.compile(
+    # The dtypes of A and B, or of both, before those of the output and of the accumulator.
+    r"Cijk_(?P<a>Ailk|Alik)_(?P<b>Bljk|Bjlk)_(?P<types>[A-Z0-9]+)_\w*?"
+    r"MT(?P<tile>\d+x\d+x\d+)(?P<rest>\w*)"
+)
+_TENSILE_TYPES = (("F8", "FP8"), ("B8", "FP8"), ("I8", "INT8"), ("4xi8", "INT8"), ("B", "BF16"),
+                  ("H", "FP16"), ("S", "FP32"), ("D", "FP64"))  # fmt: skip
+_TRTLLM = re.compile(
+    r"(?:bmm|gemm)_(?P<out>\w+?)_(?P<inputs>\w+?)_(?:Fp32|Fp16)_t(?P<tile>\d+x\d+x\d+)"
+)
+_CUDNN_ENGINE = re.compile(r"(?:wgrad|dgrad)(?:2d)?(?:_alg\d)?(?:_\d+|_engine)|\w*convolve_\w*")
+_MARKS = ("gemm", "Gemm", "GEMM", "mm_", "matmul", "xmma", "nvjet", "cutlass", "cudnn", "Cijk",
+          "gemv", "dot_kernel", "reduce_1Block", "splitKreduce", "grad", "convolve",
+          "cublas")  # fmt: skip
+"""A name without any of these is not a matmul: most names are not, and this is quick to tell."""
+_FRAMES = ("device_kernel", "Kernel", "Kernel2")
+"""Functions of CUTLASS whose template arguments say what they do."""
+_WORD = re.compile(r"gemm|matmul|(?:^|_)b?mm_kernel", re.IGNORECASE)
 _TILE = re.compile(r"(?:^|_)(\d+x\d+)(?=_|$)")
 _LAYOUT = re.compile(r"_([tn]{2})(?=_|$)")
 _ALIGN = re.compile(r"align(\d+)")
@@ -51,8 +73,10 @@ _VECTOR = ("gemv", "gemmSN", "gemmk1", "dot_kernel", "reduce_1Block_kernel", "sp
 
 
 def matmul(name: str, plain: str) -> Matmul | None:
-    """Of the whole name and of its bare function; None where it is no matrix product."""
-    for read in (_xmma, _nvjet, _cutlass_2, _classic):
+    """Of the full name and of its bare function; None where it is not a matmul."""
+    if not any(mark in name for mark in _MARKS):
+        return None
+    for read in (_xmma, _nvjet, _cutlass_2, _classic, _tensile, _trtllm):
         found = read(name)
         if found is not None:
             return found
@@ -61,13 +85,19 @@ def matmul(name: str, plain: str) -> Matmul | None:
     if "deep_gemm::" in name:
         return Matmul(plain, "DeepGEMM", FP8 if "fp8" in plain else BF16 if "bf16" in plain else "")
     if "cutlass" in name and re.search(r"[gG]emm", name):
-        return Matmul("cutlass gemm" if plain == "device_kernel" else plain, "CUTLASS", _cute(name))
-    if re.search(r"gemm|matmul|(?:^|_)b?mm_kernel", plain, re.IGNORECASE):
+        return Matmul("cutlass gemm" if plain in _FRAMES else plain, "CUTLASS", _cute(name))
+    if _CUDNN_ENGINE.match(plain):
+        return Matmul(plain, "cuDNN", FP32_CORES if "<float" in name else "")
+    if plain == "globalKernel" and "cublasLt" in name:
+        return Matmul("cublasLt epilogue", "cuBLAS")
+    if _WORD.search(plain):
         return Matmul(plain, "")
     return None
 
 
 def _xmma(name: str) -> Matmul | None:
+    if "_xmma_" not in name:
+        return None
     start = re.search(r"sm\d+_xmma_", name)
     if start is None:
         return None
@@ -104,6 +134,8 @@ def _nvjet(name: str) -> Matmul | None:
 
 
 def _cutlass_2(name: str) -> Matmul | None:
+    if "cutlass_" not in name:
+        return None
     found = _CUTLASS_2.search(name)
     if found is None:
         return None
@@ -117,6 +149,8 @@ def _cutlass_2(name: str) -> Matmul | None:
 
 
 def _classic(name: str) -> Matmul | None:
+    if "gemm_" not in name and "cudnn_" not in name:
+        return None
     found = _CLASSIC.search(name)
     if found is None:
         return None
@@ -125,7 +159,41 @@ def _classic(name: str) -> Matmul | None:
         unit = {"s": FP32_CORES, "d": FP64_CORES}.get(op, "")
     else:
         unit = _tensor_unit(body, op, "", rest)
-    return Matmul(found.group(), "cuBLAS", unit, *_shape(rest))
+    library = "cuBLAS" if found["what"] == "gemm" else "cuDNN"
+    return Matmul(found.group(), library, unit, *_shape(rest))
+
+
+def _tensile(name: str) -> Matmul | None:
+    """hipBLASLt and rocBLAS: `Alik` is a transposed A, `Bjlk` a transposed B."""
+    if not name.startswith("Cijk_"):
+        return None
+    found = _TENSILE.match(name)
+    if found is None:
+        return Matmul(name.partition("_MT")[0][:60], "Tensile")
+    number = next((t for mark, t in _TENSILE_TYPES if found["types"].startswith(mark)), "")
+    # A matrix instruction (MI) is what matrix cores run.
+    cores = "matrix cores" if re.match(r"_MI\d", found["rest"]) else "cores"
+    layout = ("t" if found["a"].startswith("Al") else "n") + (
+        "t" if found["b"].startswith("Bj") else "n"
+    )
+    return Matmul(
+        f"Cijk_{found['a']}_{found['b']}_{found['types']}_MT{found['tile']}", "Tensile",
+        f"{number} {cores}" if number else "", found["tile"], layout,
+    )  # fmt: skip
+
+
+def _trtllm(name: str) -> Matmul | None:
+    if not name.startswith(("bmm_", "gemm_")):
+        return None
+    found = _TRTLLM.match(name)
+    if found is None:
+        return None
+    inputs = found["inputs"]
+    unit = next(
+        (u for mark, u in (("E4m3", FP8), ("E5m2", FP8), ("E2m1", FP4), ("Bfloat16", BF16),
+                           ("Fp16", FP16)) if mark in inputs), "",
+    )  # fmt: skip
+    return Matmul(found.group(), "TensorRT-LLM", unit, found["tile"])
 
 
 def _tensor_unit(body: str, op: str, form: str, rest: str) -> str:

@@ -79,7 +79,8 @@ _COMMUNICATION = re.compile(
     r"^(c10d|_c10d_functional|nccl|gloo|record_param_comms|_allgather_base_|all_?reduce)"
 )
 _INDUCTOR_NAMES = re.compile(r"^triton_\w{3}_fused_?(.*?)_?\d*$")
-_KNOWN = sorted(MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS, key=len, reverse=True)
+_KNOWN = MATMUL | SOFTMAX | REDUCTION | COPY | VIEWS
+_MOST_WORDS = max(name.count("_") for name in _KNOWN) + 1
 
 
 def operator_class(name: str) -> Class | None:
@@ -130,14 +131,20 @@ def _family(bare: str) -> Class | None:
 def inductor_parts(name: str) -> list[str]:
     """The operators that a fused kernel's name lists: `triton_poi_fused_add_mul_3` -> add, mul."""
     found = _INDUCTOR_NAMES.match(name)
-    rest = found.group(1) if found else ""
+    words = found.group(1).split("_") if found and found.group(1) else []
     parts: list[str] = []
-    while rest:
-        known = next((k for k in _KNOWN if rest == k or rest.startswith(f"{k}_")), None)
-        part = known or rest.partition("_")[0]
+    at = 0
+    while at < len(words):
+        # The longest known name that begins here; a name may itself begin with an underscore.
+        for end in range(min(len(words), at + _MOST_WORDS), at, -1):
+            part = "_".join(words[at:end])
+            if part in _KNOWN:
+                break
+        else:
+            end, part = at + 1, words[at]
         if part:
             parts.append(part)
-        rest = rest[len(part) + 1 :]
+        at = end
     return parts
 
 

@@ -1,8 +1,8 @@
 """Reads the snapshots that `torch.cuda.memory._dump_snapshot` writes, without running them.
 
-A snapshot is a pickle, and loading one naively runs whatever its author put in. Here an unpickler
-loads it that knows no global at all: plain lists, dictionaries, numbers and strings are what a
-snapshot consists of.
+A snapshot is a pickle, and loading one naively runs whatever its author put in. `plain_pickle`
+loads only what a snapshot consists of: lists, dictionaries, tuples, numbers and strings. Every
+number and string is then checked where it is used.
 
 What was live is worked out backwards from the end, where it is known for certain. So a history
 whose buffer overflowed gives right numbers for the stretch that it still covers, and none before.
@@ -10,13 +10,13 @@ whose buffer overflowed gives right numbers for the stretch that it still covers
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from stepscope.analysis.plain_pickle import load_plain
 from stepscope.errors import StepscopeError, no_such_file
 
 _ALLOC, _FREE = "alloc", "free_completed"
@@ -25,6 +25,12 @@ _ROUND = (1000, 1024)
 """Buffers are sized by people: that a whole history ends at a multiple by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
+_MAX_SIZE = 1 << 50
+_MAX_ADDRESS = 1 << 64
+_MAX_TOTAL = 1 << 62
+"""What 64 bits hold: the sum of many sizes may be larger."""
+_MAX_DEVICES = 1 << 16
+_MAX_TEXT = 200
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,33 +60,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[Place, ...]
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise StepscopeError(
-            f"the snapshot wants to load {module_name}.{global_name}, which no snapshot needs",
-            "do not open it elsewhere: loading it could run code",
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise StepscopeError(f"the snapshot refers to something outside of it ({pid!r:.40})")
-
-
 def read_snapshot(path: Path) -> Snapshot:
+    if not path.is_file():
+        raise no_such_file(path)
     try:
-        with path.open("rb") as file:
-            raw = _PlainUnpickler(file).load()
-    except StepscopeError:
-        raise
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise no_such_file(path) from None
+        data = path.read_bytes()
     except OSError as error:
         raise StepscopeError(f"cannot read {path}: {error.strerror}") from error
-    # A damaged pickle can fail in any way that its opcodes allow.
-    except Exception as error:
-        raise StepscopeError(
-            f"{path} is damaged or no snapshot: {type(error).__name__}", "write it again"
-        ) from error
-    return summarize(raw, path.name)
+    return summarize(load_plain(data, str(path)), path.name)
 
 
 def summarize(raw: Any, name: str = "the file") -> Snapshot:
@@ -92,23 +79,51 @@ def summarize(raw: Any, name: str = "the file") -> Snapshot:
     try:
         return _summary(segments, raw.get("device_traces") or [])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        # A key may be of any size.
         raise StepscopeError(
-            f"{name} has a format that is not known here ({type(error).__name__}: {error})",
+            f"{name} has a format that is not known here"
+            f" ({type(error).__name__}: {str(error)[:_MAX_TEXT]})",
             "it may come from a newer torch",
         ) from error
+
+
+def _number(entry: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A size, an address or the number of a device, within what each can be."""
+    value = entry[key] if default is None else entry.get(key, default)
+    limit = _LIMITS[key]
+    if type(value) is not int or not 0 <= value < limit:
+        shown = f"{value:.3g}" if isinstance(value, float) else "out of range"
+        raise ValueError(f"{key} is {shown}, not an integer from 0 to {limit - 1:,}")
+    return value
+
+
+_LIMITS = {
+    "device": _MAX_DEVICES, "address": _MAX_ADDRESS, "addr": _MAX_ADDRESS, "size": _MAX_SIZE,
+    "total_size": _MAX_SIZE,
+}  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    """A name or a path, of which the end says more than the beginning."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {type(value).__name__}")
+    return value[-_MAX_TEXT:]
 
 
 def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snapshot:
     reserved: dict[int, int] = {}
     for segment in segments:
-        device = int(segment.get("device", 0))
-        reserved[device] = reserved.get(device, 0) + int(segment["total_size"])
+        device = _number(segment, "device", 0)
+        reserved[device] = reserved.get(device, 0) + _number(segment, "total_size")
     device = max(reserved, key=lambda number: reserved[number], default=0)
-    live = _live_at_the_end([s for s in segments if int(s.get("device", 0)) == device])
+    lines = _Lines()
+    live = _live_at_the_end([s for s in segments if s.get("device", 0) == device], lines)
     active = sum(size for size, _ in live.values())
     trace = traces[device] if device < len(traces) else []
     events = [event for event in trace if event["action"] in (_ALLOC, _FREE)]
-    peak, held = _peak(live, events)
+    peak, held = _peak(live, events, lines)
+    if max(peak, *reserved.values(), 0) >= _MAX_TOTAL:
+        raise ValueError("its blocks add up to more bytes than 64 bits can address")
     places = _by_place(held.values())
     largest = max(held.values(), default=None, key=lambda block: block[0])
     return Snapshot(
@@ -128,21 +143,23 @@ Blocks = dict[int, tuple[int, str]]
 """By address: bytes and the line of code."""
 
 
-def _live_at_the_end(segments: Sequence[dict[str, Any]]) -> Blocks:
+def _live_at_the_end(segments: Sequence[dict[str, Any]], lines: _Lines) -> Blocks:
     live: Blocks = {}
     for segment in segments:
-        address = int(segment["address"])
+        address = _number(segment, "address")
         for block in segment["blocks"]:
-            place = int(block.get("address", address))
+            place = _number(block, "address", address)
             if block["state"] in _LIVE:
-                live[place] = (int(block["size"]), _line(block.get("frames") or ()))
-            address = place + int(block["size"])
+                live[place] = (_number(block, "size"), lines.of(block.get("frames")))
+            address = place + _number(block, "size")
     return live
 
 
-def _peak(live: Blocks, events: Sequence[dict[str, Any]]) -> tuple[int, Blocks]:
+def _peak(
+    live: Blocks, events: Sequence[dict[str, Any]], lines: _Lines
+) -> tuple[int, Blocks]:  # fmt: skip
     """Backwards from the end: undoing an allocation frees it, undoing a free brings it back."""
-    codes, still_open = _allocated_by(events)
+    codes, still_open = _allocated_by(events, lines)
     live = {at: (size, still_open.get(at, code)) for at, (size, code) in live.items()}
     now = dict(live)
     total = peak = sum(size for size, _ in now.values())
@@ -157,22 +174,25 @@ def _peak(live: Blocks, events: Sequence[dict[str, Any]]) -> tuple[int, Blocks]:
     return peak, highest
 
 
-def _allocated_by(events: Sequence[dict[str, Any]]) -> tuple[list[str], dict[int, str]]:
-    """Of each event the line that allocated its block, since addresses are used again and again;
+def _allocated_by(
+    events: Sequence[dict[str, Any]], lines: _Lines
+) -> tuple[list[str], dict[int, str]]:
+    """The line that allocated the block of each event, since addresses are used again and again;
     and those of the blocks that were not freed."""
     open_blocks: dict[int, str] = {}
     codes = []
     for event in events:
         if event["action"] == _ALLOC:
-            open_blocks[int(event["addr"])] = _line(event.get("frames") or (), _NO_STACK)
-            codes.append(open_blocks[int(event["addr"])])
+            code = lines.of(event.get("frames"), _NO_STACK)
+            open_blocks[_number(event, "addr")] = code
+            codes.append(code)
         else:
-            codes.append(open_blocks.pop(int(event["addr"]), _UNKNOWN))
+            codes.append(open_blocks.pop(_number(event, "addr"), _UNKNOWN))
     return codes, open_blocks
 
 
 def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
-    address, size = int(event["addr"]), int(event["size"])
+    address, size = _number(event, "addr"), _number(event, "size")
     if event["action"] == _ALLOC:
         gone = now.pop(address, None)
         return 0 if gone is None else -gone[0]
@@ -180,14 +200,31 @@ def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
     return size
 
 
-def _line(frames: Sequence[dict[str, Any]], without: str = _UNKNOWN) -> str:
-    """The innermost line outside of torch, else the innermost; `without` where there is none."""
+class _Lines:
+    """The line of code that a stack stands for; many events share one stack."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+
+    def of(self, frames: Any, without: str = _UNKNOWN) -> str:
+        """The innermost line outside of torch, else the innermost; `without` for no stack."""
+        if not frames:
+            return without
+        line = self._known.get(id(frames))
+        if line is None:
+            line = self._known[id(frames)] = _line(frames)
+        return line
+
+
+def _line(frames: Sequence[dict[str, Any]]) -> str:
     for frame in frames:
-        if "/torch/" not in str(frame["filename"]) and str(frame["filename"]).endswith(".py"):
-            return f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} {frame['name']}"
-    if frames:
-        return str(frames[0]["name"])
-    return without
+        file = _text(frame["filename"])
+        if "/torch/" not in file and file.endswith(".py"):
+            number = frame["line"]
+            if type(number) is not int or not abs(number) < _MAX_SIZE:
+                raise ValueError("the line of a frame is not a line number")
+            return f"{file.rpartition('/')[2]}:{number} {_text(frame['name'])}"
+    return _text(frames[0]["name"])
 
 
 def _by_place(blocks: Any) -> tuple[Place, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepscope.analysis.trace.summary import KernelRow, Summary
+from stepscope.analysis.matmul_names import ON_TENSOR_CORES
+from stepscope.analysis.tensor_cores import is_amd, tensor_core_dtypes
+from stepscope.analysis.trace.summary import Gap, KernelRow, Summary
 from stepscope.report.blocks import Finding
-from stepscope.report.format import count, duration, percent
+from stepscope.report.format import counted, duration, percent
 
 HOST_LIMITS_FROM = 0.25
 """From this share of idle time without a launch on, the host is what to look at first."""
@@ -15,7 +17,6 @@ TRACED_APART = 0.02
 """Traced steps that differ by more than this from the timed ones are told apart from them."""
 
 _WORTH = 0.05
-_TENSOR = "tensor cores"
 
 
 def trace_findings(
@@ -24,8 +25,10 @@ def trace_findings(
     """`step_ms` is the step without the profiler, where it was timed, and `loading_ms` what of it
     is spent in a DataLoader."""
     return (
+        *_break(summary),
         _account(summary, step_ms),
         *_idle(summary, step_ms),
+        *_gaps(summary),
         *_data(summary, step_ms, loading_ms),
         *_matmul(summary),
         *_top_kernel(summary),
@@ -35,16 +38,26 @@ def trace_findings(
     )
 
 
+def _break(summary: Summary) -> Iterator[Finding]:
+    if summary.truncated:
+        yield Finding(
+            text="The file breaks off: it is read up to there, and what was to follow is missing."
+            " The profiler writes kernels after operators, so times and shares of the device may be"
+            " too low. Export the trace again.",
+            tone="warn",
+        )
+
+
 def _account(summary: Summary, step_ms: float | None) -> Finding:
     wall = summary.wall_ms
     whose, aside = "A step", ""
     if step_ms and abs(wall / step_ms - 1) > TRACED_APART:
         whose, aside = "A traced step", f" ({duration(step_ms)} without the profiler)"
     what = "the device works" if summary.on_device else "operators run"
-    things = "kernels" if summary.on_device else "operators"
+    thing = "kernel" if summary.on_device else "operator"
     text = (
         f"{whose} takes {duration(wall)}{aside}: {what} for {percent(summary.busy_ms / wall)} of"
-        f" it, in {count(round(summary.launches))} {things}."
+        f" it, in {counted(round(summary.launches), thing)}."
     )
     if summary.cut == "nothing":
         text = (
@@ -82,9 +95,8 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
     if host >= HOST_LIMITS_FROM:
         yield Finding(
             text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
-            " run, because the next kernel was not launched before the one before it had ended. A"
-            " lower precision or faster kernels cannot help with that part; fewer launches can"
-            " (a larger batch, torch.compile, a CUDA graph).",
+            " run, because the next kernel was not launched before the one before it had ended."
+            f" {_host_remedy(summary, host)}",
             tone="warn",
         )
     elif host >= _WORTH:
@@ -110,6 +122,61 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         )
 
 
+def _host_remedy(summary: Summary, host: float) -> str:
+    """What would remove the gaps: only short ones come from the number of launches."""
+    in_long = summary.long_host_ms / summary.wall_ms
+    if host - in_long < HOST_LIMITS_FROM:
+        return (
+            f"Of that, {percent(min(1.0, in_long / host))} lies in gaps of 1 ms and more, which"
+            " neither fewer launches nor faster kernels would remove: see what the host does in"
+            " them."
+        )
+    if summary.replayed >= 0.5:
+        return (
+            f"CUDA graphs already launch {percent(summary.replayed)} of the kernels, so the time is"
+            " lost between graphs: in what the host does from one to the next."
+        )
+    return (
+        "A lower precision or faster kernels cannot help with that part; fewer launches can (a"
+        " larger batch, torch.compile, a CUDA graph)."
+    )
+
+
+def _gaps(summary: Summary) -> Iterator[Finding]:
+    """The longest gaps, where they are much of the idle time."""
+    idle = summary.idle_ms * len(summary.steps)
+    whole = summary.wall_ms * len(summary.steps)
+    if idle < _WORTH * whole or not summary.gaps:
+        return
+    shown = [gap for gap in summary.gaps if gap.ms >= 0.1 * idle]
+    if not shown:
+        return
+    by_host: dict[str, list[Gap]] = {}
+    for gap in shown:
+        by_host.setdefault(gap.host, []).append(gap)
+    told = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
+    which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
+    share = percent(min(1.0, sum(gap.ms for gap in shown) / idle))
+    makes = "makes" if len(shown) == 1 else "make"
+    yield Finding(
+        text=f"{which} {makes} up {share} of the device's idle time: {told}.", tone="warn"
+    )
+
+
+def _same_host(host: str, gaps: list[Gap]) -> str:
+    what = f"the host was in {host}" if host else "the trace does not say what the host did"
+    if len(gaps) == 1:
+        return f"{duration(gaps[0].ms)} {_where(gaps[0])} ({what})"
+    total = duration(sum(gap.ms for gap in gaps))
+    return f"{total} in {len(gaps)} gaps, the longest {_where(gaps[0])} (each time {what})"
+
+
+def _where(gap: Gap) -> str:
+    if gap.first:
+        return "before the first kernel"
+    return f"before {gap.next}" if gap.next else "after the last kernel"
+
+
 def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> Iterator[Finding]:
     spent, whole = summary.data_ms, summary.wall_ms
     if step_ms and loading_ms is not None:
@@ -123,15 +190,17 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
 
 
 def _matmul(summary: Summary) -> Iterator[Finding]:
-    busy = summary.busy_ms
-    if busy <= 0:
+    """Classes by time, also of kernels whose phase is not known."""
+    by_class: dict[str, float] = {}
+    for row in summary.kernels:
+        by_class[row.kind] = by_class.get(row.kind, 0.0) + row.ms
+    total = sum(by_class.values())
+    if total <= 0:
         return
-    shares = sorted(
-        ((summary.class_ms(kind), kind) for kind in {line.kind for line in summary.lines}),
-        reverse=True,
-    )
-    largest = ", ".join(f"{kind} {percent(ms / busy)}" for ms, kind in shares[:4] if ms > 0)
-    yield Finding(text=f"Of the time in which something runs: {largest}.")
+    ranked = sorted(by_class.items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{kind} {percent(ms / total)}" for kind, ms in ranked[:4] if ms > 0)
+    things = "kernels" if summary.on_device else "operators"
+    yield Finding(text=f"Of the time of all {things}: {largest}.")
 
 
 def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
@@ -152,32 +221,50 @@ def _top_kernel(summary: Summary) -> Iterator[Finding]:
     about = next(row for row in summary.kernels if row.kernel == name)
     unit = f" on {about.unit}" if about.unit else ""
     yield Finding(
-        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {count(times)}"
-        f" {'call' if times == 1 else 'calls'}, {percent(ms / total)} of all"
+        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {_calls(times)},"
+        f" {percent(ms / total)} of all"
         f" {'kernel' if summary.on_device else 'operator'} time."
     )
 
 
+def _calls(times: float) -> str:
+    """Of a step: a mean over steps that differ is not a whole number."""
+    if abs(times - round(times)) < 1e-3:
+        return counted(round(times), "call")
+    return f"{times:.1f} calls on average"
+
+
 def _units(summary: Summary) -> Iterator[Finding]:
-    """Whether the matrix products use tensor cores, as far as their names tell."""
+    """Whether matmuls use tensor cores, as far as their names tell."""
     products: list[KernelRow] = [
         row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
     ]
     total = sum(row.ms for row in products)
     if not summary.on_device or total <= 0 or total < _WORTH * summary.busy_ms:
         return
-    without = sum(row.ms for row in products if _TENSOR not in row.unit)
+    without = sum(row.ms for row in products if not row.unit.endswith(ON_TENSOR_CORES))
+    cores = "matrix cores" if is_amd(summary.device) else "tensor cores"
     if without >= 0.5 * total:
+        dtypes = tensor_core_dtypes(summary.device, summary.capability)
         yield Finding(
-            text=f"{percent(without / total)} of the time of matrix products is spent on FP32 or"
-            " FP64 cores, not on tensor cores: TF32, bfloat16 or float16 would use those.",
-            tone="warn",
+            text=f"{percent(without / total)} of the time of matmuls is spent on FP32 or FP64"
+            f" cores, not on {cores}{_dtype_remedy(dtypes, cores)}.",
+            tone="warn" if dtypes != () else "info",
         )
     else:
         yield Finding(
-            text=f"{percent(1 - without / total)} of the time of matrix products is spent on"
-            " tensor cores."
+            text=f"{percent(1 - without / total)} of the time of matmuls is spent on {cores}."
         )
+
+
+def _dtype_remedy(dtypes: tuple[str, ...] | None, cores: str) -> str:
+    if dtypes is None:
+        return f": a lower precision would use those, if the device has {cores} for it"
+    if not dtypes:
+        return ", which this device does not have"
+    *others, last = dtypes
+    either = f"{', '.join(others)} or {last}" if others else last
+    return f": {either} would use those"
 
 
 def _attribution(summary: Summary) -> Finding:

@@ -37,6 +37,7 @@ def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
         ledger_table(summary, name),
         class_figure(summary, name),
         *([timeline_block(summary, name)] if summary.timeline else []),
+        *([gap_table(summary, name)] if summary.gaps else []),
         kernel_table(summary, name),
         *([module_table(summary, name)] if any(use.module for use in summary.uses) else []),
         *role_tables(summary, name),
@@ -258,6 +259,26 @@ def role_tables(summary: Summary, name: str) -> list[Table]:
             caption="Told apart by the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
         )
     ]
+
+
+def gap_table(summary: Summary, name: str) -> Table:
+    return Table(
+        name=f"{name}-gaps",
+        title="Longest gaps of the device",
+        columns=(
+            Column(title="step"),
+            Column(title="begins at", kind="number", unit="ms", hint="from the step's beginning"),
+            Column(title="lasts", kind="number", unit="ms"),
+            Column(title="the host was in", hint="for at least half of the gap"),
+            Column(title="next kernel"),
+        ),
+        rows=tuple(
+            (gap.step, gap.start_ms, gap.ms, gap.host or "nothing that the trace shows",
+             gap.next or "none in this step")
+            for gap in summary.gaps
+        ),
+        caption="Gaps of 1 ms and more. What lasts that long is not the time of a launch.",
+    )  # fmt: skip
 
 
 def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:

@@ -1,12 +1,14 @@
 """Chrome traces as torch.profiler writes them, decoded by the fields that are needed.
 
-Times are microseconds with a fraction; they become whole nanoseconds. Python frames, counters and
-the drawing instructions of the viewer are passed over while decoding.
+Times are microseconds with a fraction; they become whole nanoseconds. Counters, the drawing
+instructions of the viewer and Python frames are skipped, except for long frames and the calls of
+modules that `with_stack=True` records. A file that breaks off is read up to the break.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -20,6 +22,7 @@ from stepscope.analysis.trace.model import (
     NO_NUMBER,
     Arrows,
     Calls,
+    Frames,
     Ints,
     Names,
     Trace,
@@ -27,7 +30,7 @@ from stepscope.analysis.trace.model import (
     ordered_kernels,
     ordered_spans,
 )
-from stepscope.analysis.trace.pieces import possible_cuts
+from stepscope.analysis.trace.pieces import open_end, possible_cuts, without_tail
 from stepscope.errors import StepscopeError
 
 MOST_OBJECTS = 12_000_000
@@ -59,6 +62,13 @@ class _Event(msgspec.Struct, gc=False):
 
 class _Device(msgspec.Struct):
     name: str = ""
+    computeMajor: Identity | float = None  # noqa: N815
+    computeMinor: Identity | float = None  # noqa: N815
+
+    def capability(self) -> str:
+        numbers = (self.computeMajor, self.computeMinor)
+        known = all(isinstance(number, int) and 0 <= number < 100 for number in numbers)
+        return "{}.{}".format(*numbers) if known else ""
 
 
 class _File(msgspec.Struct):
@@ -73,6 +83,7 @@ _FIELDS: dict[str, _Fields] = {
     "call": (("tid",), ("correlation",)),
     "operator": _SPAN,
     "range": _SPAN,
+    "frame": (("tid",), ()),
 }
 """What is kept of each kind beside its times and name: of the event, and of its arguments."""
 _End = tuple[str, Identity | float, Identity, float]
@@ -84,6 +95,13 @@ _KINDS = {
     "user_annotation": "range",
 }  # fmt: skip
 _ARROW = "fwdbwd"
+_PYTHON = "python_function"
+_MODULE = "nn.Module: "
+_LONG_FRAME_US = 500.0
+"""Shorter Python frames cannot fill half of a long gap."""
+_MODULE_NUMBER = re.compile(r"_(\d+)$")
+_MARK = re.compile(r"ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)")
+"""Ranges of the profiler itself, which older versions write as operators."""
 _FILE = msgspec.json.Decoder(_File)
 _LIST = msgspec.json.Decoder(list[_Event])
 
@@ -96,13 +114,13 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
         )
     with _no_collection():
         try:
-            events, device_name = _in_pieces(data) or _at_once(data, where)
+            events, device = _in_pieces(data) or _at_once(data, where)
             if not events.count("kernel") and not events.count("operator"):
                 raise StepscopeError(
                     f"{where} has no kernels and no operators",
                     "was the profiler told to record CPU or CUDA activities?",
                 )
-            return events.trace(device_name)
+            return events.trace(device)
         except (ValueError, OverflowError, TypeError) as error:
             raise StepscopeError(f"{where} has a time or number that is none: {error}") from error
 
@@ -115,13 +133,15 @@ def _objects(data: bytes | bytearray) -> int:
     return sum(int(np.count_nonzero(part == ord("{"))) for part in parts)
 
 
-def _in_pieces(data: bytes | bytearray) -> tuple[_Events, str] | None:
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
     """None where the file is not laid out for it, or has a fault that the whole will show."""
-    faults = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
     for cut in possible_cuts(data):
         try:
-            inside, device_name = _decoded(cut.around())
-        except faults:
+            inside, device = _decoded(cut.around())
+        except _FAULTS:
             continue
         if inside:
             return None
@@ -129,39 +149,66 @@ def _in_pieces(data: bytes | bytearray) -> tuple[_Events, str] | None:
         try:
             for piece in cut.pieces():
                 events.add(_LIST.decode(piece))
-        except faults:
+        except _FAULTS:
             return None
-        return events, device_name
+        return events, device
     return None
 
 
-def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, str]:
+def _up_to_the_break(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
+    """The events of a file that breaks off; None where it is broken before its end."""
+    cut = open_end(data)
+    if cut is None:
+        return None
+    events = _Events(truncated=True)
     try:
-        decoded, device_name = _decoded(data)
+        _, device = _decoded(cut.around() + (b"]" if cut.bare else b"]}"))
+        for piece, is_last in cut.pieces_and_last():
+            if not is_last:
+                events.add(_LIST.decode(piece))
+                continue
+            for shorter in without_tail(piece):
+                try:
+                    events.add(_LIST.decode(shorter))
+                except _FAULTS:
+                    continue
+                break
+    except _FAULTS:
+        return None
+    return (events, device) if events.count("kernel") + events.count("operator") else None
+
+
+def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, _Device]:
+    try:
+        decoded, device = _decoded(data)
     except RecursionError:
         raise StepscopeError(f"{where} is nested too deeply to be a trace") from None
     except msgspec.ValidationError as error:
         raise StepscopeError(f"{where} is not a trace of torch.profiler: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = _up_to_the_break(data)
+        if found is not None:
+            return found
         raise StepscopeError(
             f"{where} is not JSON to its end: {error}", "was the trace written to its end?"
         ) from error
     events = _Events()
     events.add(decoded)
-    return events, device_name
+    return events, device
 
 
-def _decoded(data: bytes | bytearray) -> tuple[list[_Event], str]:
+def _decoded(data: bytes | bytearray) -> tuple[list[_Event], _Device]:
     if bytes(data[:256]).lstrip()[:1] == b"[":
-        return _LIST.decode(data), ""
+        return _LIST.decode(data), _Device()
     file = _FILE.decode(data)
-    return file.traceEvents, next((d.name for d in file.deviceProperties), "")
+    return file.traceEvents, next(iter(file.deviceProperties), _Device())
 
 
 class _Events:
     """Columns of what is needed of each kind of event."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, truncated: bool = False) -> None:
+        self._truncated = truncated
         self._names = Names()
         self._identity = _Identities()
         self._parts: dict[str, list[list[Ints]]] = {kind: [] for kind in _FIELDS}
@@ -180,6 +227,13 @@ class _Events:
                     add(event)
             elif event.cat == _ARROW:
                 self._ends.append((event.ph, event.id, event.tid, event.ts))
+            elif event.cat == _PYTHON and event.ph == "X":
+                if event.name.startswith(_MODULE):
+                    # `nn.Module: Linear_3` is the module that is numbered 3 among the Linear.
+                    event.name = _MODULE_NUMBER.sub(r" \1", event.name.removeprefix(_MODULE))
+                    held["range"].append(event)
+                elif event.dur >= _LONG_FRAME_US:
+                    held["frame"].append(event)
         for kind, members in held.items():
             if members:
                 self._parts[kind].append(self._columns(members, *_FIELDS[kind]))
@@ -204,8 +258,7 @@ class _Events:
             return (ints(),) * (3 + sum(map(len, _FIELDS[kinds[0]])))
         return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
-    def trace(self, device_name: str) -> Trace:
-        operators = self.count("operator")
+    def trace(self, gpu: _Device) -> Trace:
         start, end, name, correlation, device, stream = self._joined("kernel")
         kernels = ordered_kernels(
             name=name, start=start, end=end, device=device, stream=stream, correlation=correlation
@@ -213,13 +266,18 @@ class _Events:
         start, end, name, thread, correlation = self._joined("call")
         calls = Calls(name, start, end, thread, correlation)
         start, end, name, thread, sequence, back = self._joined("operator", "range")
+        frames = Frames(*self._joined("frame"))
+        is_range = np.arange(len(start)) >= self.count("operator")
+        names = self._names.all()
+        marks = [n for n in np.unique(name[~is_range]).tolist() if _MARK.match(names[n])]
         spans = ordered_spans(
             name=name, start=start, end=end, thread=thread,
-            is_range=np.arange(len(start)) >= operators, sequence=sequence, in_backward=back > 0,
+            is_range=is_range | np.isin(name, marks), sequence=sequence, in_backward=back > 0,
         )  # fmt: skip
         return Trace(
-            "torch.profiler", self._names.all(), kernels, calls, spans, device_name, self._arrows()
-        )
+            "torch.profiler", names, kernels, calls, spans, gpu.name, self._arrows(),
+            capability=gpu.capability(), truncated=self._truncated, frames=frames,
+        )  # fmt: skip
 
     def _arrows(self) -> Arrows:
         tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}

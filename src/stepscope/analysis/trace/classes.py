@@ -6,11 +6,11 @@ have no name but a number: the operator around the launch says what they are for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES, Class, describe, describe_operator
+from stepscope.analysis.kernel_names import CLASSES, Class, Description
 from stepscope.analysis.operator_names import named_class
 from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace
@@ -21,12 +21,13 @@ _OTHER = _NUMBER["other"]
 _TEMPLATE = "triton_tem_"
 
 
-def classes(trace: Trace, host: Host, name: Ints, span: Ints) -> Ints:
-    """Of every kernel, or of every operator on a CPU, as numbers of `CLASSES`."""
-    describes = describe if trace.on_device else describe_operator
+def classes(
+    trace: Trace, host: Host, descriptions: Mapping[int, Description], name: Ints, span: Ints
+) -> Ints:
+    """The class of every kernel, or of every operator on a CPU, as numbers of `CLASSES`."""
     of_name = np.zeros(max(1, len(trace.names)), np.int64)
-    for each in np.unique(name).tolist():
-        of_name[each] = _NUMBER[describes(trace.names[each]).kind]
+    for each, about in descriptions.items():
+        of_name[each] = _NUMBER[about.kind]
     kind = of_name[name]
     if trace.on_device:
         unclear = np.flatnonzero((kind == _OTHER) & (span != NOBODY))

@@ -6,7 +6,6 @@ compressed one grows to, and of how many times larger than itself that is.
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from stepscope.errors import StepscopeError, no_such_file
 
 GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 20
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 class Limits(NamedTuple):
@@ -62,24 +62,32 @@ def _refuse_above(path: Path, size: int, most: int) -> None:
 
 
 def _unpacked(path: Path, limits: Limits) -> bytearray:
+    """The bytes of all members of a gzip file; of one that is cut off, those up to there."""
     packed_bytes = path.stat().st_size
     data = bytearray()
+    member = zlib.decompressobj(_GZIP)
     try:
-        with gzip.open(path) as file:
-            while chunk := file.read(_CHUNK):
-                data += chunk
-                if len(data) > limits.unpacked_bytes:
-                    raise StepscopeError(
-                        f"{path} unpacks to more than {limits.unpacked_bytes / 2**20:,.0f} MiB",
-                        "trace fewer steps",
-                    )
-                if len(data) > limits.ratio_from_bytes and len(data) > limits.ratio * packed_bytes:
-                    raise StepscopeError(
-                        f"{path} unpacks to more than {limits.ratio:.0f} times its size:"
-                        " no trace does"
-                    )
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise StepscopeError(
-            f"{path} is cut off or damaged: {error}", "was it written to its end?"
-        ) from error
+        with path.open("rb") as file:
+            while packed := member.unconsumed_tail or member.unused_data or file.read(_CHUNK):
+                if member.eof:
+                    member = zlib.decompressobj(_GZIP)
+                    packed = packed.lstrip(b"\0")  # A file may be padded.
+                data += member.decompress(packed, _CHUNK)
+                _refuse_growth(path, len(data), packed_bytes, limits)
+    except zlib.error as error:
+        raise StepscopeError(f"{path} is damaged: {error}", "copy it again") from error
+    if not data:
+        raise StepscopeError(f"{path} is cut off", "was it written to its end?")
     return data
+
+
+def _refuse_growth(path: Path, size: int, packed: int, limits: Limits) -> None:
+    if size > limits.unpacked_bytes:
+        raise StepscopeError(
+            f"{path} unpacks to more than {limits.unpacked_bytes / 2**20:,.0f} MiB",
+            "trace fewer steps",
+        )
+    if size > limits.ratio_from_bytes and size > limits.ratio * packed:
+        raise StepscopeError(
+            f"{path} unpacks to more than {limits.ratio:.0f} times its size: no trace does"
+        )

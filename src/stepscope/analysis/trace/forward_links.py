@@ -42,16 +42,18 @@ def _by_sequence(spans: Spans, makers: Ints, users: Ints) -> Ints:
     Several may: one that makes no node has the number of the next one that does, so the last is
     the one that made it.
     """
-    makers = makers[np.lexsort((spans.start[makers], spans.sequence[makers]))]
-    numbers, starts = spans.sequence[makers], spans.start[makers]
-    wanted, moment = spans.sequence[users], spans.start[users]
-    lower = np.searchsorted(numbers, wanted, side="left")
-    place = np.searchsorted(numbers, wanted, side="right") - 1
-    while True:
-        late = (place >= lower) & (starts[np.maximum(place, 0)] > moment)
-        if not late.any():
-            return np.where(place >= lower, makers[np.maximum(place, 0)], NOBODY)
-        place = place - late
+    both = np.concatenate((makers, users))
+    is_user = np.arange(len(both)) >= len(makers)
+    # At the same moment a maker comes before the user.
+    order = np.lexsort((is_user, spans.start[both], spans.sequence[both]))
+    last = np.maximum.accumulate(np.where(is_user[order], -1, np.arange(len(order))))
+    asked = np.flatnonzero(is_user[order])
+    maker = both[order[np.maximum(last[asked], 0)]]
+    user = both[order[asked]]
+    same = (last[asked] >= 0) & (spans.sequence[maker] == spans.sequence[user])
+    found = np.full(len(users), NOBODY, np.int64)
+    found[order[asked] - len(makers)] = np.where(same, maker, NOBODY)
+    return found
 
 
 def _on_several_threads(spans: Spans, makers: Ints) -> Ints:

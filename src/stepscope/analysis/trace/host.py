@@ -62,26 +62,44 @@ class Host:
 def read_host(trace: Trace) -> Host:
     spans, names = trace.spans, trace.names
     parent = parents(spans)
-    is_step = [STEP_MARK.match(name) is not None for name in names]
-    is_edge = [STEP_EDGE.match(name) is not None for name in names]
-    phase, says_phase = _phases(trace, parent, watched=any(is_edge))
-    path, paths = _paths(trace, parent, [a or b for a, b in zip(is_step, is_edge, strict=True)])
-    ranges = sorted(np.flatnonzero(spans.is_range).tolist(), key=lambda i: int(spans.start[i]))
-    name_of = spans.name.tolist()
+    said = _said_by_name(trace)
+    ranges = np.flatnonzero(spans.is_range)
+    ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
+    named = np.unique(spans.name[ranges]).tolist()
+    steps = [number for number in named if STEP_MARK.match(names[number])]
+    edges = [number for number in named if STEP_EDGE.match(names[number])]
+    phase, says_phase = _phases(trace, parent, said, watched=bool(edges))
+    modules = [
+        number
+        for number in named
+        if said[number] in (_SAYS_NONE, LOSS) and not names[number].startswith(_MACHINERY)
+    ]
+    path, paths = _paths(trace, parent, np.setdiff1d(modules, steps + edges))
     return Host(
         parent, phase, says_phase, path, paths, forward_of(trace, parent, phase == BACKWARD),
-        steps=tuple(i for i in ranges if is_step[name_of[i]]),
-        edges=tuple(i for i in ranges if is_edge[name_of[i]]),
+        steps=tuple(ranges[np.isin(spans.name[ranges], steps)].tolist()),
+        edges=tuple(ranges[np.isin(spans.name[ranges], edges)].tolist()),
     )  # fmt: skip
 
 
-def _phases(trace: Trace, parent: Ints, *, watched: bool) -> tuple[Ints, NDArray[np.bool_]]:
-    """Of every span, and whether it is said; one that says none is of the phase around it."""
+def _said_by_name(trace: Trace) -> Ints:
+    """The phase that each name of a span says."""
+    said = np.full(max(1, len(trace.names)), _SAYS_NONE, np.int64)
+    for number in np.unique(trace.spans.name).tolist():
+        own = _own_phase(trace.names[number])
+        if own is not None:
+            said[number] = own
+    return said
+
+
+def _phases(
+    trace: Trace, parent: Ints, by_name: Ints, *, watched: bool
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """The phase of every span, and whether it is said; one that says none is of that around it."""
     spans = trace.spans
-    by_name = np.array([_SAYS_NONE if (own := _own_phase(n)) is None else own for n in trace.names])
     said = np.where(spans.in_backward, BACKWARD, by_name[spans.name])
     holder = nearest(parent, said != _SAYS_NONE)
-    marked = _has_forward_mark(trace)
+    marked = bool((by_name[spans.name[spans.is_range]] == FORWARD).any())
     default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
     # A range that only says `forward` does not turn a recomputation within backward around.
     for index in np.flatnonzero((said >= 0) & (said < BACKWARD)).tolist():
@@ -92,18 +110,11 @@ def _phases(trace: Trace, parent: Ints, *, watched: bool) -> tuple[Ints, NDArray
 
 
 def _paths(
-    trace: Trace, parent: Ints, is_mark: list[bool]
-) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
-    """The named ranges around every span as a number, and what each number stands for."""
+    trace: Trace, parent: Ints, modules: Ints
+) -> tuple[Ints, tuple[tuple[str, ...], ...]]:  # fmt: skip
+    """The ranges with names of modules around every span as a number, and what each stands for."""
     spans, names = trace.spans, trace.names
-    says_module = np.array(
-        [
-            not mark and _own_phase(name) in (None, LOSS) and not name.startswith(_MACHINERY)
-            for name, mark in zip(names, is_mark, strict=True)
-        ],
-        np.bool_,
-    )
-    named = spans.is_range & says_module[spans.name]
+    named = spans.is_range & np.isin(spans.name, modules)
     holder = nearest(parent, named)
     path = np.zeros(len(spans), np.int64)
     numbers: dict[tuple[str, ...], int] = {(): 0}
@@ -125,8 +136,3 @@ def _own_phase(name: str) -> int | None:
     if name in _LOSSES:
         return LOSS
     return _PHASE_RANGES.get(name.strip("# ").lower())
-
-
-def _has_forward_mark(trace: Trace) -> bool:
-    ranges = np.unique(trace.spans.name[trace.spans.is_range])
-    return any(_own_phase(trace.names[name]) == FORWARD for name in ranges)

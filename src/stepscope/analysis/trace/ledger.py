@@ -30,7 +30,7 @@ from stepscope.analysis.trace.work import NO_CALL, Work
 CLOSES_BELOW = 0.02
 """Above this share the residual means that the ledger does not close."""
 
-_WAITS = re.compile(r"Synchronize|^cudaMemcpy$|^cuMemcpy\w*H_?v?\d*$")
+_WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
 _TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
 
 
@@ -127,8 +127,9 @@ def waits(work: Work) -> tuple[Ints, Ints]:
 
 
 def _ledger(work: Work, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
+    first = int(np.searchsorted(work.latest_end, step.start, side="right"))
     last = int(np.searchsorted(work.start, step.end, side="left"))
-    index = np.flatnonzero(work.end[:last] > step.start)
+    index = first + np.flatnonzero(work.end[first:last] > step.start)
     start = np.maximum(work.start[index], step.start)
     end = np.minimum(work.end[index], step.end)
     kind, phase = work.kind[index], work.phase[index]

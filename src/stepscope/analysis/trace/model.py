@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,16 @@ class Arrows:
     thread: Ints
 
 
+class Frames(NamedTuple):
+    """Python functions that ran long, where the profiler recorded stacks."""
+
+    start: Ints
+    end: Ints
+    name: Ints
+    thread: Ints
+
+
+NO_FRAMES = Frames(ints(), ints(), ints(), ints())
 NO_ARROWS = Arrows(ints(), ints(), ints(), ints())
 
 
@@ -101,6 +111,11 @@ class Trace:
     spans: Spans
     device_name: str = ""
     arrows: Arrows = NO_ARROWS
+    capability: str = ""
+    """The compute capability that the file gives for the device, as `9.0`."""
+    truncated: bool = False
+    """The file breaks off: events that were to follow are missing."""
+    frames: Frames = NO_FRAMES
 
     @property
     def on_device(self) -> bool:

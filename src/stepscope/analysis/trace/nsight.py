@@ -94,11 +94,17 @@ class _Tables:
             int(i): str(v) for i, v in self._connection.execute("SELECT id, value FROM StringIds")
         }
 
-    def device_name(self) -> str:
-        if "name" not in self.columns("TARGET_INFO_GPU"):
-            return ""
-        row = self._connection.execute("SELECT name FROM TARGET_INFO_GPU LIMIT 1").fetchone()
-        return str(row[0]) if row else ""
+    def device(self) -> tuple[str, str]:
+        """Its name and its compute capability; empty where the file does not say."""
+        wanted = ("name", "computeMajor", "computeMinor")
+        there = self.columns("TARGET_INFO_GPU")
+        chosen = ", ".join(column if column in there else "NULL" for column in wanted)
+        if not there:
+            return "", ""
+        row = self._connection.execute(f"SELECT {chosen} FROM TARGET_INFO_GPU LIMIT 1").fetchone()
+        name, major, minor = row or (None, None, None)
+        known = isinstance(major, int) and isinstance(minor, int)
+        return str(name or ""), f"{major}.{minor}" if known else ""
 
 
 def _read(tables: _Tables, where: str) -> Trace:
@@ -114,7 +120,10 @@ def _read(tables: _Tables, where: str) -> Trace:
             f"{where} has no kernels", "was it taken with `nsys profile --trace cuda,nvtx`?"
         )
     calls, spans = _calls(tables, strings, names), _spans(tables, strings, names)
-    return Trace("Nsight Systems", names.all(), kernels, calls, spans, tables.device_name())
+    device, capability = tables.device()
+    return Trace(
+        "Nsight Systems", names.all(), kernels, calls, spans, device, capability=capability
+    )  # fmt: skip
 
 
 def _kernels(tables: _Tables, strings: dict[int, str], names: Names) -> Kernels:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepscope.analysis.trace.model import Ints
-from stepscope.analysis.trace.statistics import Instances, groups, turns
+from stepscope.analysis.trace.statistics import Instances, group, turns
 from stepscope.analysis.trace.summary import Outlier
 
 _FEWEST_PEERS = 8
@@ -22,25 +22,27 @@ MOST = 20
 
 def outliers(held: Instances) -> tuple[Outlier, ...]:
     """The worst first; an excess below a thousandth of a step is not worth a line."""
-    if not held.steps:
+    if not held.steps or not len(held.index):
         return ()
     worth = _SHARE_OF_STEP * sum(step.length for step in held.steps) / len(held.steps)
     operator = held.work.operator[held.index]
-    found: list[tuple[float, int, float, int]] = []
     nowhere = held.modules[0].index("")
     path = held.work.path[held.index]
     turn = turns(held.step, held.name, held.phase, path, operator)
-    for (_, _, module, *_), members in groups(held.name, held.phase, held.module, operator, turn):
-        if len(members) < _FEWEST_PEERS or module == nowhere:
-            continue
-        length = held.length[members]
-        median = float(np.median(length))
-        deviation = 1.4826 * float(np.median(np.abs(length - median)))
-        far = (length > _FACTOR * median) & (length > median + _DEVIATIONS * deviation)
-        for place in np.flatnonzero(far & (length - median > worth)).tolist():
-            found.append((float(length[place] - median), int(members[place]), median, len(members)))
-    found.sort(reverse=True)
-    return tuple(_outlier(held, place, median, peers) for _, place, median, peers in found[:MOST])
+    of = group(held.name, held.phase, held.module, operator, turn)
+    length = held.length
+    median = of.median(length)[of.of_entry]
+    deviation = 1.4826 * of.median(np.abs(length - median))[of.of_entry]
+    excess = length - median
+    far = (
+        (of.count[of.of_entry] >= _FEWEST_PEERS) & (held.module != nowhere) & (excess > worth)
+        & (length > _FACTOR * median) & (excess > _DEVIATIONS * deviation)
+    )  # fmt: skip
+    worst = sorted(((float(excess[i]), i) for i in np.flatnonzero(far).tolist()), reverse=True)
+    return tuple(
+        _outlier(held, place, float(median[place]), int(of.count[of.of_entry[place]]))
+        for _, place in worst[:MOST]
+    )
 
 
 def _outlier(held: Instances, place: int, median: float, peers: int) -> Outlier:

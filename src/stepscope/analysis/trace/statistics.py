@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepscope.analysis.kernel_names import CLASSES, Description, linear_role
 from stepscope.analysis.trace.host import PHASES
@@ -17,6 +18,7 @@ from stepscope.analysis.trace.steps import Step, step_of
 from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import Work
 
+Floats: TypeAlias = NDArray[np.float64]
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
 _MOST_NUMBERS = 1 << 62
 _GROUP = re.compile(r"group \d+(/|$)")
@@ -83,15 +85,64 @@ def instances(work: Work, steps: tuple[Step, ...]) -> Instances:
     return Instances(work, steps, index, length[index], step[index])
 
 
-def groups(*keys: Ints) -> Iterator[tuple[tuple[int, ...], Ints]]:
-    """Every combination of the keys that occurs, with where it does."""
+@dataclass(frozen=True)
+class Groups:
+    """Entries with the same keys, with statistics of all groups at once: there may be as many
+    groups as entries."""
+
+    order: Ints
+    """The entries, group by group."""
+    first: Ints
+    """Where each group begins in `order`."""
+
+    @property
+    def member(self) -> Ints:
+        """One entry of each group."""
+        return self.order[self.first]
+
+    @cached_property
+    def count(self) -> Ints:
+        return np.diff(np.append(self.first, len(self.order)))
+
+    @cached_property
+    def of_entry(self) -> Ints:
+        """The group of each entry."""
+        of = np.empty(len(self.order), np.int64)
+        of[self.order] = np.repeat(np.arange(len(self.first)), self.count)
+        return of
+
+    def sum(self, values: NDArray[Any]) -> NDArray[Any]:
+        return np.add.reduceat(values[self.order], self.first)
+
+    def extremes(self, values: Ints) -> tuple[Ints, Ints]:
+        ordered = values[self.order]
+        return np.minimum.reduceat(ordered, self.first), np.maximum.reduceat(ordered, self.first)
+
+    def median(self, values: NDArray[Any]) -> Floats:
+        ordered = values[np.lexsort((values, self.of_entry))]
+        upper = self.first + self.count // 2
+        lower = self.first + (self.count - 1) // 2
+        middle: Floats = (ordered[lower] + ordered[upper]) / 2
+        return middle
+
+    def deviation(self, values: NDArray[Any]) -> Floats:
+        """The sample standard deviation; 0 for a single entry."""
+        away = values - (self.sum(values) / self.count)[self.of_entry]
+        return np.sqrt(self.sum(away * away) / np.maximum(1, self.count - 1))
+
+    def distinct(self, key: Ints) -> Ints:
+        """How many values of the key occur in each group."""
+        pairs = group(self.of_entry, key)
+        return np.bincount(self.of_entry[pairs.member], minlength=len(self.first))
+
+
+def group(*keys: Ints) -> Groups:
+    """Every combination of the keys that occurs."""
     if not len(keys[0]):
-        return
+        return Groups(keys[0], keys[0])
     joint = _joint(*keys)
     order = np.argsort(joint, kind="stable")
-    edges = np.flatnonzero(np.diff(joint[order])) + 1
-    for members in np.split(order, edges):
-        yield tuple(int(key[members[0]]) for key in keys), members
+    return Groups(order, np.flatnonzero(np.append(True, np.diff(joint[order]) != 0)))
 
 
 def turns(*keys: Ints) -> Ints:
@@ -113,8 +164,8 @@ def _joint(*keys: Ints) -> Ints:
     for key in keys:
         values = int(key.max()) + 2
         if most * values >= _MOST_NUMBERS:
-            held, joint = np.unique(joint, return_inverse=True)
-            most = len(held)
+            known, joint = np.unique(joint, return_inverse=True)
+            most = len(known)
         joint, most = joint * values + key + 1, most * values
     return joint
 
@@ -126,52 +177,55 @@ def _without_numbers(path: str) -> str:
 
 def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:
     """The most time first."""
+    if not len(held.index):
+        return ()
     steps = max(1, len(held.steps))
+    of = group(held.kernel, held.phase, held.kind)
+    total, (least, most) = of.sum(held.length), of.extremes(held.length)
+    columns = (
+        held.kernel[of.member], held.phase[of.member], held.kind[of.member],
+        np.round(total / 1e6 / steps, 6), np.round(of.count / steps, 4),
+        np.round(total / of.count / 1e3, 3), np.round(of.median(held.length) / 1e3, 3),
+        least / 1e3, most / 1e3, np.round(of.deviation(held.length) / 1e3, 3),
+    )  # fmt: skip
     rows = []
-    for (name, phase, kind), members in groups(held.kernel, held.phase, held.kind):
-        us = held.length[members] / 1e3
+    for name, phase, kind, ms, count, average, median, shortest, longest, deviation in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
         about = held.describe(name)
         rows.append(
             KernelRow(
-                kernel=about.short,
-                library=about.library,
-                kind=CLASSES[kind],
-                unit=about.unit,
-                phase=PHASES[phase],
-                ms=round(float(us.sum()) / 1e3 / steps, 6),
-                count=round(len(us) / steps, 4),
-                average_us=round(float(us.mean()), 3),
-                median_us=round(float(np.median(us)), 3),
-                least_us=float(us.min()),
-                most_us=float(us.max()),
-                deviation_us=round(float(us.std(ddof=1)), 3) if len(us) > 1 else 0.0,
+                kernel=about.short, library=about.library, kind=CLASSES[kind], unit=about.unit,
+                phase=PHASES[phase], ms=ms, count=count, average_us=average, median_us=median,
+                least_us=shortest, most_us=longest, deviation_us=deviation,
             )
-        )
+        )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.phase)))
 
 
 def uses(held: Instances) -> tuple[Use, ...]:
     """The most time first."""
+    if not len(held.index):
+        return ()
     steps = max(1, len(held.steps))
     work, texts = held.work, held.modules[0]
     operator, path = work.operator[held.index], work.path[held.index]
-    found: dict[tuple[str, str, str, str, str], tuple[float, int, int]] = {}
-    for (name, phase, module, called, kind), members in groups(
-        held.kernel, held.phase, held.module, operator, held.kind
+    keys = (held.kernel, held.phase, held.module, operator, held.kind)
+    of = group(*keys)
+    columns = (*(key[of.member] for key in keys), of.sum(held.length), of.count, of.distinct(path))
+    found: dict[tuple[str, str, str, str, str], tuple[int, int, int]] = {}
+    for name, phase, module, called, kind, length, times, paths in zip(
+        *(column.tolist() for column in columns), strict=True
     ):
         about = held.describe(name)
         by = "" if called == NOBODY else work.trace.names[called]
         role = linear_role(about, PHASES[phase], by)
         key = (about.short, CLASSES[kind], PHASES[phase], texts[module], role)
-        ms, count, places = found.get(key, (0.0, 0, 0))
-        found[key] = (
-            ms + float(held.length[members].sum()) / 1e6,
-            count + len(members),
-            max(places, len(np.unique(path[members]))),
-        )
+        ns, count, places = found.get(key, (0, 0, 0))
+        found[key] = (ns + length, count + times, max(places, paths))
     rows = [
         Use(kernel=kernel, kind=kind, phase=phase, module=module, role=role,
-            ms=round(ms / steps, 6), count=round(count / steps, 4), places=places)
-        for (kernel, kind, phase, module, role), (ms, count, places) in found.items()
+            ms=round(ns / 1e6 / steps, 6), count=round(count / steps, 4), places=places)
+        for (kernel, kind, phase, module, role), (ns, count, places) in found.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.module, row.phase)))

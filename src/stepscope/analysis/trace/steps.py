@@ -87,15 +87,19 @@ def _optimizer_ends(work: Work) -> Ints:
     spans, texts = work.trace.spans, work.trace.names
     backward = np.sort(spans.start[work.host.phase == BACKWARD])
     found: list[Ints] = []
-    for number, text in enumerate(texts):
-        if OPTIMIZER_STEP.match(text):
-            ends = np.sort(spans.end[spans.is_range & (spans.name == number)])
-            if len(backward) and len(ends):
-                before = np.searchsorted(backward, ends)
-                ends = ends[np.append(np.diff(before) > 0, True)]
-            found.append(ends)
-    held = [ends for ends in found if len(ends)]
-    return min(held, key=lambda ends: (len(ends), -int(ends[-1])), default=np.zeros(0, np.int64))
+    ranges = np.flatnonzero(spans.is_range)
+    names = np.unique(spans.name[ranges]).tolist()
+    stepping = [n for n in names if OPTIMIZER_STEP.match(texts[n])]
+    ranges = ranges[np.isin(spans.name[ranges], stepping)]
+    by_name = ranges[np.argsort(spans.name[ranges], kind="stable")]
+    for same in np.split(by_name, np.flatnonzero(np.diff(spans.name[by_name])) + 1):
+        ends = np.sort(spans.end[same])
+        if len(backward) and len(ends):
+            before = np.searchsorted(backward, ends)
+            ends = ends[np.append(np.diff(before) > 0, True)]
+        found.append(ends)
+    known = [ends for ends in found if len(ends)]
+    return min(known, key=lambda ends: (len(ends), -int(ends[-1])), default=np.zeros(0, np.int64))
 
 
 def launch_times(work: Work) -> Ints:
@@ -129,15 +133,15 @@ def data_ms(work: Work, steps: tuple[Step, ...]) -> float:
 
 def phase_walls(work: Work, steps: tuple[Step, ...]) -> dict[str, float]:
     """Milliseconds of a step from the end of the phase before to the last work of each phase."""
-    place = step_of(work, steps)
     walls: dict[str, float] = {}
-    for number, step in enumerate(steps):
-        inside = place == number
+    for step in steps:
+        first, last = np.searchsorted(work.start, (step.start, step.end))
+        ends, phases = work.end[first:last], work.phase[first:last]
         reached = step.start
         for code, phase in enumerate(PHASES[:OUTSIDE]):
-            own = inside & (work.phase == code)
-            if own.any():
-                last = max(reached, int(work.end[own].max()))
-                walls[phase] = walls.get(phase, 0.0) + (last - reached) / 1e6 / len(steps)
-                reached = last
+            own = ends[phases == code]
+            if len(own):
+                until = max(reached, int(own.max()))
+                walls[phase] = walls.get(phase, 0.0) + (until - reached) / 1e6 / len(steps)
+                reached = until
     return walls

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.gaps import long_gaps
 from stepscope.analysis.trace.ledger import ledgers, total
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.outliers import outliers
@@ -33,6 +34,7 @@ def summarize(
     account = total(ledgers(work, steps))
     held = instances(work, steps)
     in_ms = 1e6 * len(steps)
+    long_host_ms, gaps = long_gaps(work, steps)
     return Summary(
         source=trace.source,
         device=trace.device_name,
@@ -55,4 +57,9 @@ def summarize(
         data_ms=data_ms(work, steps),
         runs=memory_runs(held),
         cut=how_cut(work),
+        gaps=gaps,
+        long_host_ms=long_host_ms,
+        replayed=float(work.replayed[held.index].mean()) if len(held.index) else 0.0,
+        capability=trace.capability,
+        truncated=trace.truncated,
     )

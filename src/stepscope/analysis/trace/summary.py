@@ -72,6 +72,21 @@ class Runs(Piece, frozen=True):
     """The longest kernel of each run."""
 
 
+class Gap(Piece, frozen=True):
+    """A stretch in which the device is idle."""
+
+    step: str
+    start_ms: float
+    """From the beginning of the step."""
+    ms: float
+    host: str
+    """The call, operator or range that the host was in for most of it; empty where none is."""
+    next: str
+    """The kernel that ended it; empty where the step ended."""
+    first: bool
+    """Nothing ran in the step before it."""
+
+
 class Outlier(Piece, frozen=True):
     """An instance that took far longer than its peers, and what was different about it."""
 
@@ -136,6 +151,16 @@ class Summary(Piece, frozen=True):
     runs: tuple[Runs, ...] = ()
     """Of kernels that only move memory, by phase; none on a CPU."""
     cut: Cut = "marks"
+    gaps: tuple[Gap, ...] = ()
+    """The longest ones of all steps, from 1 ms on."""
+    long_host_ms: float = 0.0
+    """Idle time because of the host in gaps from 1 ms on."""
+    replayed: float = 0.0
+    """Share of the kernels that CUDA graphs launched."""
+    capability: str = ""
+    """Compute capability of the device, as `9.0`; empty where the trace does not say."""
+    truncated: bool = False
+    """The file breaks off, so events are missing."""
 
     @property
     def wall_ms(self) -> float:

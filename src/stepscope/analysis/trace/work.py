@@ -15,7 +15,7 @@ from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
 from stepscope.analysis.trace.nesting import NOBODY, innermost
 
 NO_CALL = -1
-_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Work:
     """The runtime call that launched it; NO_CALL where none is known."""
     span: Ints
     """The innermost span of the host around that call; of a CPU trace, the operator itself."""
+    descriptions: dict[int, Description]
+    """By the number of each name that occurs."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -43,9 +45,9 @@ class Work:
         return self.trace.on_device
 
     @cached_property
-    def descriptions(self) -> dict[int, Description]:
-        known = describe if self.on_device else describe_operator
-        return {name: known(self.trace.names[name]) for name in np.unique(self.name).tolist()}
+    def latest_end(self) -> Ints:
+        """When all work up to each entry has ended: the ends alone are in no order."""
+        return np.maximum.accumulate(self.end) if len(self) else self.end
 
     @cached_property
     def phase(self) -> Ints:
@@ -54,13 +56,15 @@ class Work:
         phase[known] = self.host.phase[self.span[known]]
         unsaid = ~known
         unsaid[known] = ~self.host.says_phase[self.span[known]]
-        phase[unsaid & self._replayed()] = GRAPH
+        phase[unsaid & self.replayed] = GRAPH
         return phase
 
-    def _replayed(self) -> NDArray[np.bool_]:
+    @cached_property
+    def replayed(self) -> NDArray[np.bool_]:
         """Whether a graph launched it."""
         names = self.trace.names
-        graphs = [n for n, name in enumerate(names) if name.startswith(_GRAPH_LAUNCHES)]
+        called = np.unique(self.trace.calls.name).tolist()
+        graphs = [n for n in called if names[n].startswith(_GRAPH_LAUNCHES)]
         replayed: NDArray[np.bool_] = self.call != NO_CALL
         replayed[replayed] = np.isin(self.trace.calls.name[self.call[replayed]], graphs)
         return replayed
@@ -136,10 +140,16 @@ def _kernels(trace: Trace, host: Host) -> Work:
     known = call != NO_CALL
     launched = call[known]
     span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
+    descriptions = _descriptions(trace, kernels.name)
     return Work(
         trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
-        classes(trace, host, kernels.name, span), call, span,
+        classes(trace, host, descriptions, kernels.name, span), call, span, descriptions,
     )  # fmt: skip
+
+
+def _descriptions(trace: Trace, name: Ints) -> dict[int, Description]:
+    known = describe if trace.on_device else describe_operator
+    return {number: known(trace.names[number]) for number in np.unique(name).tolist()}
 
 
 def _busiest_device(kernels: Kernels) -> Kernels:
@@ -168,9 +178,11 @@ def _operators(trace: Trace, host: Host) -> Work:
     order = np.argsort(start, kind="stable")
     start, end, span = start[order], end[order], span[order]
     name = trace.spans.name[span]
+    descriptions = _descriptions(trace, name)
     return Work(
         trace, host, name, start, end, trace.spans.thread[span],
-        classes(trace, host, name, span), np.full(len(start), NO_CALL, np.int64), span,
+        classes(trace, host, descriptions, name, span), np.full(len(start), NO_CALL, np.int64),
+        span, descriptions,
     )  # fmt: skip
 
 

@@ -1,0 +1,351 @@
+"""Traces as other people's programs, older profilers and other vendors' devices write them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.kernel_names import CLASSES, Description, describe
+from stepscope.analysis.tensor_cores import tensor_core_dtypes
+from stepscope.analysis.trace import work as work_module
+from stepscope.analysis.trace.chrome import read_chrome
+from stepscope.analysis.trace.files import read_trace
+from stepscope.analysis.trace.forward_links import forward_of
+from stepscope.analysis.trace.summarize import summarize
+from stepscope.analysis.trace.summary import Summary, decode, encode
+from stepscope.report.blocks import Finding
+from stepscope.studies.trace_findings import trace_findings
+from stepscope.studies.trace_view import gap_table, trace_blocks
+from trace_files import (
+    ADD,
+    ENGINE,
+    MAIN,
+    SGEMM,
+    ChromeTrace,
+    as_old_kineto_wrote,
+    late_launches,
+    one_long_gap,
+    training_step,
+)
+
+LAUNCH_REMEDY = "fewer launches can"
+
+
+def said(summary: Summary) -> str:
+    return " ".join(finding.text for finding in trace_findings(summary))
+
+
+def of(trace: ChromeTrace) -> Summary:
+    return summarize(trace.read())
+
+
+# Gaps and what removes them.
+
+
+def test_many_late_launches_are_told_to_be_fewer() -> None:
+    told = said(of(late_launches()))
+    assert "The host limits this step" in told
+    assert LAUNCH_REMEDY in told
+    assert "longest gap" not in told
+
+
+def test_late_launches_of_graphs_are_not_told_to_use_graphs() -> None:
+    summary = of(late_launches(graph=True))
+    told = said(summary)
+    assert summary.replayed == 1.0
+    assert "The host limits this step" in told
+    assert LAUNCH_REMEDY not in told
+    assert "CUDA graphs already launch 100.0 % of the kernels" in told
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_one_gap_before_the_first_kernel_is_named_and_gets_no_launch_remedy(graph: bool) -> None:
+    summary = of(one_long_gap(graph=graph))
+    (gap,) = summary.gaps
+    assert (gap.ms, gap.start_ms, gap.host, gap.first) == (218.0, 0.0, "prepare", True)
+    told = said(summary)
+    assert LAUNCH_REMEDY not in told
+    assert "which neither fewer launches nor faster kernels would remove" in told
+    assert (
+        "The longest gap makes up 100.0 % of the device's idle time: 218 ms before the first"
+        " kernel (the host was in prepare)." in told
+    )
+
+
+@pytest.mark.parametrize("call", ["cudaMalloc", "hipMalloc", "cuModuleLoadData"])
+def test_a_gap_names_the_call_that_fills_it(call: str) -> None:
+    assert of(one_long_gap(call)).gaps[0].host == f"{call} in aten::empty"
+
+
+def test_without_an_operator_a_gap_names_the_python_function() -> None:
+    trace = one_long_gap()
+    trace.events = [event for event in trace.events if event["name"] != "prepare"]
+    trace.span("python_function", "train.py(3): main", 0, 224_000)
+    trace.span("python_function", "data.py(7): decode", 200, 217_000)
+    trace.span("python_function", "data.py(9): pixel", 300, 400)
+    trace.span("python_function", "threading.py(1): wait", 300, 200_000, thread=ENGINE)
+    assert of(trace).gaps[0].host == "data.py(7): decode"
+
+
+def test_gaps_with_one_reason_are_told_together() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 60_000)
+    for at in (0.0, 20_000.0, 40_000.0):
+        trace.range("enumerate(DataLoader)#next", at, at + 19_000)
+        trace.kernel(SGEMM, at + 19_100, at + 19_990, launch=(at + 19_010, at + 19_020))
+    told = said(of(trace))
+    assert told.count("the host was in enumerate(DataLoader)#next") == 1
+    assert "57.3 ms in 3 gaps" in told
+    assert LAUNCH_REMEDY not in told
+
+
+def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
+    trace = late_launches(steps=3)
+    trace.range("ProfilerStep#3", 30_000, 60_000)
+    trace.range("load", 30_200, 55_000)
+    trace.kernel(SGEMM, 55_100, 55_200, launch=(55_010, 55_020))
+    trace.kernel(SGEMM, 58_000, 59_990, launch=(57_010, 57_020))
+    summary = of(trace)
+    assert [(gap.step, gap.host, gap.first) for gap in summary.gaps] == [
+        ("ProfilerStep#3", "load", True),
+        ("ProfilerStep#3", "", False),
+    ]
+    assert gap_table(summary, "trace").rows[0][3] == "load"
+    assert decode(encode(summary)) == summary
+    assert any(
+        block.name == "trace-gaps" for block in trace_blocks(summary) if hasattr(block, "name")
+    )
+
+
+# Older profilers.
+
+
+def test_steps_and_optimizer_of_an_old_trace_are_those_of_a_new_one() -> None:
+    new, old = of(training_step(steps=3)), of(as_old_kineto_wrote(training_step(steps=3)))
+    assert old.cut == "marks"
+    assert len(old.steps) == 3
+    assert old.phase_ms("optimizer") == new.phase_ms("optimizer") > 0
+    assert old.steps == pytest.approx(new.steps)
+
+
+def test_an_old_trace_has_its_data_loader() -> None:
+    trace = training_step()
+    trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 600, 900)
+    assert of(as_old_kineto_wrote(trace)).data_ms == pytest.approx(0.3)
+
+
+def test_modules_of_a_trace_with_stacks_are_parts_of_the_model() -> None:
+    trace = training_step()
+    trace.events = [e for e in trace.events if not e["name"].startswith(("block", "attention"))]
+    trace.span("python_function", "nn.Module: Net_0", 10, 209)
+    trace.span("python_function", "nn.Module: Block_0", 10, 105)
+    trace.span("python_function", "nn.Module: Block_1", 110, 205)
+    trace.span("python_function", "torch/nn/modules/module.py(1): _call_impl", 10, 209)
+    summary = of(trace)
+    assert {use.module for use in summary.uses if use.kind == "matmul"} == {"Net */Block *"}
+    assert summary.shares.backward_module == 1.0
+
+
+# Files that break off.
+
+
+@pytest.mark.parametrize("lost", [1, 2, 30, 100, 500])
+def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, lost: int) -> None:
+    text = training_step(steps=2).text()
+    path = tmp_path / "trace.json"
+    path.write_text(text[:-lost])
+    whole, part = read_chrome(text.encode(), "t"), read_trace(path)
+    assert part.truncated
+    assert not whole.truncated
+    assert part.device_name == "NVIDIA H200"
+    missing = len(whole.kernels) + len(whole.calls) + len(whole.spans)
+    missing -= len(part.kernels) + len(part.calls) + len(part.spans)
+    assert 0 <= missing <= 1 + lost // 90
+    assert "The file breaks off" in said(summarize(part))
+    assert "The file breaks off" not in said(summarize(whole))
+
+
+def test_a_compressed_file_and_a_bare_list_that_break_off_are_read(tmp_path: Path) -> None:
+    text = training_step(steps=8).text().encode()
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(text)[:-300])
+    assert read_trace(path).truncated
+    halves = gzip.compress(text[:5000]) + gzip.compress(text[5000:])
+    path.write_bytes(halves)
+    assert not read_trace(path).truncated
+    path.write_bytes(halves[:-300])
+    assert read_trace(path).truncated
+    bare = json.dumps(json.loads(text)["traceEvents"]).encode()
+    assert read_chrome(bare[:-200], "t").truncated
+
+
+def test_a_break_within_a_name_full_of_braces_is_found() -> None:
+    trace = training_step()
+    trace.kernel("lambda" + "{}" * 60, 900, 910)
+    text = trace.text()
+    cut = text.index("{}{}") + 70
+    assert read_chrome(text[:cut].encode(), "t").truncated
+
+
+# Devices.
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtypes"),
+    [
+        ("Tesla V100-SXM2-32GB", "7.0", ("float16",)),
+        ("Tesla V100-SXM2-32GB", "", ("float16",)),
+        ("Tesla T4", "7.5", ("float16",)),
+        ("NVIDIA GeForce GTX 1650", "7.5", ()),
+        ("Tesla P100-PCIE-16GB", "6.0", ()),
+        ("NVIDIA A100-SXM4-80GB", "8.0", ("TF32", "bfloat16", "float16")),
+        ("NVIDIA H200", "", ("TF32", "bfloat16", "float16")),
+        ("NVIDIA B200", "10.0", ("TF32", "bfloat16", "float16")),
+        ("AMD Instinct MI300X", "9.4", ("bfloat16", "float16")),
+        ("AMD Instinct MI210", "9.0", ("bfloat16", "float16")),
+        ("AMD Radeon RX 6900 XT", "10.3", ()),
+        ("AMD Radeon VII", "9.0", ()),
+        ("", "", None),
+        ("Some GPU of tomorrow", "", None),
+    ],
+)
+def test_dtypes_with_tensor_cores(
+    device: str, capability: str, dtypes: tuple[str, ...] | None
+) -> None:
+    assert tensor_core_dtypes(device, capability) == dtypes
+
+
+def matmuls_on(device: str, major: int | None, minor: int | None) -> str:
+    trace = training_step()
+    trace.device = {"id": 0, "name": device, "computeMajor": major, "computeMinor": minor}
+    return said(of(trace))
+
+
+def test_a_device_is_advised_only_what_it_has() -> None:
+    volta = matmuls_on("Tesla V100-SXM2-32GB", 7, 0)
+    assert "not on tensor cores: float16 would use those." in volta
+    assert "TF32" not in volta
+    assert "bfloat16" not in volta
+    assert "TF32, bfloat16 or float16 would use those." in matmuls_on("NVIDIA A100", 8, 0)
+    assert "which this device does not have." in matmuls_on("Tesla P100", 6, 0)
+    assert "not on matrix cores: bfloat16 or float16" in matmuls_on("AMD Instinct MI210", 9, 0)
+    assert "if the device has tensor cores for it." in matmuls_on("", None, None)
+
+
+def test_matrix_cores_of_amd_count_as_tensor_cores() -> None:
+    trace = training_step()
+    trace.device = {"id": 0, "name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4}
+    for event in trace.events:
+        if event["name"] == SGEMM:
+            event["name"] = "Cijk_Alik_Bljk_BBS_BH_Bias_UserArgs_MT128x256x32_MI16x16x1_SN_ISA942"
+    assert "100.0 % of the time of matmuls is spent on matrix cores." in said(of(trace))
+
+
+# Sentences.
+
+
+def test_a_mean_count_is_not_told_as_a_number_of_calls() -> None:
+    trace = training_step(steps=3)
+    for place in range(5):
+        trace.kernel("big", 2700 + 50.0 * place, 2748 + 50.0 * place, launch=(2690, 2691))
+    told = said(of(trace))
+    assert "big (other) takes the most time" not in told or "1.7 calls on average" in told
+    trace = training_step(steps=1)
+    trace.kernel("big", 700, 980, launch=(690, 691))
+    assert "280 µs in 1 call," in said(of(trace))
+
+
+def test_one_kernel_is_in_the_singular() -> None:
+    trace = ChromeTrace()
+    trace.range("ProfilerStep#0", 0, 100)
+    trace.kernel(SGEMM, 10, 90, launch=(1, 2))
+    assert "in 1 kernel." in said(of(trace))
+
+
+def test_classes_count_kernels_without_a_phase() -> None:
+    """And the residual, which holds gaps too, is not told as something that runs."""
+    trace = training_step()
+    trace.kernel(SGEMM, 700, 900)
+    told = said(of(trace))
+    (classes,) = (
+        text for text in told.split(". ") if text.startswith("Of the time of all kernels")
+    )
+    assert "residual" not in classes
+    # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.
+    assert f"matmul {100 * 360 / 440:.1f} %" in classes
+
+
+# Size.
+
+
+def test_every_name_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: a cache of fixed size would be of no use for more names than that."""
+    asked: Counter[str] = Counter()
+
+    def counting(name: str) -> Description:
+        asked[name] += 1
+        return describe(name)
+
+    monkeypatch.setattr(work_module, "describe", counting)
+    trace = training_step(blocks=3, steps=40)
+    for place, event in enumerate(event for event in trace.events if event["cat"] == "kernel"):
+        event["name"] = f"unknown_{place}"
+    of(trace)
+    assert len(asked) == 40 * 14
+    assert set(asked.values()) == {1}
+
+
+def test_distinct_names_give_the_same_groups_as_shared_ones() -> None:
+    """Statistics of all groups at once, against those of one group at a time."""
+    trace = training_step(blocks=3, steps=4)
+    kernels = [event for event in trace.events if event["cat"] == "kernel"]
+    for place, event in enumerate(kernels):
+        event["dur"] += place % 5
+        if event["name"] == ADD:
+            event["name"] = f"unknown_{place % 7}"
+    summary = of(trace)
+    by_name: dict[str, list[float]] = {}
+    for event in kernels:
+        if event["name"].startswith("unknown"):
+            by_name.setdefault(event["name"], []).append(event["dur"])
+    for name, lengths in by_name.items():
+        rows = [row for row in summary.kernels if row.kernel == name]
+        assert sum(row.count for row in rows) == pytest.approx(len(lengths) / 4)
+        assert sum(row.ms for row in rows) == pytest.approx(sum(lengths) / 4e3)
+        assert min(row.least_us for row in rows) == min(lengths)
+        assert max(row.most_us for row in rows) == max(lengths)
+    assert all(row.kind in CLASSES for row in summary.kernels)
+
+
+def test_the_last_maker_before_its_user_is_the_forward() -> None:
+    trace = ChromeTrace()
+    for at in (0.0, 20.0, 60.0):
+        trace.operator("aten::mm", at, at + 10, sequence=5)
+    trace.operator("aten::mm", 100, 110, sequence=6)
+    for at in (40.0, 80.0):
+        name = "autograd::engine::evaluate_function: MmBackward0"
+        trace.operator(name, at, at + 10, ENGINE, sequence=5, back=1)
+    trace.operator("autograd::engine::evaluate_function: X", 5, 8, ENGINE, sequence=6, back=1)
+    read = trace.read()
+    spans = read.spans
+    backward = spans.thread == ENGINE
+    parent = -1 + 0 * spans.start
+    found = forward_of(read, parent, backward)
+    starts = {int(spans.start[i]): int(found[i]) for i in backward.nonzero()[0].tolist()}
+    assert spans.start[starts[40_000]] == 20_000
+    assert spans.start[starts[80_000]] == 60_000
+    assert starts[5_000] == -1
+    assert set(spans.thread.tolist()) == {MAIN, ENGINE}
+
+
+def test_no_finding_of_a_trace_has_a_share_above_one() -> None:
+    for trace in (training_step(), late_launches(), one_long_gap(), one_long_gap("cudaMalloc")):
+        for block in trace_blocks(of(trace)):
+            if isinstance(block, Finding):
+                shares = [word for word in block.text.split() if word.replace(".", "").isdigit()]
+                assert "nan" not in block.text
+                assert "-" not in "".join(shares)
