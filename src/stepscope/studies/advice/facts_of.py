@@ -58,7 +58,7 @@ def facts_of(
         autocast=_by_autocast(record, setting, dtype),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
-        attention=() if compiled else attention_work(summary, phases),
+        attention=() if compiled else attention_work(summary, phases, account),
         attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
