@@ -306,8 +306,9 @@ def test_the_layout_tells_dx_from_dw(name: str, phase: str, operator: str, role:
 @pytest.mark.parametrize(
     "name",
     [
-        "_slow_conv2d_forward", "_slow_conv2d_backward", "slow_conv_dilated2d", "slow_conv3d_forward",
-        "slow_conv_transpose2d", "thnn_conv2d", "mkldnn_convolution", "mkldnn_convolution_backward",
+        "_slow_conv2d_forward", "_slow_conv2d_backward", "slow_conv_dilated2d",
+        "slow_conv3d_forward", "slow_conv_transpose2d", "thnn_conv2d", "mkldnn_convolution",
+        "mkldnn_convolution_backward",
         "conv2d", "conv_transpose1d", "_conv_depthwise2d", "_nnpack_spatial_convolution",
     ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_advice_attention import account, measured_step, saved, summary
 from torch import nn
-from torch.nn import functional as F
 
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.studies.advice.attention_facts import attention_work
@@ -16,7 +15,7 @@ WIDTH, HEADS, CONTEXT, VOCAB = 32, 2, 16, 64
 
 
 class LoRA(nn.Module):
-    """An adapter beside a linear layer, as PEFT adds it: its matmuls are in modules of their own."""
+    """An adapter beside a linear layer, as PEFT adds it, with modules of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class Attention(nn.Module):
             for part in (self.query, self.key, self.value)
         )
         if self.form == "sdpa":
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.form == "modules":
             mixed = self.dropout(self.softmax(q @ k.transpose(-2, -1))) @ v
         else:
@@ -83,7 +82,7 @@ class Causal(nn.Module):
         x = self.embed(tokens)
         for attention, rest in self.layers:
             x = rest(x + attention(x))
-        return F.cross_entropy(self.lm_head(x).view(-1, VOCAB), tokens.view(-1))
+        return nn.functional.cross_entropy(self.lm_head(x).view(-1, VOCAB), tokens.view(-1))
 
 
 class Wrapper(nn.Module):
