@@ -78,10 +78,11 @@ class Verification:
                 self._go_on(best, alone, settings)
 
     def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
-        """Of several for one setting the first; the others after all that differ from it."""
+        """Of several for one setting the one with the largest prediction; the others after all that
+        differ from it."""
         reachable = list(applicable(advice, settings))
-        first = compatible(reachable)
-        ordered = [*first, *(one for one in reachable if one not in first)]
+        chosen = compatible(sorted(reachable, key=lambda one: -one.gain_ms))
+        ordered = sorted(reachable, key=lambda one: one not in chosen)
         return [one for one in ordered if not self._only or one.code in self._only]
 
     def _alone(self, wanted: Sequence[Advice]) -> list[Tried]:
