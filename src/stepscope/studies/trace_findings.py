@@ -114,22 +114,24 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
     spent, whole = summary.data_ms, summary.wall_ms
     if step_ms and loading_ms is not None:
         spent, whole = loading_ms, step_ms
+    # Medians of two series: what is a part of every step can be longer than the median step.
+    spent = min(spent, whole)
     if spent / whole >= _WORTH:
         yield Finding(
             text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
-            " DataLoader: batches made ahead would hide that, where cores are free to make them.",
+            " DataLoader. Workers can hide that where cores are free to load ahead; where they"
+            " compete with the step for cores, it may get slower.",
             tone="warn",
         )
 
 
 def _matmul(summary: Summary) -> Iterator[Finding]:
-    busy = summary.busy_ms
+    # Not the busy time: where the ledger does not close, its classes come to more than that.
+    kinds = {line.kind for line in summary.lines if line.phase != "idle"}
+    shares = sorted(((max(0.0, summary.class_ms(kind)), kind) for kind in kinds), reverse=True)
+    busy = sum(ms for ms, _ in shares)
     if busy <= 0:
         return
-    shares = sorted(
-        ((summary.class_ms(kind), kind) for kind in {line.kind for line in summary.lines}),
-        reverse=True,
-    )
     largest = ", ".join(f"{kind} {percent(ms / busy)}" for ms, kind in shares[:4] if ms > 0)
     yield Finding(text=f"Of the time in which something runs: {largest}.")
 
@@ -152,10 +154,17 @@ def _top_kernel(summary: Summary) -> Iterator[Finding]:
     about = next(row for row in summary.kernels if row.kernel == name)
     unit = f" on {about.unit}" if about.unit else ""
     yield Finding(
-        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {count(times)}"
-        f" {'call' if times == 1 else 'calls'}, {percent(ms / total)} of all"
+        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in"
+        f" {_calls(times, len(summary.steps))}, {percent(ms / total)} of all"
         f" {'kernel' if summary.on_device else 'operator'} time."
     )
+
+
+def _calls(in_a_step: float, steps: int) -> str:
+    """In whole numbers: steps that are not alike have a fraction of a call in the mean."""
+    if abs(in_a_step - round(in_a_step)) < 1e-6:
+        return f"{count(round(in_a_step))} {'call' if round(in_a_step) == 1 else 'calls'}"
+    return f"a step, {count(round(in_a_step * steps))} calls in {steps} steps"
 
 
 def _units(summary: Summary) -> Iterator[Finding]:

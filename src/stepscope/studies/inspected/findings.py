@@ -131,10 +131,18 @@ def _issue(lead: Watched) -> Iterator[Finding]:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
+    if lead.step_ms >= total:
+        so = (
+            f"the step takes {lead.step_ms / total:.3g} times that, and no change of what the"
+            " device does makes it faster than the host"
+        )
+    else:
+        so = (
+            f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
+        )
     yield Finding(
         text=f"The host takes {duration(total)} to issue a step to an idle device, without the"
-        f" profiler ({parts}): the step takes {lead.step_ms / total:.3g} times that, and no change"
-        " of what the device does makes it faster than the host."
+        f" profiler ({parts}): {so}."
     )
 
 
@@ -206,7 +214,10 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
         f" {lead.record.config['dtype']}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
-    text += f", {percent(share)} of what was measured as the limit here." if share else "."
+    text += f", {percent(share)} of what was measured as the limit here" if share else ""
+    if share and share > 1:
+        text += ", which was therefore measured too low, perhaps on a busy machine"
+    text += "."
     yield Finding(text=text)
 
 
