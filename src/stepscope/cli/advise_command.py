@@ -60,7 +60,8 @@ class AdviseOptions(Place, frozen=True, kw_only=True):
     only: str = ""
     """Codes of the changes to try, with commas between them; all that apply if empty."""
     within: float = 0.0
-    """Seconds for all trials; those that would end later are not begun. 0 is no limit."""
+    """Seconds for all trials: those that would end later are not begun, and one that still runs is
+    ended then; --resume tries it again. 0 is no limit."""
     resume: bool = False
     """Go on with the latest run of this request: what was recorded and tried is not done again."""
     loss_steps: int = 20
