@@ -15,6 +15,7 @@ from stepscope.studies.advice import Trial
 from stepscope.studies.advice.history import add_to_history
 from stepscope.studies.advice.view import NO_GAIN, Tried
 from stepscope.studies.base import Case
+from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import OUT_OF_TIME, Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
@@ -25,10 +26,10 @@ class Deadline:
     """Time for all trials: those that would end after it are not begun, and one that still runs
     when it is over is ended. 0 is no limit."""
 
-    def __init__(self, within_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
         self._within_s = within_s
-        self._clock = clock
-        self._begun = clock()
+        self._clock = clock or time.monotonic
+        self._begun = self._clock()
         self._longest: dict[bool, float] = {}
 
     def took(self, trial: Trial, seconds: float) -> None:
@@ -202,3 +203,15 @@ def outcome(tried: Tried) -> str:
 def say(text: str) -> None:
     """Not on standard output, which is for what was asked for."""
     print(f"stepscope: {text}", file=sys.stderr, flush=True)
+
+
+class Calibrating:
+    """The observer of a command that measures nothing but ceilings, and those only if need be."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
+        if not self._said:
+            say("measuring this machine's ceilings, once, up to a minute")
+            self._said = True

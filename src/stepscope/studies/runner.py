@@ -31,10 +31,14 @@ REPEATABLE = ("error", "timeout")
 """Statuses that a second attempt may change."""
 
 
-class Observer(Protocol):
-    """Who wants to know how the run goes on."""
+class Calibrated(Protocol):
+    """Who wants to know that ceilings are measured."""
 
     def calibrating(self, progress: Progress) -> None: ...
+
+
+class Observer(Calibrated, Protocol):
+    """Who wants to know how the run goes on."""
 
     def case_started(self, case: Case) -> None: ...
 
@@ -119,7 +123,7 @@ class Runner:
             if case.key in missing and not (some_can and find_study(case.study).goes_on):
                 raise UsageError(missing[case.key])
 
-    def ceilings(self, observer: Observer) -> tuple[Ceiling, ...]:
+    def ceilings(self, observer: Calibrated) -> tuple[Ceiling, ...]:
         """This machine's, for whoever needs them beside those in the records."""
         return self._worker.ceilings(observer.calibrating, again=False)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.advice.calibration import Verified, is_right, off_by
 from stepscope.analysis.advice.changes import Advice, applicable
+from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
@@ -145,6 +146,25 @@ class Tried:
             step_ms=self.base_ms,
             when=self.record.started,
             factor=self.trial.advice[0].factor,
+        )
+
+
+_SUPPLIED_BY = {
+    RATES: "`stepscope advise SCRIPT` measures them, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    BANDWIDTH: "`stepscope advise SCRIPT` measures it, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    MEMORY: "`stepscope inspect` makes one unless --no-memory is given",
+}
+
+
+def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
+    """The rules that lack an input, by that input, and what supplies it."""
+    for missing in dict.fromkeys(one.missing for one in left_out):
+        titles = ", ".join(one.title for one in left_out if one.missing == missing)
+        yield Finding(
+            text=f"Not judged: {titles}. The records have no {missing}: {_SUPPLIED_BY[missing]}.",
+            tone="warn",
         )
 
 
