@@ -46,8 +46,6 @@ class Again(NamedTuple):
     realised_ms: float
     verdict: str
     together: bool
-    vague: bool = False
-    """Chance moved the realised gain by more than was predicted and realised."""
     low_ms: float | None = None
     high_ms: float | None = None
     """The range that is predicted today; None for changes together."""
@@ -96,7 +94,7 @@ def again(records: Sequence[Record]) -> Iterator[Again]:
         yield Again(
             one.trial.code, one.base_ms, one.predicted_ms,
             None if predicted is None else scale * predicted,
-            one.realised_ms, one.verdict, len(codes) > 1, one.is_vague, low, high,
+            one.realised_ms, one.verdict, len(codes) > 1, low, high,
         )  # fmt: skip
 
 

@@ -4,10 +4,10 @@
     python scripts/make_advice_ranges.py --check    exits with 1 where that is not up to date
 
 The ranges that `advise` prints come from this file. It has the realised gain over the gain that the
-rules predict today, by kind of device and by rule: of every change that was tried by `advise
---verify` and whose interval is narrower than the gain, and of every pair of records of an H200 that
-differ by one setting (`benchmarks/advice_backtest.py`). Run it after a change of a rule, or with
-new records of `advise --verify`.
+rules predict today, by kind of device and by rule: of every change that was tried alone by `advise
+--verify` (`results/advise-*.jsonl`), with the noise of its trial, and of every pair of records of
+an H200 that differ by one setting (`benchmarks/advice_backtest.py`). Run it after a change of a
+rule, or with new records of `advise --verify`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def observations(results: Path) -> Iterator[tuple[str, str, float]]:
         records = read_records(path)
         kind = "gpu" if own_step_backtest.facts_in(records).on_gpu else "cpu"
         for one in own_step_backtest.again(records):
-            if not one.together and not one.vague and one.now_ms and one.now_ms > 0:
+            if not one.together and one.now_ms and one.now_ms > 0:
                 yield kind, one.code, one.realised_ms / one.now_ms
     files = [
         (name, read_records(results / name))

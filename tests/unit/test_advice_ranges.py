@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from test_advice_rules import facts
 
 from own_records import advice, tried
+from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged
 from stepscope.analysis.advice.facts import Facts, Work
-from stepscope.analysis.advice.ranges import gain_range, ratio_range
+from stepscope.analysis.advice.ranges import gain_range, observed, ratio_range
 from stepscope.analysis.advice.rule import Advice
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Summary, decode, encode
@@ -23,7 +24,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Interval, Table
 from stepscope.studies.advice.facts_of import block_list, facts_of
-from stepscope.studies.advice.view import advice_table, trial_blocks
+from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
 
 ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("cpu", "h200"))
@@ -104,6 +105,30 @@ def test_a_rule_without_observations_has_a_wide_range() -> None:
     assert ratio_range("rule", {}) == (0.0, 2.0)
     low, high = ratio_range("other", known)
     assert 0.8 < low < high < 1.2
+
+
+def test_on_a_cpu_four_of_five_gains_lie_in_ranges_that_do_not_know_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each trial is held against the range that the others give."""
+    inside = []
+    for path in sorted((ROOT / "results").glob("advise-*_cpu.jsonl")):
+        records = read_records(path)
+        step = facts_of(records[0])
+        predicted = {one.advice.code: one.advice.gain_ms for one in judged(step)}
+        for one in (Tried(record) for record in records if record.study == "advise"):
+            code, realised = one.trial.code, one.realised_ms
+            if code not in predicted or realised is None or one.base_ms is None:
+                continue
+            realised *= step.step_ms / one.base_ms
+            others = {rule: list(several) for rule, several in observed()["cpu"].items()}
+            others[code].remove(round(realised / predicted[code], 3))
+            with monkeypatch.context() as patched:
+                patched.setattr(ranges, "observed", lambda others=others: {"cpu": others})
+                low, high = gain_range(code, predicted[code], step)
+            inside.append(low <= realised <= high)
+    assert len(inside) >= 15
+    assert sum(inside) >= 0.8 * len(inside)
 
 
 def test_what_the_noise_may_hide_has_no_rank_and_comes_last() -> None:
