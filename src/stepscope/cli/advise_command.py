@@ -170,6 +170,9 @@ def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tupl
                 return record, ()
             found = runner.ceilings(Calibrating())
             return msgspec.structs.replace(record, ceilings=found), tuple(runner.lacks)
+    except UsageError:
+        # No device of that kind: these are records of another machine.
+        return record, ()
     except StepscopeError as error:
         say(f"the ceilings of this machine are not known: {error}")
         return record, ()

@@ -43,6 +43,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *_trace(lead),
         *memory_finding(lead),
         *rate_finding(lead),
+        *_no_ceilings(lead),
         *energy_finding(lead.record, lead.name),
         *_evaluations(lead),
         *_loop(lead),
@@ -219,6 +220,15 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
         text += ", which was therefore measured too low, perhaps on a busy machine"
     text += "."
     yield Finding(text=text)
+
+
+def _no_ceilings(lead: Watched) -> Iterator[Finding]:
+    if not any(one.source == "measured" for one in lead.record.ceilings):
+        yield Finding(
+            text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
+            " the least time of this step is not known: `stepscope advise` of these records, or of"
+            " the script, measures them once."
+        )
 
 
 def _loop(lead: Watched) -> Iterator[Finding]:
