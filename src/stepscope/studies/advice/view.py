@@ -322,23 +322,31 @@ def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
 
 
 def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
+    """With ranks and ranges, unless the advice was given without them."""
+    ranged = any(one.low_ms is not None for one in advice)
     ranks = {one.code: place for place, one in enumerate((a for a in advice if a.ranked), start=1)}
+    rank = Column(title="rank", hint="by the lower end of the gain")
+    gain = "predicted, in a step, with its range" if ranged else "predicted, in a step"
+    caption = "Each gain is for the change alone; together they overlap."
+    if ranged:
+        caption += (
+            " Its range is that of past verifications of the rule on this kind of device, with the"
+            " noise of the step. A change whose range reaches zero has no rank: --verify tells."
+        )
     return Table(
         name="advise-list",
         title=f"Changes that apply to a step of {duration(step_ms)}",
         columns=(
-            Column(title="rank", hint="by the lower end of the gain"),
+            *((rank,) if ranged else ()),
             Column(title="change"),
-            Column(
-                title="gain", kind="number", unit="ms", hint="predicted, in a step, with its range"
-            ),
+            Column(title="gain", kind="number", unit="ms", hint=gain),
             Column(title="share", kind="percent", hint="of the step"),
             Column(title="memory", kind="bytes", hint="predicted to be saved at the peak"),
             Column(title="why"),
         ),
         rows=tuple(
             (
-                str(ranks[a.code]) if a.code in ranks else None,
+                *((str(ranks[a.code]) if a.code in ranks else None,) if ranged else ()),
                 a.title,
                 predicted_gain(a),
                 a.gain_ms / step_ms,
@@ -347,9 +355,7 @@ def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
             )
             for a in advice
         ),
-        caption="Each gain is for the change alone; together they overlap. Its range is that of"
-        " past verifications of the rule on this kind of device, with the noise of the step. A"
-        " change whose range reaches zero has no rank: --verify tells.",
+        caption=caption,
     )
 
 
