@@ -22,6 +22,7 @@ import msgspec
 from stepscope.analysis.advice.calibration import Verified, is_right
 from stepscope.analysis.advice.changes import advise, afterwards, judged
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
@@ -45,6 +46,16 @@ class Again(NamedTuple):
     realised_ms: float
     verdict: str
     together: bool
+    low_ms: float | None = None
+    high_ms: float | None = None
+    """The range that is predicted today; None for changes together."""
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the realised gain lies in the range."""
+        if self.low_ms is None or self.high_ms is None:
+            return None
+        return self.low_ms <= self.realised_ms <= self.high_ms
 
     @property
     def right(self) -> bool:
@@ -75,11 +86,15 @@ def again(records: Sequence[Record]) -> Iterator[Again]:
             continue
         codes = [advice.code for advice in one.trial.advice]
         predicted = _predicted(facts, codes)
+        # As the same share of the step in its trial: the machine may have been slower then.
+        scale = one.base_ms / facts.step_ms
+        low, high = (None, None)
+        if predicted is not None and len(codes) == 1:
+            low, high = (scale * end for end in gain_range(codes[0], predicted, facts))
         yield Again(
             one.trial.code, one.base_ms, one.predicted_ms,
-            # As the same share of the step in its turns: the machine may have been slower then.
-            None if predicted is None else predicted * one.base_ms / facts.step_ms,
-            one.realised_ms, one.verdict, len(codes) > 1,
+            None if predicted is None else scale * predicted,
+            one.realised_ms, one.verdict, len(codes) > 1, low, high,
         )  # fmt: skip
 
 
@@ -91,16 +106,23 @@ def _predicted(facts: Facts, codes: Sequence[str]) -> float | None:
 
 def table(found: Sequence[Again]) -> str:
     lines = [
-        "| change | step (ms) | predicted then | predicted now | realised | | verdict then |",
-        "| :--- | ---: | ---: | ---: | ---: | :--- | :--- |",
+        "| change | step (ms) | predicted then | now | realised | | range | verdict then |",
+        "| :--- | ---: | ---: | ---: | ---: | :--- | :--- | :--- |",
     ]
     for one in found:
         now = "–" if one.now_ms is None else f"{one.now_ms:.4g}"
         lines.append(
             f"| {one.code} | {one.step_ms:.4g} | {one.then_ms:.4g} | {now} |"
-            f" {one.realised_ms:.4g} | {'right' if one.right else 'wrong'} | {one.verdict} |"
+            f" {one.realised_ms:.4g} | {'right' if one.right else 'wrong'} | {_range(one)} |"
+            f" {one.verdict} |"
         )
     return "\n".join(lines)
+
+
+def _range(one: Again) -> str:
+    if one.inside is None:
+        return "–"
+    return f"{one.low_ms:.3g} to {one.high_ms:.3g}: {'inside' if one.inside else 'outside'}"
 
 
 def main() -> int:
@@ -109,7 +131,7 @@ def main() -> int:
     words.add_argument("--facts", action="store_true")
     given = words.parse_args()
     files = given.files or sorted(RESULTS.glob("advise-*.jsonl"))
-    right = counted = 0
+    right = counted = inside = ranges = 0
     for file in files:
         records = read_records(file)
         found = list(again(records))
@@ -119,7 +141,10 @@ def main() -> int:
         first = [one for one in found if not one.together][:FIRST]
         counted += len(first)
         right += sum(one.right for one in first)
+        ranges += sum(one.inside is not None for one in found)
+        inside += sum(bool(one.inside) for one in found)
     print(f"{right} of {counted} of the first {FIRST} changes of each are right", file=sys.stderr)
+    print(f"{inside} of {ranges} gains lie in their ranges", file=sys.stderr)
     return 0
 
 

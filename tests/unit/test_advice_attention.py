@@ -129,8 +129,8 @@ def without_dropout() -> tuple[torch.nn.Module, object]:
     return Encoder(0.0), _batch
 
 
-def measured(build: str) -> Facts:
-    flags = OwnFlags(model=f"{__name__}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
+def measured_step(module: str, build: str) -> Facts:
+    flags = OwnFlags(model=f"{module}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
     (case,) = OWN.cases(flags)
     found = OWN.measure(case.config, QuietBench())
     made = record(
@@ -141,12 +141,12 @@ def measured(build: str) -> Facts:
 
 
 def test_dropout_keeps_torchs_attention_from_its_kernel_for_a_cpu() -> None:
-    found = measured("with_dropout")
+    found = measured_step(__name__, "with_dropout")
     assert found.attention
     assert found.attention_called
     # Scores, the mask of their dropout, and what it leaves: 2 samples, 2 heads, 24 positions.
     assert found.score_bytes == 3 * 2 * 2 * 24 * 24 * 4
-    fused = measured("without_dropout")
+    fused = measured_step(__name__, "without_dropout")
     assert fused.attention == ()
     assert fused.score_bytes == 0
 

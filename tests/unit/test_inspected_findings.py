@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from own_records import inspected_record
-from sample_records import environment
-from stepscope.analysis.trace.summary import decode, encode
+from sample_records import environment, times
+from stepscope.analysis.trace.summary import Line, decode, encode
 from stepscope.records.memory import PARAMETERS, SAVED
+from stepscope.records.schema import Ceiling, Quantity
 from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.rows import programs
+from stepscope.studies.inspected.gather import with_profile
+from stepscope.studies.inspected.rows import Watched, programs
 from stepscope.studies.inspected.view import headline_table
 from study_records import memory_record
 
@@ -87,3 +93,85 @@ def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     (ranks,) = programs([msgspec.structs.replace(made, notes=notes)])
     (text,) = [one.text for one in inspected_findings(ranks) if "kept for backward" in one.text]
     assert "the line “1 BatchNorm2d, batch_norm” has the most" in text
+
+
+def watched_with(**changes: object) -> Watched:
+    made = inspected_record()
+    summary = msgspec.structs.replace(decode(made.notes["profile"]), **changes)
+    return Watched(msgspec.structs.replace(made, notes=made.notes | {"profile": encode(summary)}))
+
+
+@given(
+    lines=st.lists(
+        st.tuples(
+            st.sampled_from(("forward", "backward", "idle")),
+            st.sampled_from(("matmul", "softmax", "host", "other")), st.floats(0, 1),
+        ),
+        min_size=1, max_size=8,
+    ),
+    residual=st.floats(-1, 1),
+)  # fmt: skip
+def test_shares_of_what_runs_are_shares_of_one_total(
+    lines: list[tuple[str, str, float]], residual: float
+) -> None:
+    """Also where a ledger does not close."""
+    made = tuple(Line(phase=p, kind=k, ms=ms) for p, k, ms in (*lines, ("", "residual", residual)))
+    lead = watched_with(lines=made)
+    texts = [one.text for one in inspected_findings([lead])]
+    for text in texts:
+        if text.startswith("Of the time in which something runs"):
+            shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
+            assert sum(shares) <= 100.2, text
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [(17 / 3, "in a step, 17 calls in 3 steps, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
+)
+def test_calls_are_counted_in_whole_numbers(counted: float, said: str) -> None:
+    summary = decode(inspected_record().notes["profile"])
+    (first, *_) = summary.kernels
+    row = msgspec.structs.replace(first, ms=100.0, count=counted)
+    lead = watched_with(kernels=(row,), steps=(1.0, 1.0, 1.0))
+    (text,) = [one.text for one in inspected_findings([lead]) if "takes the most time" in one.text]
+    assert said in text
+
+
+def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
+    made = inspected_record(step=1.0)
+    for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
+        series = (*made.series, times("issue.forward", issue, "host"))
+        lead = Watched(msgspec.structs.replace(made, series=series))
+        (text,) = [one.text for one in inspected_findings([lead]) if "to issue a step" in one.text]
+        assert said in text
+
+
+def test_loading_is_no_more_than_the_step() -> None:
+    made = inspected_record(step=1.0)
+    lead = Watched(
+        msgspec.structs.replace(made, series=(*made.series, times("loading", 1.4, "host")))
+    )
+    (text,) = [one.text for one in inspected_findings([lead]) if "DataLoader" in one.text]
+    assert "100.0 %" in text
+    assert "it may get slower" in text
+
+
+def test_a_rate_above_its_ceiling_says_why() -> None:
+    quantities = {"flops": Quantity(value=2e9, unit="FLOP")}
+    for value, too_low in ((1e12, True), (4e12, False)):
+        ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
+        made = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
+        texts = [one.text for one in inspected_findings([Watched(made)])]
+        (text,) = [one for one in texts if one.startswith("A step has")]
+        assert ("measured too low" in text) is too_low
+
+
+def test_a_trace_that_is_missing_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:
+    made = inspected_record(notes={"trace": "rank-0.trace.json.gz"})
+    (tmp_path / "rank-0.trace.json").write_text("{")
+    (tmp_path / "rank-1.trace.json.gz").write_bytes(b"")
+    for name in ("rank-0.trace.json.gz", "rank-0.trace.json", "rank-1.trace.json.gz"):
+        noted = msgspec.structs.replace(made, notes={"trace": name})
+        missing = with_profile(noted, tmp_path).notes["trace_missing"]
+        assert str(tmp_path) not in missing
+        assert "perhaps you meant" not in missing

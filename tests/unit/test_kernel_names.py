@@ -368,3 +368,20 @@ WORDS = {
 def test_a_kernel_of_any_library_is_classed_by_its_words(name: str) -> None:
     found = describe(name)
     assert (found.short, found.library, found.kind) == WORDS[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_slow_conv2d_forward", "_slow_conv2d_backward", "slow_conv_dilated2d",
+        "slow_conv3d_forward", "slow_conv_transpose2d", "thnn_conv2d", "mkldnn_convolution",
+        "mkldnn_convolution_backward",
+        "conv2d", "conv_transpose1d", "_conv_depthwise2d", "_nnpack_spatial_convolution",
+    ],
+)  # fmt: skip
+def test_convolutions_of_every_backend_are_matmuls(name: str) -> None:
+    assert describe_operator(f"aten::{name}").kind == "matmul"
+
+
+def test_conversions_are_not_convolutions() -> None:
+    assert describe_operator("aten::_convert_indices_from_csr_to_coo").kind != "matmul"

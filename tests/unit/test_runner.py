@@ -118,6 +118,18 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
     assert place.left_behind() == []
 
 
+@pytest.mark.parametrize(("within_s", "limit"), [(1.0, "--within"), (9.0, "--timeout")])
+def test_a_case_ends_with_the_time_for_all(place: CommandLine, within_s: float, limit: str) -> None:
+    cases = planted("hang")
+    with Store(place.out / "records.db") as store, Runner("cpu", 3.0) as runner:
+        made = new_run(cases, "")
+        store.add_run(made)
+        runner.run(cases, made, store, Watcher(), within_s=within_s)
+        (found,) = store.records(made.id)
+    seconds = min(within_s, 3.0)
+    assert found.reason == f"not done after {seconds:g} s ({limit})"
+
+
 def test_a_failure_is_kept_before_its_worker_is_replaced(
     place: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

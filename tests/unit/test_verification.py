@@ -51,30 +51,43 @@ class PlantedRunner:
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.asked: list[str] = []
+        self.limits: list[float | None] = []
         self._seconds, self._clock = seconds, clock
 
-    def run(self, cases: Sequence[Case], run: Run, store: Store, observer: object) -> None:
+    def run(
+        self, cases: Sequence[Case], run: Run, store: Store, observer: object, *,
+        retry: bool, within_s: float | None,
+    ) -> None:  # fmt: skip
         del observer
+        assert retry
+        self.limits.append(within_s)
         for case in cases:
             trial = msgspec.convert(case.config, Trial)
             ms = 50.0
             for one in trial.advice:
                 ms *= CHANGED_MS.get(one.code, 50.0) / 50.0
             self.asked.append(trial.code)
+            _, before = store.finished(run.id).get((case.study, case.key), ("", 0))
             self._clock[0] += self._seconds
             if "breaks" in trial.code:
                 store.add(tried(0, *trial.advice, id="broken", run=run.id, status="error"))
                 continue
             notes = {"without_effect": "nothing was changed"} if "unmade" in trial.code else {}
-            store.add(tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id, notes=notes))
+            store.add(
+                tried(ms, *trial.advice, id=f"id-{trial.code}", run=run.id, notes=notes,
+                      attempt=before + 1)
+            )  # fmt: skip
 
 
 def verify(
     tmp_path: Path, *advised: Advice, seconds: float = 10.0, store: Store | None = None,
-    run: Run | None = None, later: Later | None = None, **keywords: Any,
+    run: Run | None = None, later: Later | None = None, limits: list[float | None] | None = None,
+    **keywords: Any,
 ) -> list[str]:  # fmt: skip
     clock = [0.0]
     runner = PlantedRunner(seconds, clock)
+    if limits is not None:
+        runner.limits = limits
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -139,10 +152,10 @@ def test_an_interrupted_run_has_a_case_left(
 ) -> None:
     plain = PlantedRunner.run
 
-    def run(runner: PlantedRunner, cases: Sequence[Case], *how: Any) -> None:
+    def run(runner: PlantedRunner, cases: Sequence[Case], *how: Any, **more: Any) -> None:
         if "fused-optimizer" in cases[0].key:
             raise KeyboardInterrupt
-        plain(runner, cases, *how)
+        plain(runner, cases, *how, **more)
 
     monkeypatch.setattr(PlantedRunner, "run", run)
     with pytest.raises(KeyboardInterrupt):
@@ -163,6 +176,38 @@ def test_time_is_left_for_the_changes_together(
     asked = verify(tmp_path, FORMAT, UPDATE, WHOLE, within_s=35.0)
     assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
     assert "no time is left to try compile (--within)" in capsys.readouterr().err
+
+
+def test_a_trial_runs_no_longer_than_the_time_that_is_left(tmp_path: Path) -> None:
+    """Also the first, of which nobody knows how long it takes."""
+    limits: list[float | None] = []
+    asked = verify(tmp_path, FORMAT, UPDATE, within_s=35.0, limits=limits)
+    assert asked == ["bfloat16", "fused-optimizer", "bfloat16+fused-optimizer"]
+    assert limits == [35.0, 25.0, 15.0]
+    (tmp_path / "long").mkdir()
+    assert verify(tmp_path / "long", FORMAT, UPDATE, within_s=35.0, seconds=40.0) == ["bfloat16"]
+    (tmp_path / "free").mkdir()
+    limits.clear()
+    verify(tmp_path / "free", FORMAT, limits=limits)
+    assert limits == [None]
+
+
+def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
+    with Store(tmp_path / "records.db") as store:
+        run = new_run((), "stepscope advise")
+        store.add_run(run)
+        store.add(
+            tried(0, FORMAT, run=run.id, id="cut", status="timeout",
+                  reason="not done after 3 s (--within)")
+        )  # fmt: skip
+        assert verify(tmp_path, FORMAT, store=store, run=run) == ["bfloat16"]
+        given_up = new_run((), "stepscope advise")
+        store.add_run(given_up)
+        store.add(
+            tried(0, FORMAT, run=given_up.id, id="given-up", status="timeout",
+                  reason="not done after 600 s (--timeout)")
+        )  # fmt: skip
+        assert verify(tmp_path, FORMAT, store=store, run=given_up) == []
 
 
 def test_no_time_is_set_aside_where_nothing_can_go_together(tmp_path: Path) -> None:

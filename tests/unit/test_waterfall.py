@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.profile.rows import groups
-from stepscope.studies.waterfall_view import fall_of, remedy, waterfall_blocks
+from stepscope.studies.waterfall_view import Fall, fall_of, remedy, waterfall_blocks
 from study_records import profile_record
 from trace_files import training_step
 
@@ -265,3 +266,28 @@ class TestView:
                 told = remedy(cause, replaced(host, optimizer=optimizer))  # type: ignore[arg-type]
                 assert "stepscope" not in told
                 assert "fused pieces" not in told
+
+
+@given(scale=st.floats(1e-3, 1e3), rate=st.floats(1e6, 1e12), bandwidth=st.floats(1e6, 1e12))
+def test_an_ideal_above_the_measured_time_has_its_reason(
+    scale: float, rate: float, bandwidth: float
+) -> None:
+    summary = planted(
+        forward__matmul=10.0 * scale, backward__elementwise=4.0 * scale,
+        optimizer__optimizer=3.0 * scale, idle__host=6.0 * scale,
+    )  # fmt: skip
+    water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), rate=rate, bandwidth=bandwidth)
+    assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(water.measured_ms)
+    beyond = sum(ms for ms in water.parts.values() if ms > 0)
+    assert water.faster_ms == pytest.approx(
+        water.ideal_ms + beyond - water.measured_ms, abs=1e-6 * water.ideal_ms
+    )
+    (fall,) = TestView().falls(step=20.0)
+    text = finding_text(fall._replace(water=water))
+    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
+    assert sum(shares) <= 101 or "measured too low" in text
+
+
+def finding_text(fall: Fall) -> str:
+    (found,) = (one for one in waterfall_blocks([fall], "x") if isinstance(one, Finding))
+    return found.text

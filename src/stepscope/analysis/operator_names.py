@@ -72,6 +72,9 @@ underscore at the end."""
 _RECURRENT = re.compile(r"(?:^|_)(?:rnn|lstm|gru)(?:_|$)")
 _RECURRENT_GATES = re.compile(r"^_thnn_(?:fused|differentiable)_(?:lstm|gru)_cell")
 """What is done with the products of a cell that were made before."""
+_CONVOLUTION = re.compile(r"(?:^|_)conv(?:olution)?(?:[123]d)?(?:_|$)")
+"""`conv2d`, `_slow_conv2d_backward`, `slow_conv_dilated2d`, `mkldnn_convolution_backward`; not
+`_convert_indices`."""
 _REDUCTION = re.compile(r"(?:batch|layer|group|instance|rms)_norm|pool[123]d")
 _ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention")
 _OPTIMIZER = re.compile(r"^_foreach_|^_fused_(adam|adamw|sgd|adagrad)|^_amp_")
@@ -125,6 +128,8 @@ def _family(bare: str) -> Class | None:
         return "elementwise"
     if _RECURRENT.search(bare):
         return "copy/cast" if bare.endswith("flatten_weight") else "matmul"
+    if _CONVOLUTION.search(bare):
+        return "matmul"
     return "reduction" if _REDUCTION.search(bare) else None
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.advice.calibration import Verified
 from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.unjudged import unjudged
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
@@ -17,7 +18,13 @@ from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
-from stepscope.studies.advice.view import Tried, advice_table, lines_table, not_tried
+from stepscope.studies.advice.view import (
+    Tried,
+    advice_table,
+    lines_table,
+    not_judged,
+    not_tried,
+)
 from stepscope.studies.page import make_page, study_sections
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
@@ -59,6 +66,7 @@ def conclude(
     from stepscope.report.terminal import print_sections
 
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
+    left_out = unjudged(facts_of(base))
     if as_json:
         facts = {
             "advice": advice,
@@ -66,6 +74,7 @@ def conclude(
                        "realised_ms": t.realised_ms, "interval_ms": _ends(t.realised),
                        "verdict": t.verdict}
                       for t in _tried(records)],
+            "not_judged": [one._asdict() for one in left_out],
             "report": path,
         }  # fmt: skip
         print(json_line(facts))
@@ -73,7 +82,8 @@ def conclude(
     own = [record for record in records if record.study == TRIALS]
     print_sections([_section(base, advice, records), *study_sections(own)])
     if not advice:
-        print("No change that is known here is predicted to gain 3 % or more.")
+        judged = "No change that could be judged" if left_out else "No change that is known here"
+        print(f"{judged} is predicted to gain 3 % or more.")
     print(f"page: {path.resolve()}")
     return 0
 
@@ -96,6 +106,7 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
     return Section(
         name="advice", title="Advice", question=_QUESTION,
         blocks=(
+            *not_judged(unjudged(facts_of(base))),
             *(not_tried(advice, tried, settings) if tried else ()),
             *(table for table in listed if table.rows),
         ),

@@ -20,9 +20,9 @@ from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import Place, load_records, parse
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
-from stepscope.cli.verification import Verification, say
+from stepscope.cli.verification import Calibrating, Verification, say
 from stepscope.errors import StepscopeError, UsageError, no_such_file
-from stepscope.records.schema import Record, Run
+from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
 from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Script, Trial
@@ -60,7 +60,8 @@ class AdviseOptions(Place, frozen=True, kw_only=True):
     only: str = ""
     """Codes of the changes to try, with commas between them; all that apply if empty."""
     within: float = 0.0
-    """Seconds for all trials; those that would end later are not begun. 0 is no limit."""
+    """Seconds for all trials: those that would end later are not begun, and one that still runs is
+    ended then; --resume tries it again. 0 is no limit."""
     resume: bool = False
     """Go on with the latest run of this request: what was recorded and tried is not done again."""
     loss_steps: int = 20
@@ -153,8 +154,36 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
             f"{options.source} has no step to advise on", "use records of `inspect` or `run own`"
         )
     is_file = Path(options.source).is_file()
-    page = _page(options, Path(options.source).stem if is_file else _subject(meant[0]))
-    return conclude(page, options.json, meant[0], _advice(meant[0]), records)
+    base, lacks = _with_ceilings(meant[0], options)
+    page = _page(options, Path(options.source).stem if is_file else _subject(base))
+    return conclude(page, options.json, base, _advice(base, lacks), records)
+
+
+def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tuple[str, ...]]:
+    """The record with the ceilings of this machine, from the cache or measured now, where it has
+    none and was made here; and what this machine lacks."""
+    if any(one.source == "measured" for one in record.ceilings):
+        return record, ()
+    try:
+        with Runner(record.environment.device_kind, options.timeout) as runner:
+            if _machine(runner.environment) != _machine(record.environment):
+                return record, ()
+            found = runner.ceilings(Calibrating())
+            return msgspec.structs.replace(record, ceilings=found), tuple(runner.lacks)
+    except UsageError:
+        # No device of that kind: these are records of another machine.
+        return record, ()
+    except StepscopeError as error:
+        say(f"the ceilings of this machine are not known: {error}")
+        return record, ()
+
+
+def _machine(environment: Environment) -> tuple[object, ...]:
+    """What tells whether records were made on this machine, or on one that is alike."""
+    return (
+        environment.device_kind, environment.device_name, environment.cpu, environment.cpu_cores,
+        environment.host_memory_bytes,
+    )  # fmt: skip
 
 
 def _page(options: AdviseOptions, name: str) -> Path:

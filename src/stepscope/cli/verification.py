@@ -14,19 +14,22 @@ from stepscope.report.format import duration
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.history import add_to_history
 from stepscope.studies.advice.view import NO_GAIN, Tried
-from stepscope.studies.runner import Observer, Runner
+from stepscope.studies.base import Case
+from stepscope.studies.protocol import Progress
+from stepscope.studies.runner import OUT_OF_TIME, Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
 """How many times as long a trial takes that waits for a compiler."""
 
 
 class Deadline:
-    """Time for all trials; those that would end after it are not begun. 0 is no limit."""
+    """Time for all trials: those that would end after it are not begun, and one that still runs
+    when it is over is ended. 0 is no limit."""
 
-    def __init__(self, within_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
         self._within_s = within_s
-        self._clock = clock
-        self._begun = clock()
+        self._clock = clock or time.monotonic
+        self._begun = self._clock()
         self._longest: dict[bool, float] = {}
 
     def took(self, trial: Trial, seconds: float) -> None:
@@ -35,10 +38,17 @@ class Deadline:
 
     def allows(self, trial: Trial, *, then: Trial | None = None) -> bool:
         """Whether there is time for it, and for another one after it."""
-        if not self._within_s:
+        left = self.left_s
+        if left is None:
             return True
-        left = self._within_s - (self._clock() - self._begun)
-        return sum(self._guess(one) for one in (trial, then) if one is not None) <= left
+        return left > 0 and sum(self._guess(t) for t in (trial, then) if t is not None) <= left
+
+    @property
+    def left_s(self) -> float | None:
+        """None without a limit."""
+        if not self._within_s:
+            return None
+        return self._within_s - (self._clock() - self._begun)
 
     def _guess(self, trial: Trial) -> float:
         """As long as the longest of its kind so far. A first one is let begin where there is time
@@ -78,10 +88,11 @@ class Verification:
                 self._go_on(best, alone, settings)
 
     def _wanted(self, advice: Sequence[Advice], settings: frozenset[str]) -> list[Advice]:
-        """Of several for one setting the first; the others after all that differ from it."""
+        """Of several for one setting the one with the largest prediction; the others after all that
+        differ from it."""
         reachable = list(applicable(advice, settings))
-        first = compatible(reachable)
-        ordered = [*first, *(one for one in reachable if one not in first)]
+        chosen = compatible(sorted(reachable, key=lambda one: -one.gain_ms))
+        ordered = sorted(reachable, key=lambda one: one not in chosen)
         return [one for one in ordered if not self._only or one.code in self._only]
 
     def _alone(self, wanted: Sequence[Advice]) -> list[Tried]:
@@ -141,12 +152,15 @@ class Verification:
         trial = self._trial(advice)
         case = trial.case()
         finished = self._store.finished(self._run.id)
-        done = (case.study, case.key) in finished
+        done = (case.study, case.key) in finished and not self._cut_off(case)
         if not done:
             # An interrupted run is not taken for a whole one.
-            self._store.expect(self._run.id, len(finished) + 1)
+            self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
             begun = time.monotonic()
-            self._runner.run([case], self._run, self._store, self._observer)
+            self._runner.run(
+                [case], self._run, self._store, self._observer, retry=True,
+                within_s=self._deadline.left_s,
+            )  # fmt: skip
             self._deadline.took(trial, time.monotonic() - begun)
         tried = Tried(self._record(case.study, case.key))
         if not done:
@@ -154,6 +168,10 @@ class Verification:
             found = tried.verified()
             add_to_history([found] if found is not None and not tried.is_vague else [])
         return tried
+
+    def _cut_off(self, case: Case) -> bool:
+        """Whether an earlier command had no time left for it."""
+        return OUT_OF_TIME in self._record(case.study, case.key).reason
 
     def _record(self, study: str, key: str) -> Record:
         records = self._store.records(self._run.id)
@@ -185,3 +203,15 @@ def outcome(tried: Tried) -> str:
 def say(text: str) -> None:
     """Not on standard output, which is for what was asked for."""
     print(f"stepscope: {text}", file=sys.stderr, flush=True)
+
+
+class Calibrating:
+    """The observer of a command that measures nothing but ceilings, and those only if need be."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
+        if not self._said:
+            say("measuring this machine's ceilings, once, up to a minute")
+            self._said = True

@@ -31,10 +31,14 @@ REPEATABLE = ("error", "timeout")
 """Statuses that a second attempt may change."""
 
 
-class Observer(Protocol):
-    """Who wants to know how the run goes on."""
+class Calibrated(Protocol):
+    """Who wants to know that ceilings are measured."""
 
     def calibrating(self, progress: Progress) -> None: ...
+
+
+class Observer(Calibrated, Protocol):
+    """Who wants to know how the run goes on."""
 
     def case_started(self, case: Case) -> None: ...
 
@@ -62,6 +66,10 @@ def plan_digest(cases: Sequence[Case]) -> str:
     """The same request has the same digest, so that a run can be found again."""
     named = [(case.study, case.key, case.config) for case in cases]
     return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
+
+
+OUT_OF_TIME = "--within"
+"""In the reason of a case that was ended because the time for all of them was over."""
 
 
 class Runner:
@@ -115,7 +123,7 @@ class Runner:
             if case.key in missing and not (some_can and find_study(case.study).goes_on):
                 raise UsageError(missing[case.key])
 
-    def ceilings(self, observer: Observer) -> tuple[Ceiling, ...]:
+    def ceilings(self, observer: Calibrated) -> tuple[Ceiling, ...]:
         """This machine's, for whoever needs them beside those in the records."""
         return self._worker.ceilings(observer.calibrating, again=False)
 
@@ -128,8 +136,10 @@ class Runner:
         *,
         retry: bool = False,
         new_ceilings: bool = False,
+        within_s: float | None = None,
     ) -> None:
-        """Measure every case that has no record yet."""
+        """Measure every case that has no record yet. `within_s` bounds each of them beside the
+        timeout, where less time than that is left."""
         with store.hold_run(run.id):
             done = store.finished(run.id)
             self._refuse_other_device(store, run)
@@ -142,7 +152,7 @@ class Runner:
             for case in pending:
                 observer.case_started(case)
                 attempt = done.get((case.study, case.key), ("", 0))[1] + 1
-                record = self._record(case, run, attempt, ceilings, observer)
+                record = self._record(case, run, attempt, ceilings, observer, within_s)
                 store.add(record)
                 observer.case_finished(record)
 
@@ -153,6 +163,7 @@ class Runner:
         attempt: int,
         ceilings: tuple[Ceiling, ...],
         observer: Observer,
+        within_s: float | None = None,
     ) -> Record:
         missing = next((need for need in case.needs if need in self.lacks), None)
         if missing is None and (
@@ -165,9 +176,11 @@ class Runner:
             outcome = Failed("skipped", self.lacks[missing])
         else:
             self._used = True
-            outcome = self._worker.measure(
-                case.study, case.config, self._timeout_s, observer.case_progress
-            )
+            limit_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
+            outcome = self._worker.measure(case.study, case.config, limit_s, observer.case_progress)
+            if isinstance(outcome, Failed) and outcome.status == "timeout":
+                limit = "--timeout" if limit_s == self._timeout_s else OUT_OF_TIME
+                outcome = Failed("timeout", f"not done after {limit_s:.4g} s ({limit})")
         elapsed_s = time.monotonic() - clock
         if isinstance(outcome, Failed) and outcome.status != "skipped":
             # Another one is started when a case needs it: this record is kept first.

@@ -21,6 +21,7 @@ from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_FASTER_FROM = 0.01
 _KINDS = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -202,6 +203,7 @@ def _idle(table: Table, place: int) -> bool:
 def _findings(fall: Fall) -> tuple[Finding, ...]:
     water = fall.water
     found = water.largest()
+    faster = water.faster_ms > _FASTER_FROM * water.measured_ms
     text = (
         f"{fall.workload.name}: the ideal time of its operations is {duration(water.ideal_ms)},"
         f" {percent(water.ideal_ms / water.measured_ms)} of the {duration(water.measured_ms)} that"
@@ -213,11 +215,17 @@ def _findings(fall: Fall) -> tuple[Finding, ...]:
             f" The largest recoverable part is {cause}: {duration(ms)},"
             f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
         )
+    if faster:
+        text += (
+            f" Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
+            " were measured too low, perhaps on a busy machine, so that the ideal and the parts"
+            " beyond it come to more than the step."
+        )
     lost = water.parts["unattributed"]
     doubt = abs(lost) > 0.05 * water.measured_ms
     if doubt:
         text += f" {duration(abs(lost))} have no cause, so read the parts with care."
-    return (Finding(text=text, tone="warn" if doubt else "info"),)
+    return (Finding(text=text, tone="warn" if doubt or faster else "info"),)
 
 
 def remedy(cause: Cause, fall: Fall) -> str:

@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from stepscope.analysis.advice import loop, memory, ranks, work
+from stepscope.analysis.advice import dtypes, loop, memory, ranks, work
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, is_faster, worth
 from stepscope.analysis.advice.timeline import wall_ms
 
 __all__ = ["RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible"]
 
-RULES = (work, loop, memory, ranks)
+RULES = (dtypes, work, loop, memory, ranks)
 
 
 def judged(facts: Facts) -> Iterator[Judged]:
@@ -22,14 +23,29 @@ def judged(facts: Facts) -> Iterator[Judged]:
 
 
 def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advice, ...]:
-    """What is worth it, the largest gain first. `factors` correct predictions by past ones."""
+    """The changes that are worth it. `factors` correct predictions by past ones.
+
+    Those whose range lies above zero come first, the largest lower end first; the others follow
+    without a rank, the largest prediction first.
+    """
     found = []
     for advice, _ in judged(facts):
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
+            advice = _with_range(advice, facts)
             found.append(advice if is_faster(advice, facts) else _for_memory(advice))
-    return tuple(sorted(found, key=lambda one: (-one.gain_ms, one.code)))
+    return tuple(sorted(found, key=_rank))
+
+
+def _with_range(advice: Advice, facts: Facts) -> Advice:
+    low, high = gain_range(advice.code, advice.gain_ms, facts)
+    return msgspec.structs.replace(advice, low_ms=low, high_ms=high, ranked=low > 0)
+
+
+def _rank(advice: Advice) -> tuple[bool, float, str]:
+    assert advice.low_ms is not None
+    return not advice.ranked, -(advice.low_ms if advice.ranked else advice.gain_ms), advice.code
 
 
 def _for_memory(advice: Advice) -> Advice:

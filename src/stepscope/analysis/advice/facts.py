@@ -75,6 +75,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     on_gpu: bool
     step_ms: float
     """Without the profiler."""
+    noise_ms: float = 0.0
+    """Half of the interval of the median step: a gain below it cannot be ranked."""
     dtype: str
     """Of the matrix products."""
     autocast: bool = False
@@ -125,6 +127,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """An optimizer of torch's that was told to go tensor by tensor."""
     blocks: int = 0
     """Repeated parts of the model, each an entry of a ModuleList."""
+    block_list: str = ""
+    """The path of that ModuleList below the model, such as `transformer.h`; empty if unknown."""
     loss_ms: float = 0.0
     """From logits to the loss and back."""
     logit_bytes: int = 0
@@ -147,6 +151,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s by number format, as measured on this machine."""
     bandwidth: float | None = None
     """B/s, as measured on this machine."""
+    cores: int = 0
+    """Of the host; 0 if unknown."""
+    threads: int = 0
+    """Intra-op threads of PyTorch; 0 if unknown."""
     lacks: tuple[str, ...] = ()
     """What this machine does not have: a number format, `compiler`."""
 
@@ -195,6 +203,19 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def host_ms(self) -> float:
         return sum(work.issued_ms(self.launch_ms) for work in self.phases)
+
+    def with_device_times(self, factor: float) -> Facts:
+        """Every time of the device multiplied by a factor."""
+        scaled = self.with_work(
+            lambda work: work.scaled(dict.fromkeys(work.classes, factor)),
+            [work.name for work in (*self.phases, *self.attention)],
+        )
+        return msgspec.structs.replace(
+            scaled,
+            cleared_ms=factor * self.cleared_ms,
+            loss_ms=factor * self.loss_ms,
+            exposed_ms=factor * self.exposed_ms,
+        )
 
     def with_work(
         self, change: Callable[[Work], Work], names: Collection[str] = OF_MODEL

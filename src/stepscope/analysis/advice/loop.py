@@ -10,6 +10,7 @@ from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
 
 _OUTSIDE = ("outside",)
 _ROOM = 0.9
+_MOST_WORKERS = 8
 _PINNED = ("DataLoader(…, pin_memory=True, num_workers=4)",
            "batch = batch.to(device, non_blocking=True)")  # fmt: skip
 
@@ -45,8 +46,42 @@ def _no_wait(facts: Facts) -> Judged | None:
 
 @judge
 def _workers(facts: Facts) -> Judged | None:
-    if not facts.on_gpu or not facts.data_ms:
+    if not facts.data_ms:
         return None
+    return _workers_beside_gpu(facts) if facts.on_gpu else _workers_beside_cpu(facts)
+
+
+def _workers_beside_cpu(facts: Facts) -> Judged | None:
+    """Workers and the step share the cores: what one core loads in `data_ms` all of them can load
+    meanwhile, and no less than that is left of it. Cores that PyTorch leaves free load for nothing.
+    """
+    if facts.cores < 2:
+        return None
+    free = max(0, facts.cores - facts.threads)
+    workers = min(_MOST_WORKERS, free or facts.cores - 1)
+    beside = max(0.0, facts.step_ms - facts.data_ms)
+    left = max(0.0, facts.data_ms / workers - beside) if free else facts.data_ms / facts.cores
+    hidden = max(0.0, facts.data_ms - left)
+    after = facts.with_work(lambda work: work.less(hidden), _OUTSIDE)
+    shared = (
+        f"{free} of {facts.cores} cores are free to load ahead"
+        if free
+        else f"PyTorch computes on all {facts.cores} cores, so workers take theirs from the step"
+    )
+    advice = Advice(
+        code="data-ahead",
+        title="batches loaded ahead by workers",
+        gain_ms=gain_ms(facts, after),
+        why=f"the loop is in its DataLoader for {facts.data_ms:.3g} ms of a step; {shared}",
+        risk="time: workers compete with the step for cores, and each batch is copied between"
+        " processes, so that the step may get slower; memory of the host",
+        lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
+        setting={"data": "workers"},
+    )
+    return Judged(advice, replace(after, data_ms=0.0))
+
+
+def _workers_beside_gpu(facts: Facts) -> Judged:
     after = facts.with_work(
         lambda work: replace(work, host_ms=max(0.0, work.host_ms - facts.data_ms)), _OUTSIDE
     )
@@ -56,7 +91,8 @@ def _workers(facts: Facts) -> Judged | None:
         gain_ms=gain_ms(facts, after),
         why=f"the host is in its DataLoader for {facts.data_ms:.3g} ms of a step, and the device"
         f" waits for the host for {host_limits_ms(facts):.3g} ms",
-        risk="memory and cores of the host",
+        risk="time: workers need cores of the host that are free, and none that the step issues"
+        " from; memory of the host",
         lines=("DataLoader(…, num_workers=8, persistent_workers=True, prefetch_factor=4)",),
         setting={"data": "workers"},
     )

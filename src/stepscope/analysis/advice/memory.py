@@ -27,10 +27,14 @@ def _checkpoint(facts: Facts) -> Judged | None:
         risk=f"time: a second forward of {forward:.3g} ms; it pays where the room is used,"
         " for a larger batch say",
         lines=("from torch.utils.checkpoint import checkpoint",
-               "x = checkpoint(block, x, use_reentrant=False)"),
+               f"x = checkpoint(block, x, use_reentrant=False){_of_list(facts)}"),
         setting={"checkpoint": "blocks"},
     )  # fmt: skip
     return Judged(advice, facts)
+
+
+def _of_list(facts: Facts) -> str:
+    return f"  # each block of model.{facts.block_list}" if facts.block_list else ""
 
 
 @judge

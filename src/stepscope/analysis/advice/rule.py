@@ -20,6 +20,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     gain_ms: float
     """Of a step; below zero where it costs time."""
+    low_ms: float | None = None
+    high_ms: float | None = None
+    """The range of the gain, from the back-test of the rule on this kind of device and the noise of
+    the step; None in advice that was given without one."""
+    ranked: bool = True
+    """The range lies above zero. A gain that the noise may hide has no rank."""
     gain_bytes: int = 0
     why: str
     risk: str

@@ -1,4 +1,4 @@
-"""Changes of the work that the device does: formats, fused kernels, fewer launches.
+"""Changes of the work that the device does: fused kernels, fewer launches.
 
 Each makes the step as it would be, and the two clocks of `timeline.py` say how long that takes.
 Constants are measured on an H200: `benchmarks/advice_backtest.py` holds the rules against records.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from stepscope.analysis.advice.dtypes import ONE_KERNEL_OVER_PRODUCTS
 from stepscope.analysis.advice.facts import BETWEEN, OF_MODEL, QUEUE, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernel_names import MEMORY_BOUND
 
-_ONE_KERNEL_OVER_PRODUCTS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
-"""Time of a causal attention in one kernel over that of the products of the same written out, on a
-GPU. It leaves out half of the products; in float32 torch has only a kernel for FP32 cores."""
 _ONE_KERNEL_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
 """Share of the time of memory-bound kernels that is left when they are fused, on a GPU or not.
@@ -30,11 +28,14 @@ sums over another dimension, casts of weights. Kernels that are alone gain next 
 Operators of a CPU follow the same rule: the longest, such as GELU's backward, compute more than
 they move, and compiled they compute the same."""
 _OTHER_ORDER = "numerics: sums in another order"
-_CAST_LAUNCHES = {"forward": 1.33, "backward": 1.13}
-"""Kernels under autocast for each without: casts of weights and of what float32 gives."""
 _UPDATE_BYTES = {"adam": 28, "sgd": 20}
 """Read weight, gradient and moments, write all but the gradient, in float32."""
-_NEAR_BANDWIDTH = 1.2
+_NEAR_BANDWIDTH = {True: {"adam": 1.2, "sgd": 1.2}, False: {"adam": 3.2, "sgd": 1.2}}
+"""Time of a fused update over that of moving its bytes once, on a GPU or not. The square roots and
+divisions of Adam are what limits a CPU: 2.9 to 3.9 times in `results/advise-slow_cpu.jsonl` and for
+2.5 million parameters in one or twelve tensors."""
+_FUSED_LEFT_ON_CPU = 0.08
+"""Share of an update over many small tensors that is left: a call for each of them."""
 _FUSED_LAUNCHES = 0.05
 _BLOCKS_OF_WHOLE = 0.9
 _GRAPH_OF_COMPILED = 0.9
@@ -43,98 +44,6 @@ _FOREACH = 0.4
 """Share of an update, tensor by tensor, that is left by going over all at once."""
 _FUSED_LOSS = 0.6
 """Share of the time from logits to loss and back that one pass over a chunk saves."""
-
-
-def _with_faster_products(facts: Facts, to: str) -> Facts | None:
-    """None where a rate is not known."""
-    now, then = facts.rates.get(facts.dtype), facts.rates.get(to)
-    if not now or not then or to in facts.lacks:
-        return None
-    faster = {"matmul": now / then}
-    if facts.on_gpu and to == "bfloat16" and "float32" in facts.rates:
-        # In one kernel already, on FP32 cores whatever the format of other products.
-        kernels = _ONE_KERNEL_OVER_PRODUCTS
-        faster["attention"] = kernels[to] / kernels["float32"] * facts.rates["float32"] / then
-    changed = facts.with_work(lambda work: work.scaled(faster))
-    return replace(changed, dtype=to)
-
-
-@judge
-def _tf32(facts: Facts) -> Judged | None:
-    after = _with_faster_products(facts, "tf32") if facts.dtype == "float32" else None
-    if after is None or not facts.on_gpu:
-        return None
-    advice = Advice(
-        code="tf32",
-        title="float32 products on tensor cores (TF32)",
-        gain_ms=gain_ms(facts, after),
-        why=f"products take {facts.class_ms('matmul'):.3g} ms in float32; TF32 is"
-        f" {facts.rates['tf32'] / facts.rates['float32']:.3g}× as fast here",
-        risk="numerics: products keep 10 bits of the mantissa",
-        lines=('torch.set_float32_matmul_precision("high")',),
-        setting={"dtype": "tf32"},
-    )
-    return Judged(advice, after)
-
-
-@judge
-def _bfloat16(facts: Facts) -> Judged | None:
-    after = _with_faster_products(facts, "bfloat16") if facts.dtype in ("float32", "tf32") else None
-    if after is None:
-        return None
-
-    def cast(work: Work) -> Work:
-        # Kernels that move memory take as long as before: some have half the bytes, and the casts
-        # between those and what stays in float32 take as much.
-        found = work.scaled({}, launches=_CAST_LAUNCHES[work.name])
-        return found.with_more("copy/cast", facts.casts_ms)
-
-    attention = after.attention
-    after = after.with_work(cast, tuple(_CAST_LAUNCHES))
-    after = replace(after, attention=attention, autocast=True)
-    kind = "cuda" if facts.on_gpu else "cpu"
-    advice = Advice(
-        code="bfloat16",
-        title="bfloat16 autocast",
-        gain_ms=gain_ms(facts, after),
-        gain_bytes=_less_kept(facts),
-        why=f"products take {facts.class_ms('matmul'):.3g} ms in {facts.dtype}; bfloat16 is"
-        f" {facts.rates['bfloat16'] / facts.rates[facts.dtype]:.3g}× as fast here",
-        risk="numerics: 8 bits of mantissa in products and activations; weights stay in float32",
-        lines=(f'with torch.autocast("{kind}", torch.bfloat16):', "    loss = model(…)"),
-        setting={"dtype": "bfloat16"},
-    )
-    return Judged(advice, after)
-
-
-@judge
-def _float32(facts: Facts) -> Judged | None:
-    """A machine without units for a short format converts every number on the way."""
-    rates = facts.rates
-    slower = rates.get(facts.dtype, 0.0) < rates.get("float32", 0.0)
-    after = _with_faster_products(facts, "float32") if facts.autocast and slower else None
-    if after is None:
-        return None
-    kind = "cuda" if facts.on_gpu else "cpu"
-    advice = Advice(
-        code="float32",
-        title="products in float32 instead of autocast",
-        gain_ms=gain_ms(facts, after),
-        why=f"products take {facts.class_ms('matmul'):.3g} ms in {facts.dtype}, which is slow here:"
-        f" float32 is {rates['float32'] / rates[facts.dtype]:.3g}× as fast",
-        risk="memory: activations take twice the bytes",
-        lines=(f'with torch.autocast("{kind}", enabled=False):', "    loss = model(…)"),
-        setting={"dtype": "float32"},
-    )
-    return Judged(advice, replace(after, autocast=False))
-
-
-def _less_kept(facts: Facts) -> int:
-    """Two thirds of what is kept stays: half of a tensor in 16 bits, all of one in float32. Scores
-    of written-out attention stay in float32 for the softmax and are kept once more in 16 bits for
-    the product. Every weight has a copy."""
-    kept = facts.saved_bytes - facts.score_bytes
-    return facts.lower_peak(kept // 3 - facts.score_bytes // 2 - 2 * facts.parameters)
 
 
 @judge
@@ -208,8 +117,8 @@ def _over_products(facts: Facts) -> float:
         # The kernel stays on FP32 cores, while the products that it replaces do not.
         now, wide = facts.rates.get("tf32"), facts.rates.get("float32")
         faster = now / wide if now and wide else 1.0
-        return _ONE_KERNEL_OVER_PRODUCTS["float32"] * faster
-    return _ONE_KERNEL_OVER_PRODUCTS.get(facts.dtype, _ONE_KERNEL_ON_CPU)
+        return ONE_KERNEL_OVER_PRODUCTS["float32"] * faster
+    return ONE_KERNEL_OVER_PRODUCTS.get(facts.dtype, _ONE_KERNEL_ON_CPU)
 
 
 @judge
@@ -217,13 +126,16 @@ def _optimizer(facts: Facts) -> Judged | None:
     each = _UPDATE_BYTES.get(facts.optimizer)
     if facts.fused_optimizer or each is None or not facts.bandwidth or not facts.parameters:
         return None
-    ideal = _NEAR_BANDWIDTH * facts.parameters * each / facts.bandwidth * 1e3
+    moved = facts.parameters * each / facts.bandwidth * 1e3
     takes = facts.phase_ms("optimizer")
+    fused = _NEAR_BANDWIDTH[facts.on_gpu][facts.optimizer] * moved
+    if not facts.on_gpu:
+        fused = max(fused, _FUSED_LEFT_ON_CPU * takes)
     launches = sum(work.launches for work in facts.phases if work.name == "optimizer")
     after = facts.with_work(
         lambda work: replace(
             work,
-            classes={"optimizer": min(ideal, takes)},
+            classes={"optimizer": min(fused, takes)},
             launches=work.launches * _FUSED_LAUNCHES,
         ),
         ("optimizer",),
@@ -236,7 +148,7 @@ def _optimizer(facts: Facts) -> Judged | None:
         gain_ms=gain_ms(facts, after),
         why=f"the update takes {takes:.3g} ms{where}"
         + (f" in {launches:.4g} kernels" if launches else "")
-        + f"; moving its bytes once takes {ideal:.3g} ms at the bandwidth measured here",
+        + f"; moving its bytes once takes {moved:.3g} ms at the bandwidth measured here",
         risk="numerics: none beyond rounding"
         if facts.optimizer_of_torch
         else f"numerics: your own update rule is taken for {name}'s",
@@ -296,10 +208,16 @@ def _compile_blocks(facts: Facts) -> Judged | None:
         why=f"{facts.blocks} blocks are alike, and one is compiled for all: most of what compiling"
         " the whole model gains, for less time to compile",
         risk=_OTHER_ORDER,
-        lines=("for block in model.blocks:", "    block.compile()"),
+        lines=(*_each_block(facts), "    block.compile()"),
         setting={"compile": "block"},
     )
     return Judged(advice, whole.after)
+
+
+def _each_block(facts: Facts) -> tuple[str, ...]:
+    if facts.block_list:
+        return (f"for block in model.{facts.block_list}:",)
+    return ("for block in …:  # the nn.ModuleList of the repeated blocks",)
 
 
 @judge

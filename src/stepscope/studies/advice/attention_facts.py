@@ -1,4 +1,4 @@
-"""What a record says of attention that does not run as one kernel: its time and its scores."""
+"""Naive attention in a record: matmul, softmax, matmul of one module; its time and its scores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
 from stepscope.studies.memory.rows import Account
 
 _SOFTMAX, _OF_TORCH = "softmax", "attention"
-"""Words of the names of operators. Torch's attention is one of them, whatever it runs inside."""
+"""Words of the names of operators, and classes. Torch's attention is one operator, whatever it runs
+inside."""
+_BATCHED = frozenset(("bmm", "baddbmm", "addbmm"))
+_WRAPPERS = frozenset(("aten::matmul", "aten::einsum"))
+"""Operators that call a batched matmul and take next to no time themselves."""
+_POINTWISE = frozenset(("softmax", "elementwise", "copy/cast", "other"))
 _WRITTEN_OUT_BY_TORCH = "_scaled_dot_product_attention_math"
 _PRODUCTS = ("matmul", "bmm", "einsum", _OF_TORCH)
 """Operators that also keep queries, keys and values."""
 _NAME = re.compile(r"[./]?[^./]*$")
+_NAME_WORDS = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
-def attention_work(summary: Summary, phases: Sequence[Work]) -> tuple[Work, ...]:
-    """By phase, what runs beside a softmax that has products beside it."""
-    core = _core(summary)
+def attention_work(
+    summary: Summary, phases: Sequence[Work], account: Account | None = None
+) -> tuple[Work, ...]:  # fmt: skip
+    """The naive attention of each phase: batched matmuls, the softmax between them, masks."""
+    core = _core(summary, account)
     found = []
     for phase in dict.fromkeys(use.phase for use in core):
         own = [use for use in core if use.phase == phase]
@@ -36,29 +44,95 @@ def attention_work(summary: Summary, phases: Sequence[Work]) -> tuple[Work, ...]
 
 
 def is_called(summary: Summary, account: Account | None) -> bool:
-    """Whether that is torch's attention on its written-out path. A trace of operators names it;
-    kernels do not, and then what keeps the scores does."""
-    if any(use.kernel.endswith(_WRITTEN_OUT_BY_TORCH) for use in _core(summary)):
+    """Whether the naive attention is the math path of PyTorch's own attention. A trace of operators
+    names it; kernels do not, and then the operator that saved the scores does."""
+    if any(_is_math_path(use) for use in _core(summary, account)):
         return True
     scores = _scores(account.saved) if account else []
     return bool(scores) and all(_OF_TORCH in tensor.operator for tensor in scores)
 
 
-def _core(summary: Summary) -> list[Use]:
-    """Linear layers are modules of their own, and their products have a role. Where the softmax is
-    a module too, what is beside it is in the part of the model around it."""
+def _core(summary: Summary, account: Account | None) -> list[Use]:
+    """The uses of every module that computes naive attention. Where the softmax is a module of its
+    own (`nn.Softmax`), the matmuls are in the module that contains it."""
     uses = [use for use in summary.uses if use.module and use.phase in ("forward", "backward")]
+    modules = dict.fromkeys(use.module for use in uses if _is_softmax_use(use))
     core: list[Use] = []
-    for module in dict.fromkeys(use.module for use in uses if use.kind == "softmax"):
+    for module in modules:
+        if not _may_be_scores(module, account):
+            continue
+        own = [use for use in uses if use.module == module]
         around = module.rpartition("/")[0]
-        for own in (
-            [use for use in uses if use.module == module],
-            [use for use in uses if around and use.module.startswith(f"{around}/")],
-        ):
-            if any(use.kind == "matmul" and not use.role for use in own):
-                core += [use for use in own if not use.role and use not in core]
+        for part in (own, [*own, *_pointwise_children(uses, around)] if around else []):
+            if _is_naive_attention(part, summary.on_device):
+                core += [use for use in part if _belongs(use, summary.on_device)]
                 break
-    return core
+    return list(dict.fromkeys(core))
+
+
+def _pointwise_children(uses: Sequence[Use], around: str) -> list[Use]:
+    """The uses of a module itself and of those children that compute nothing but pointwise
+    operations and softmax: a dropout, a mask, not a projection or a norm."""
+    found = [use for use in uses if use.module == around]
+    children = {use.module for use in uses if use.module.rpartition("/")[0] == around}
+    for child in children:
+        own = [use for use in uses if use.module == child]
+        if not {use.kind for use in own} - _POINTWISE:
+            found += own
+    return found
+
+
+def _is_naive_attention(uses: Sequence[Use], on_device: bool) -> bool:
+    """Two batched matmuls for each softmax, in the forward, and no fused attention. A module that
+    selects with top-k is a router, or attention that no fused kernel computes."""
+    forward = [use for use in uses if use.phase == "forward"]
+    if any("topk" in use.kernel.lower() for use in forward):
+        return False
+    fused = any(use.kind == _OF_TORCH for use in forward)
+    if fused and not any(_is_math_path(use) for use in forward):
+        return False
+    # A CPU trace lists `softmax` and the `_softmax` that it calls.
+    softmaxes = max((use.count for use in forward if _is_softmax_use(use)), default=0.0)
+    matmuls = sum(use.count for use in forward if _is_batched(use, on_device))
+    return softmaxes > 0 and matmuls >= 2 * softmaxes
+
+
+def _is_softmax_use(use: Use) -> bool:
+    """A loss computes a log-softmax. Kernels of a GPU do not tell the two apart by name."""
+    return use.kind == _SOFTMAX and "log_softmax" not in use.kernel
+
+
+def _is_batched(use: Use, on_device: bool) -> bool:
+    """Matmuls of linear layers have a role in the forward; operators also have a name."""
+    if use.kind != "matmul" or use.role:
+        return False
+    return on_device or use.kernel.removeprefix("aten::") in _BATCHED
+
+
+def _belongs(use: Use, on_device: bool) -> bool:
+    """Not a linear layer that the module calls as a function; its backward has no role on a CPU."""
+    matmul = use.kind == "matmul" and use.kernel not in _WRAPPERS
+    return not use.role and (not matmul or _is_batched(use, on_device))
+
+
+def _is_math_path(use: Use) -> bool:
+    return use.kernel.endswith(_WRITTEN_OUT_BY_TORCH)
+
+
+def _may_be_scores(module: str, account: Account | None) -> bool:
+    """False where every softmax that the module saved has fewer than three dimensions: scores have
+    rows and columns for each sample, a router has one row for each token."""
+    shapes = [
+        tensor.shape
+        for tensor in (account.saved if account else ())
+        if _is_softmax(tensor) and _words(tensor.module) == _words(module)
+    ]
+    return not shapes or any(len(shape) >= 3 for shape in shapes)
+
+
+def _words(module: str) -> str:
+    """The name without its indices, which traces and accounts of memory write in two ways."""
+    return " ".join(_NAME_WORDS.findall(module))
 
 
 def score_bytes(account: Account) -> int:

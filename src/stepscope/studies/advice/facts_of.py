@@ -34,6 +34,8 @@ _PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
 _EVERY_STEP = 0.9
 """Copies in a step from which on there is one in every step."""
 _OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
+_ENTRY = ".*"
+"""What a trace writes for the index of a ModuleList's entry."""
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
@@ -54,11 +56,12 @@ def facts_of(
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
+        noise_ms=_noise_ms(record),
         dtype=(dtype := _format(record, summary, setting)),
         autocast=_by_autocast(record, setting, dtype),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
-        attention=() if compiled else attention_work(summary, phases),
+        attention=() if compiled else attention_work(summary, phases, account),
         attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
@@ -73,6 +76,7 @@ def facts_of(
         compiled=compiled,
         **_optimizer(record, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
+        block_list=block_list(summary),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
         exposed_ms=summary.class_ms("communication"),
@@ -81,14 +85,58 @@ def facts_of(
         batch=setting.batch if setting else record.config.get("batch"),
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
+        cores=record.environment.cpu_cores,
+        threads=record.environment.threads,
         lacks=tuple(lacks),
     )
+    found = _as_timed(found, summary, ranks)
+    if not found.on_gpu and watched.loading_ms is not None:
+        found = replace(found, data_ms=watched.loading_ms)
     if found.on_gpu and watched.issue_ms:
         return _with_issue_times(found, watched.issue_ms, median_ms(record, "loading", "host"))
     issued = record.find("issue", "host")
     return with_launch_time(
         found, held.get("launch.rate"), summarize(issued.values).median if issued else None
     )
+
+
+def _noise_ms(record: Record) -> float:
+    series = record.find("step")
+    if series is None or not series.values:
+        return 0.0
+    spread = summarize(series.values)
+    return (spread.high - spread.low) / 2
+
+
+def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
+    """The trace scaled to the timed step, so that every gain is one of that step.
+
+    Operators of a CPU take longer under the profiler, and longer still where the machine was busy
+    meanwhile. Kernels of a GPU do not, but together they take no longer than the step. What the
+    operators of a CPU leave of the step is Python's, between the phases.
+    """
+    if facts.on_gpu:
+        longest = max(facts.device_ms, 1e-9)
+        return facts.with_device_times(min(1.0, facts.step_ms / longest))
+    factor = facts.step_ms / summary.wall_ms
+    scaled = replace(facts.with_device_times(factor), data_ms=factor * facts.data_ms)
+    left = facts.step_ms - scaled.device_ms
+    if ranks > 1 or left <= 0:
+        return scaled
+    if all(work.name != _OUTSIDE for work in scaled.phases):
+        scaled = replace(scaled, phases=(Work(name=_OUTSIDE, classes={}), *scaled.phases))
+    return scaled.with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+
+
+def block_list(summary: Summary) -> str:
+    """The path of the ModuleList whose entries take the most time. A trace writes `layers.*` for
+    them; modules within one another are joined by slashes."""
+    spent: dict[str, float] = {}
+    for use in summary.uses:
+        path, entry, _ = use.module.partition(_ENTRY)
+        if entry and path:
+            spent[path.replace("/", ".")] = spent.get(path.replace("/", "."), 0.0) + use.ms
+    return max(spent, key=lambda path: spent[path], default="")
 
 
 def _with_issue_times(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified, is_right, off_by
 from stepscope.analysis.advice.changes import Advice, applicable
+from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
@@ -55,6 +56,18 @@ class Tried:
         """As the same share of the base step in these turns: the machine may be slower now."""
         base = self.base_ms
         return None if base is None else base * self.trial.predicted_ms / self.trial.step_ms
+
+    @property
+    def predicted_range(self) -> Interval | None:
+        """Of a single change, as the same share of the base step; None without a range."""
+        predicted, base = self.predicted_ms, self.base_ms
+        if predicted is None or base is None or len(self.trial.advice) != 1:
+            return None
+        (one,) = self.trial.advice
+        if one.low_ms is None or one.high_ms is None:
+            return None
+        scale = base / self.trial.step_ms
+        return Interval(value=predicted, low=scale * one.low_ms, high=scale * one.high_ms)
 
     @property
     def realised_ms(self) -> float | None:
@@ -136,6 +149,25 @@ class Tried:
         )
 
 
+_SUPPLIED_BY = {
+    RATES: "`stepscope advise SCRIPT` measures them, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    BANDWIDTH: "`stepscope advise SCRIPT` measures it, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    MEMORY: "`stepscope inspect` makes one unless --no-memory is given",
+}
+
+
+def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
+    """The rules that lack an input, by that input, and what supplies it."""
+    for missing in dict.fromkeys(one.missing for one in left_out):
+        titles = ", ".join(one.title for one in left_out if one.missing == missing)
+        yield Finding(
+            text=f"Not judged: {titles}. The records have no {missing}: {_SUPPLIED_BY[missing]}.",
+            tone="warn",
+        )
+
+
 def not_tried(
     advice: Sequence[Advice], tried: Sequence[Tried], settings: Collection[str]
 ) -> tuple[Finding, ...]:
@@ -205,6 +237,7 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
                 " gained within a third of what was predicted."
             )
         )
+    blocks += _in_range(tried)
     apart = [one for one in tried if APART in one.record.notes]
     if apart:
         blocks.append(
@@ -223,13 +256,26 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     return tuple(block for block in blocks if not isinstance(block, Table) or block.rows)
 
 
+def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
+    """Trials that changed nothing are no evidence."""
+    pairs = [
+        (found, value)
+        for one in tried
+        if (found := one.predicted_range) and (value := one.realised_ms) is not None
+        if not one.without_effect
+    ]
+    if pairs:
+        inside = sum(found.low <= value <= found.high for found, value in pairs)
+        yield Finding(text=f"Of {len(pairs)} realised gains {inside} lie in the predicted range.")
+
+
 def _trial_table(tried: Sequence[Tried]) -> Table:
     def row(one: Tried) -> tuple[Cell, ...]:
         peaks = [one.record.quantity(f"peak.{name}") for name in (BASE, CHANGED)]
         return (
             " + ".join(a.title for a in one.trial.advice),
             one.base_ms,
-            one.predicted_ms,
+            one.predicted_range or one.predicted_ms,
             one.realised,
             1 / one.ratio.value if one.ratio else None,
             one.loss_off,
@@ -276,18 +322,45 @@ def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
 
 
 def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
+    """With ranks and ranges, unless the advice was given without them."""
+    ranged = any(one.low_ms is not None for one in advice)
+    ranks = {one.code: place for place, one in enumerate((a for a in advice if a.ranked), start=1)}
+    rank = Column(title="rank", hint="by the lower end of the gain")
+    gain = "predicted, in a step, with its range" if ranged else "predicted, in a step"
+    caption = "Each gain is for the change alone; together they overlap."
+    if ranged:
+        caption += (
+            " Its range is that of past verifications of the rule on this kind of device, with the"
+            " noise of the step. A change whose range reaches zero has no rank: --verify tells."
+        )
     return Table(
         name="advise-list",
         title=f"Changes that apply to a step of {duration(step_ms)}",
         columns=(
+            *((rank,) if ranged else ()),
             Column(title="change"),
-            Column(title="gain", kind="number", unit="ms", hint="predicted, in a step"),
+            Column(title="gain", kind="number", unit="ms", hint=gain),
             Column(title="share", kind="percent", hint="of the step"),
             Column(title="memory", kind="bytes", hint="predicted to be saved at the peak"),
             Column(title="why"),
         ),
         rows=tuple(
-            (a.title, a.gain_ms, a.gain_ms / step_ms, a.gain_bytes or None, a.why) for a in advice
+            (
+                *((str(ranks[a.code]) if a.code in ranks else None,) if ranged else ()),
+                a.title,
+                predicted_gain(a),
+                a.gain_ms / step_ms,
+                a.gain_bytes or None,
+                a.why,
+            )
+            for a in advice
         ),
-        caption="Each gain is for the change alone; together they overlap.",
+        caption=caption,
     )
+
+
+def predicted_gain(advice: Advice) -> Cell:
+    """With its range, where it was given with one."""
+    if advice.low_ms is None or advice.high_ms is None:
+        return advice.gain_ms
+    return Interval(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)

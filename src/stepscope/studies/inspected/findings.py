@@ -43,6 +43,7 @@ def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
         *_trace(lead),
         *memory_finding(lead),
         *rate_finding(lead),
+        *_no_ceilings(lead),
         *energy_finding(lead.record, lead.name),
         *_evaluations(lead),
         *_loop(lead),
@@ -131,10 +132,18 @@ def _issue(lead: Watched) -> Iterator[Finding]:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
+    if lead.step_ms >= total:
+        so = (
+            f"the step takes {lead.step_ms / total:.3g} times that, and no change of what the"
+            " device does makes it faster than the host"
+        )
+    else:
+        so = (
+            f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
+        )
     yield Finding(
         text=f"The host takes {duration(total)} to issue a step to an idle device, without the"
-        f" profiler ({parts}): the step takes {lead.step_ms / total:.3g} times that, and no change"
-        " of what the device does makes it faster than the host."
+        f" profiler ({parts}): {so}."
     )
 
 
@@ -206,8 +215,20 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
         f" {lead.record.config['dtype']}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
-    text += f", {percent(share)} of what was measured as the limit here." if share else "."
+    text += f", {percent(share)} of what was measured as the limit here" if share else ""
+    if share and share > 1:
+        text += ", which was therefore measured too low, perhaps on a busy machine"
+    text += "."
     yield Finding(text=text)
+
+
+def _no_ceilings(lead: Watched) -> Iterator[Finding]:
+    if not any(one.source == "measured" for one in lead.record.ceilings):
+        yield Finding(
+            text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
+            " the least time of this step is not known: `stepscope advise` of these records, or of"
+            " the script, measures them once."
+        )
 
 
 def _loop(lead: Watched) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def with_profile(record: Record, folder: Path) -> Record:
     """The record with what its trace says, judged."""
     notes, series = dict(record.notes), record.series
     trace = folder / notes.get("trace", "")
-    if "trace" in notes:
+    if "trace" in notes and not trace.is_file():
+        notes["trace_missing"] = "the profiler left no file of its trace"
+    elif "trace" in notes:
         try:
             events = read_trace(trace)
             summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
@@ -36,7 +39,8 @@ def with_profile(record: Record, folder: Path) -> Record:
                 starts = collective_starts(events)
                 notes["collectives"] = msgspec.json.encode(starts).decode()
         except StepscopeError as error:
-            notes["trace_missing"] = str(error)
+            # The folder is a temporary one, which is gone when somebody reads this.
+            notes["trace_missing"] = str(error).replace(f"{folder}{os.sep}", "")
         else:
             notes["profile"] = encode(summary)
             series = (*series, Series(name="traced", unit="ms", values=summary.steps))

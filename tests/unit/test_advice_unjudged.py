@@ -1,0 +1,116 @@
+"""Rules that lack an input are listed with it, and ceilings are measured for records made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import msgspec
+import pytest
+from test_advice_rules import facts
+
+from sample_records import environment
+from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, unjudged
+from stepscope.cli import advise_command, main
+from stepscope.records.jsonl import read_records, write_records
+from stepscope.records.schema import Ceiling, Environment, Record
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def left_out(**changes: Any) -> dict[str, str]:
+    return {one.code: one.missing for one in unjudged(facts(**changes))}
+
+
+def test_a_step_of_which_all_is_known_has_all_rules_judged() -> None:
+    assert left_out(dtype="float32", fused_optimizer=False) == {}
+
+
+def test_rules_that_lack_an_input_are_named_with_it() -> None:
+    unknown = {"rates": {}, "bandwidth": None}
+    assert left_out(dtype="float32", fused_optimizer=False, **unknown) == {
+        "tf32": RATES, "bfloat16": RATES, "fused-optimizer": BANDWIDTH,
+    }  # fmt: skip
+    assert left_out(**unknown) == {}, "bfloat16 and fused already"
+    emulated = left_out(on_gpu=False, autocast=True, **unknown)
+    assert emulated == {"float32": RATES}
+    assert "bfloat16" not in left_out(dtype="float32", rates={}, lacks=("bfloat16",))
+    roomy = left_out(memory_bytes=80 << 30, peak_bytes=20 << 30)
+    assert roomy == {"checkpoint": MEMORY}
+
+
+class Here:
+    """In the place of a runner: this machine."""
+
+    lacks: ClassVar[dict[str, str]] = {"compiler": "install g++"}
+    environment: ClassVar[Environment]
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, device: str, _: float) -> None:
+        self.asked.append(device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ceilings(self, observer: Any) -> tuple[Ceiling, ...]:
+        observer.calibrating(None)
+        known = {"matmul.float32": 7e10, "memory.copy": 6e10, "launch.rate": 1e5}
+        return tuple(
+            Ceiling(name=name, value=value, unit="1/s", source="measured")
+            for name, value in known.items()
+        )
+
+
+def without_ceilings() -> Record:
+    (record, *_) = read_records(RESULTS / "advise-slow_cpu.jsonl")
+    notes = {name: text for name, text in record.notes.items() if name != "advice"}
+    return msgspec.structs.replace(record, ceilings=(), notes=notes)
+
+
+@pytest.fixture
+def told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    def run(where: Environment, *words: str) -> tuple[str, str, str]:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(advise_command, "Runner", Here)
+        Here.environment, Here.asked = where, []
+        file = tmp_path / "train.jsonl"
+        write_records([without_ceilings()], file)
+        assert main(["advise", str(file), "--out", str(tmp_path), *words]) == 0
+        found = capsys.readouterr()
+        return found.out, found.err, (tmp_path / "train-advice.html").read_text()
+
+    return run
+
+
+def codes(listed: Sequence[dict[str, Any]]) -> set[str]:
+    return {one["code"] for one in listed}
+
+
+def test_records_of_this_machine_get_its_ceilings(told: Any) -> None:
+    out, err, page = told(without_ceilings().environment, "--json")
+    found = json.loads(out)
+    assert "fused-optimizer" in codes(found["advice"])
+    assert "compile" not in codes(found["advice"]), "there is no compiler"
+    assert "fused-optimizer" not in codes(found["not_judged"])
+    assert "measuring this machine's ceilings" in err
+    assert Here.asked == ["cpu"]
+    assert "Not judged: the optimizer" not in page
+
+
+def test_records_of_another_machine_say_what_could_not_be_judged(told: Any) -> None:
+    out, err, page = told(environment(), "--json")
+    found = json.loads(out)
+    assert "fused-optimizer" not in codes(found["advice"])
+    assert {"code": "fused-optimizer", "title": "the optimizer in one kernel",
+            "missing": BANDWIDTH} in found["not_judged"]  # fmt: skip
+    assert "measuring" not in err
+    for text in (page, told(environment())[0]):
+        plain = " ".join(text.split())
+        assert "Not judged: the optimizer in one kernel. The records have no memory" in plain
+        assert "stepscope advise SCRIPT" in plain
