@@ -119,16 +119,16 @@ def test_shares_of_what_runs_are_shares_of_one_total(
     lead = watched_with(lines=made)
     texts = [one.text for one in inspected_findings([lead])]
     for text in texts:
-        if text.startswith("Of the time in which something runs"):
+        if text.startswith("Of the time of all"):
             shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
             assert sum(shares) <= 100.2, text
 
 
 @pytest.mark.parametrize(
     ("counted", "said"),
-    [(17 / 3, "in a step, 17 calls in 3 steps, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
+    [(17 / 3, " in 5.7 calls on average, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
 )
-def test_calls_are_counted_in_whole_numbers(counted: float, said: str) -> None:
+def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
     summary = decode(inspected_record().notes["profile"])
     (first, *_) = summary.kernels
     row = msgspec.structs.replace(first, ms=100.0, count=counted)

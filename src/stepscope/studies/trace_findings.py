@@ -181,10 +181,13 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
     spent, whole = summary.data_ms, summary.wall_ms
     if step_ms and loading_ms is not None:
         spent, whole = loading_ms, step_ms
+    # Medians of two series: what is a part of every step can be longer than the median step.
+    spent = min(spent, whole)
     if spent / whole >= _WORTH:
         yield Finding(
             text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
-            " DataLoader: batches made ahead would hide that, where cores are free to make them.",
+            " DataLoader. Workers can hide that where cores are free to load ahead; where they"
+            " compete with the step for cores, it may get slower.",
             tone="warn",
         )
 
