@@ -24,6 +24,7 @@ _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _ROUND = (1000, 1024)
 """Buffers are sized by people: that a whole history ends at a multiple by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
+_NOT_OF_THE_PROGRAM = ("/torch/", "/stepscope/measure/", "/stepscope/scope/")
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
 
 
@@ -181,10 +182,12 @@ def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
 
 
 def _line(frames: Sequence[dict[str, Any]], without: str = _UNKNOWN) -> str:
-    """The innermost line outside of torch, else the innermost; `without` where there is none."""
+    """The innermost line outside of torch and of the instruments that `inspect` runs a step under,
+    else the innermost; `without` where there is none."""
     for frame in frames:
-        if "/torch/" not in str(frame["filename"]) and str(frame["filename"]).endswith(".py"):
-            return f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} {frame['name']}"
+        file = str(frame["filename"])
+        if file.endswith(".py") and not any(folder in file for folder in _NOT_OF_THE_PROGRAM):
+            return f"{file.rpartition('/')[2]}:{frame['line']} {frame['name']}"
     if frames:
         return str(frames[0]["name"])
     return without

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stepscope.errors import one_line
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.flops import FlopCount
 from stepscope.measure.ledger import StorageLedger
@@ -51,7 +52,7 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         try:
             note(*given)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failure = one_line(error)
 
     def seeing_saved(
         self, pack: Callable[[torch.Tensor], torch.Tensor]

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch.autograd.profiler import record_function
 
+from stepscope.errors import one_line
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
@@ -374,7 +375,7 @@ class Recorder:
         try:
             action()
         except Exception as error:
-            self.notes["recording_failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.notes["recording_failed"] = one_line(error)
             self._tracer = None
             with suppress(Exception):
                 self._close()

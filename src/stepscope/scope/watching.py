@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.errors import one_line
 from stepscope.scope.anchor import Anchor
 from stepscope.scope.arrival import when_imported
 from stepscope.scope.stages import Effort
@@ -55,7 +56,7 @@ class Watcher:
         try:
             action()
         except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failure = one_line(error)
             if self._recorder is not None:
                 self._recorder.finish()
             with suppress(Exception):
