@@ -109,7 +109,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                     if parameter.requires_grad:
                         stack.callback(after_gradient(parameter, self._gradient_made).remove)
             stack.enter_context(self.seeing_saved(self._pack))
-            stack.enter_context(_FunctionNames(self._functions))
+            stack.enter_context(FunctionNames(self._functions))
             stack.enter_context(self)
             yield
 
@@ -253,7 +253,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return around_calls(module, enter, leave)
 
 
-class _FunctionNames(TorchFunctionMode):
+class FunctionNames(TorchFunctionMode):
     """Knows which function of torch the model has called."""
 
     def __init__(self, names: list[str]) -> None:

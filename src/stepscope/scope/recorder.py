@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,20 @@ from stepscope.errors import one_line
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
-from stepscope.measure.modules import ModuleRanges, any_compiled, hooked_roots
+from stepscope.measure.modules import (
+    ModuleRanges,
+    OutermostCalls,
+    any_compiled,
+    hooked_roots,
+)
 from stepscope.records.schema import Reading
-from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
+from stepscope.scope.closures import with_closure
+from stepscope.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.scope.loading import batches_taken
-from stepscope.scope.memory import WatchedLedger
+from stepscope.scope.memory import OperatorCount, WatchedLedger
 from stepscope.scope.own_profiler import OtherProfilers
-from stepscope.scope.stages import Effort, Stage
+from stepscope.scope.stages import MOST_OPERATORS, Effort, Stage, most_operators
+from stepscope.scope.steps import backward_task
 
 STEP_EDGE = "StepEdge#"
 ISSUED_STEPS = 5
@@ -49,6 +56,9 @@ class Recorder:
         self.effort = effort
         self.steps = 0
         self.models: Sequence[torch.nn.Module] = ()
+        self.called: Sequence[torch.nn.Module] = ()
+        """The models, or the parts of them that the program calls instead of the whole."""
+        self.parameters: Sequence[torch.Tensor] = ()
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.device: Device = CpuDevice()
         self.times: list[tuple[Mark, Mark]] = []
@@ -87,6 +97,13 @@ class Recorder:
         self._open_step = ExitStack()
         self._begun: Mark | None = None
         self._by_edges = False
+        self._optimizers_under_way = 0
+        self._calls: OutermostCalls | None = None
+        self._lead_in = ExitStack()
+        self._count: OperatorCount | None = None
+        self._operators: int | None = None
+        """Of the step that was counted, where one was."""
+        self._most_operators = MOST_OPERATORS
 
     def begin(self) -> None:
         if not self.done:
@@ -113,12 +130,55 @@ class Recorder:
         if not self.done:
             self._guarded(self._conclude)
 
-    def optimizing(self, on: bool) -> None:
-        """An optimizer begins or ends its step. Hooks of torch's own tell, as long as we live: one
-        that is added or removed while they are called breaks the optimizer."""
+    def abandon(self) -> None:
+        """Ends the recording as if it had never begun."""
+        if not self.done:
+            self._guarded(self._abandon)
+
+    def optimizer_begins(
+        self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook ahead of `Optimizer.step`. It stays in place as long as the program runs: one that
+        is added or removed while torch calls them breaks the optimizer."""
+        if self.done:
+            return None
+        self.between_operators()
+        self._optimizers_under_way += 1
+        self._optimizing(True)
+        return with_closure(arguments, keywords, self._closure)
+
+    def optimizer_ended(self, *_: Any) -> None:
+        """The hook after it. An optimizer may wrap another one: the outermost counts."""
+        self._optimizers_under_way -= 1
+        if self._optimizers_under_way <= 0 and not self.done:
+            self._optimizing(False)
+
+    def between_operators(self) -> None:
+        """No operator is under way: a count of too many of them may end here."""
+        if self.ledger is not None and not self.done:
+            self._guarded(self._end_count_of_too_many)
+
+    @contextmanager
+    def _closure(self) -> Iterator[None]:
+        """The forward and backward that an optimizer has done within its step are none of it."""
+        if self.done:
+            yield
+            return
+        self.between_operators()
+        self._optimizing(False)
+        # Within, calls of models have ranges that say `forward`; without models, none would.
+        phase = record_function(OUTSIDE if self.called else FORWARD)
+        try:
+            with phase if self._tracer is not None else nullcontext():
+                yield
+        finally:
+            self._optimizing(True)
+
+    def _optimizing(self, on: bool) -> None:
         if self.done:
             return
-        self._guarded(lambda: self.issue.turn(OPTIMIZER if on else OUTSIDE))
+        after = OUTSIDE if backward_task() is None else BACKWARD
+        self._guarded(lambda: self.issue.turn(OPTIMIZER if on else after))
         ledger = self.ledger
         if ledger is not None:
             self._guarded(lambda: ledger.optimizing(on))
@@ -128,11 +188,18 @@ class Recorder:
         self._throughout.enter_context(self._others.watched())
 
     def use(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.Tensor] = (),
     ) -> None:
-        """The models and optimizers of the step; the device is where the parameters are."""
+        """The models and optimizers of the step, and the parameters, where no optimizer has them;
+        the device is where these are."""
         self.models, self.optimizers = models, optimizers
-        first = next((p for o in optimizers for g in o.param_groups for p in g["params"]), None)
+        self.called = models
+        held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self.parameters = list({id(p): p for p in (*held, *parameters)}.values())
+        first = next(iter(self.parameters), None)
         if first is not None and first.device.type == "cuda":
             current = torch.cuda.current_device()
             self.device = CudaDevice(first.device.index or 0)
@@ -141,12 +208,20 @@ class Recorder:
 
     def _begin(self) -> None:
         stage = self.effort.stage(self.steps)
+        self._optimizers_under_way = 0
+        if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
+            self._calls = OutermostCalls(self.models)
+            self._open.enter_context(self._calls.seen())
         if stage is Stage.ISSUED:
             self._start_issuing()
         elif stage is Stage.COUNTED:
             self._start_counting()
-        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is None:
-            self._start_tracing()
+        elif stage in (Stage.LEAD_IN, Stage.TRACED):
+            self._limit_trace()
+            if self.done:
+                return
+            if self._tracer is None:
+                self._prepare_trace(stage)
         if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
             self._energy_begun = self.device.energy_j()
@@ -154,9 +229,7 @@ class Recorder:
             self._watch_evaluations()
         self._loaded_ms, self._evaluated = 0.0, 0
         if stage is Stage.TRACED and self._tracer is not None:
-            self._mark_trace()
-            if self._ranges is not None:
-                self._ranges.evaluations = 0
+            self._begin_traced(self._tracer)
         self._begun = self.device.mark()
 
     def _end(self) -> None:
@@ -165,6 +238,9 @@ class Recorder:
         end = self.device.mark()
         if stage is Stage.WARMUP:
             self.warmup_s.append(end.host_s - self._begun.host_s)
+            if self._calls is not None:
+                self._open.close()
+                self.called = self._calls.modules or self.models
         elif stage is Stage.TIMED:
             self.times.append((self._begun, end))
             self.loading_ms.append(self._loaded_ms)
@@ -180,10 +256,15 @@ class Recorder:
         elif stage is Stage.COUNTED:
             self._open.close()
             self._judge_count()
-            if self._evaluated > self.usual_evaluations and self._recounts < MOST_RECOUNTS:
+            more = self._evaluated > self.usual_evaluations and not self._runs_too_many
+            if more and self._recounts < MOST_RECOUNTS:
                 # The next one, unless the program ends: then this has to do.
                 self._recounts += 1
                 return
+        elif stage is Stage.LEAD_IN:
+            self._lead_in.close()
+            if self._count is not None:
+                self._operators = self._count.operators
         elif stage is Stage.TRACED and self._tracer is not None:
             self.traced += 1
             if self._ranges is not None:
@@ -202,6 +283,8 @@ class Recorder:
         if stage is Stage.TIMED and self._energy_begun is not None:
             self._energy_begun = None
             self.notes["no_energy"] = "a step raised among the timed ones, and the counter ran on"
+        elif stage is Stage.WARMUP:
+            self._open.close()
         elif stage is Stage.ISSUED:
             self.issue.drop()
             self._open.close()
@@ -214,6 +297,7 @@ class Recorder:
                 self.steps += 1
         elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is not None:
             # Its mark cannot be taken out of the trace.
+            self._lead_in.close()
             self._open_step.close()
             self._drop_trace()
             self._open.close()
@@ -242,8 +326,9 @@ class Recorder:
     def _watch_evaluations(self) -> None:
         def enter(*_: Any) -> None:
             self._evaluated += not torch.is_grad_enabled()
+            self.between_operators()
 
-        hooks = hooked_roots(self.models, enter, lambda *_: None)
+        hooks = hooked_roots(self.called, enter, lambda *_: None)
         if hooks is not None:
             self._open.enter_context(hooks)
 
@@ -256,7 +341,7 @@ class Recorder:
             self._loaded_ms += 1e3 * (time.perf_counter() - begun)
 
     def _start_issuing(self) -> None:
-        hooks = self.issue.hooked(self.models)
+        hooks = self.issue.hooked(self.called)
         if hooks is not None:
             self._open.enter_context(hooks)
             self.issue.begin()
@@ -282,15 +367,34 @@ class Recorder:
             else:
                 self._open.enter_context(recorded_history(self.snapshot))
         self._watch_evaluations()
-        ledger = WatchedLedger(self.device.torch_device, allocator)
+        self._most_operators = most_operators(self._own_s())
+        ledger = WatchedLedger(self.device.torch_device, allocator, self._most_operators)
         self._open.enter_context(ledger.step(self.models, self.optimizers))
         self.ledger = ledger
+
+    def _own_s(self) -> float:
+        """How long the program takes by itself for the steps of this recording, at least."""
+        timed = [end.host_s - start.host_s for start, end in self.times]
+        others = self.effort.steps - self.effort.warmup
+        return sum(self.warmup_s) + others * sum(timed) / len(timed)
+
+    def _end_count_of_too_many(self) -> None:
+        """Its instruments slow down every further operator of the step, even if they do nothing."""
+        ledger = self.ledger
+        if ledger is not None and ledger.too_many and ledger.can_leave():
+            self._open.close()
+            self._judge_count()
 
     def _judge_count(self) -> None:
         if self.ledger is None:
             return
         self.notes.pop("memory_missing", None)
-        if self.ledger.failure:
+        self._operators = self.ledger.operators
+        if self.ledger.too_many:
+            self._too_many("memory_missing", "to count their tensors")
+            self.snapshot.unlink(missing_ok=True)
+            self.ledger = None
+        elif self.ledger.failure:
             self.notes["memory_missing"] = f"the count broke off ({self.ledger.failure})"
             self.ledger = None
         elif self.ledger.saved_unseen:
@@ -299,7 +403,36 @@ class Recorder:
                 " saved for backward"
             )
 
-    def _start_tracing(self) -> None:
+    def _too_many(self, note: str, what: str) -> None:
+        self.notes[note] = (
+            f"a step runs more than {self._most_operators:,} operators, and {what} would take"
+            " longer than a quarter of the program's own time (time more steps with --timed, or"
+            " mark a shorter step with stepscope.Scope)"
+        )
+
+    @property
+    def _runs_too_many(self) -> bool:
+        return self._operators is not None and self._operators > self._most_operators
+
+    def _limit_trace(self) -> None:
+        """As many steps as may be traced; none of one that runs too many operators."""
+        if self._operators is None or self.traced:
+            return
+        if self._runs_too_many:
+            if self._tracer is not None:
+                self._drop_trace()
+            self._too_many("trace_missing", "to trace it")
+            self._close()
+            return
+        fit = max(1, self._most_operators // max(1, self._operators))
+        if fit < self.effort.traced:
+            self.notes["traced_fewer"] = (
+                f"a step runs {self._operators:,} operators, so {fit} of the {self.effort.traced}"
+                " steps that were to be traced are"
+            )
+            self.effort = msgspec.structs.replace(self.effort, traced=fit)
+
+    def _prepare_trace(self, stage: Stage) -> None:
         if self._others.busy:
             # Perhaps it is done by the next step.
             self.notes["trace_missing"] = (
@@ -307,11 +440,34 @@ class Recorder:
             )
             return
         self.notes.pop("trace_missing", None)
-        self._ranges = ModuleRanges(self.models)
+        if self._operators is None and not any_compiled(self.models) and stage is Stage.LEAD_IN:
+            self._most_operators = most_operators(self._own_s())
+            self._count = self._lead_in.enter_context(OperatorCount())
+        self._ranges = ModuleRanges(self.models, self.called)
         self._open.enter_context(self._ranges.entered())
         with self._others.ours():
             self._tracer = Tracer(self.device.kind)
-            self._tracer.start()
+            self._tracer.prepare()
+            if self.device.kind == "cuda":
+                # Kernels of this step may still run when the next begins: they are told from its
+                # own by their launches.
+                self._tracer.start()
+
+    def _begin_traced(self, tracer: Tracer) -> None:
+        if tracer.prepared:
+            with self._others.ours():
+                tracer.start()
+        self._mark_trace()
+        if self._ranges is not None:
+            self._ranges.evaluations = 0
+            if not self.traced:
+                self._ranges.forget_calls()
+
+    def _abandon(self) -> None:
+        if self._tracer is not None:
+            self._drop_trace()
+        self._close()
+        self.snapshot.unlink(missing_ok=True)
 
     def _give_way(self) -> None:
         """Somebody else needs the profiler: what was traced so far is of no use."""
@@ -330,6 +486,7 @@ class Recorder:
         self.traced_evaluations.clear()
 
     def _close(self) -> None:
+        self._lead_in.close()
         self._open.close()
         self._throughout.close()
         self.done = True

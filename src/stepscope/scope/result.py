@@ -6,7 +6,7 @@ import gc
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,9 +49,9 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
         _put(quantities, "J", joules=recorder.joules)
         _put(quantities, "J", joules_resolution=recorder.joules * ENERGY_MOVES_S / took)
-    parameters = {id(p): p for p in _parameters(recorder.optimizers)}.values()
-    _put(quantities, "parameters", parameters=sum(_numbers(p) for p in parameters))
-    dtype = str(next((p.dtype for p in parameters), "")).removeprefix("torch.")
+    parameters = sum(_numbers(parameter) for parameter in recorder.parameters)
+    _put(quantities, "parameters", parameters=parameters)
+    dtype = str(next((p.dtype for p in recorder.parameters), "")).removeprefix("torch.")
     ledger = recorder.ledger
     if ledger is not None:
         # Counted on a CPU, where no allocator could be asked; then also what the page shows.
@@ -65,7 +65,7 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
             notes["saved"] = _json(_largest(ledger.saved))
     if recorder.traced:
         notes["trace"] = recorder.trace.name
-        _put(quantities, "forwards", forwards=recorder.forwards / (recorder.traced + 1))
+        _put(quantities, "forwards", forwards=recorder.forwards / recorder.traced)
     if recorder.snapshot.exists():
         notes["snapshot"] = recorder.snapshot.name
     notes["setting"] = _json(_setting(recorder))
@@ -181,12 +181,6 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSetting:
         foreach=None if not groups else groups[0].get("foreach"),
         knows_fused="fused" in optimizer.defaults,
     )
-
-
-def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
 
 
 def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:

@@ -60,7 +60,10 @@ class Watched:
         if self.summary is not None and self.step_ms is not None:
             return ""
         notes = self.record.notes
-        whys = (notes.get("trace_missing"), notes.get("cut_short"), self.record.reason)
+        whys = (
+            notes.get("recording_failed"), notes.get("trace_missing"), notes.get("cut_short"),
+            self.record.reason,
+        )  # fmt: skip
         return next(filter(None, whys), "it has no trace")
 
     @property
