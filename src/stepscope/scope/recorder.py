@@ -8,45 +8,33 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.autograd.profiler import record_function
 
 from stepscope.errors import one_line
-from stepscope.measure.allocator import CudaAllocator, recorded_history
-from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
-from stepscope.measure.modules import (
-    ModuleRanges,
-    OutermostCalls,
-    any_compiled,
-    hooked_roots,
-)
+from stepscope.measure.modules import OutermostCalls, hooked_roots
 from stepscope.records.schema import Reading
 from stepscope.scope.closures import with_closure
+from stepscope.scope.counting import StepCount
+from stepscope.scope.energy import StepEnergy
 from stepscope.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.scope.loading import batches_taken
-from stepscope.scope.memory import OperatorCount, WatchedLedger
-from stepscope.scope.own_profiler import OtherProfilers
-from stepscope.scope.stages import MOST_OPERATORS, Effort, Stage, most_operators
+from stepscope.scope.stages import Effort, Stage
 from stepscope.scope.steps import backward_task
+from stepscope.scope.tracing import StepTrace
 
-STEP_EDGE = "StepEdge#"
 ISSUED_STEPS = 5
-ENERGY_WITHIN_S = 1.0
-"""Steps that take less together have no energy: one move of the counter would be a tenth of it."""
 MOST_RECOUNTS = 8
 """Of the step whose memory is counted, where it also validates."""
 MOST_RAISED = 3
 """Steps that raised while they were counted, or traced: that may be our doing."""
 _BROKEN_OFF = {"recording_failed", "trace_missing"}
 """Notes that say why a recording ended before the program."""
-ENERGY_MOVES_S = 0.1
-"""How seldom a driver moves its counter at most."""
 
 
 class Recorder:
@@ -70,40 +58,25 @@ class Recorder:
         self._loaded_ms = 0.0
         self.evaluations: list[int] = []
         """Calls of the model without gradients in each timed step."""
-        self.traced_evaluations: list[int] = []
         self._evaluated = 0
         self._recounts = 0
         self._raised: Counter[Stage] = Counter()
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
-        self.ledger: WatchedLedger | None = None
-        self.traced = 0
-        self.forwards = 0
         self.peak_bytes: int | None = None
-        self.joules: float | None = None
-        """Of a timed step."""
-        self._energy_begun: float | None = None
         self.notes: dict[str, str] = {}
         """What is missing, and why."""
+        self.energy = StepEnergy(self.notes)
         self.done = False
-        self.trace = folder / f"{name}.trace.json.gz"
-        self.snapshot = folder / f"{name}.memory.pickle"
-        self._others = OtherProfilers(self._give_way)
+        self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
+        self.count = StepCount(folder / f"{name}.memory.pickle", self.notes)
         self._throughout = ExitStack()
         """Held from the first step to the end of the recording."""
         self._open = ExitStack()
         """Held while steps are timed, counted or traced."""
-        self._tracer: Tracer | None = None
-        self._ranges: ModuleRanges | None = None
-        self._open_step = ExitStack()
         self._begun: Mark | None = None
         self._by_edges = False
         self._optimizers_under_way = 0
         self._calls: OutermostCalls | None = None
-        self._lead_in = ExitStack()
-        self._count: OperatorCount | None = None
-        self._operators: int | None = None
-        """Of the step that was counted, where one was."""
-        self._most_operators = MOST_OPERATORS
 
     def begin(self) -> None:
         if not self.done:
@@ -155,8 +128,8 @@ class Recorder:
 
     def between_operators(self) -> None:
         """No operator is under way: a count of too many of them may end here."""
-        if self.ledger is not None and not self.done:
-            self._guarded(self._end_count_of_too_many)
+        if not self.done:
+            self._guarded(self.count.leave_early)
 
     @contextmanager
     def _closure(self) -> Iterator[None]:
@@ -167,9 +140,8 @@ class Recorder:
         self.between_operators()
         self._optimizing(False)
         # Within, calls of models have ranges that say `forward`; without models, none would.
-        phase = record_function(OUTSIDE if self.called else FORWARD)
         try:
-            with phase if self._tracer is not None else nullcontext():
+            with self.trace.phase(OUTSIDE if self.called else FORWARD):
                 yield
         finally:
             self._optimizing(True)
@@ -179,13 +151,13 @@ class Recorder:
             return
         after = OUTSIDE if backward_task() is None else BACKWARD
         self._guarded(lambda: self.issue.turn(OPTIMIZER if on else after))
-        ledger = self.ledger
+        ledger = self.count.ledger
         if ledger is not None:
             self._guarded(lambda: ledger.optimizing(on))
 
     def watch(self) -> None:
         """From here on it is seen whether the program uses a profiler of its own."""
-        self._throughout.enter_context(self._others.watched())
+        self._throughout.enter_context(self.trace.watching_others())
 
     def use(
         self,
@@ -215,21 +187,22 @@ class Recorder:
         if stage is Stage.ISSUED:
             self._start_issuing()
         elif stage is Stage.COUNTED:
-            self._start_counting()
+            self._watch_evaluations()
+            self.count.begin(self.device, self.models, self.optimizers, self._own_s())
         elif stage in (Stage.LEAD_IN, Stage.TRACED):
             self._limit_trace()
             if self.done:
                 return
-            if self._tracer is None:
+            if not self.trace.running:
                 self._prepare_trace(stage)
         if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
-            self._energy_begun = self.device.energy_j()
+            self.energy.begin(self.device)
             self._open.enter_context(batches_taken(self._loading))
             self._watch_evaluations()
         self._loaded_ms, self._evaluated = 0.0, 0
-        if stage is Stage.TRACED and self._tracer is not None:
-            self._begin_traced(self._tracer)
+        if stage is Stage.TRACED and self.trace.running:
+            self.trace.begin(by_edges=self._by_edges)
         self._begun = self.device.mark()
 
     def _end(self) -> None:
@@ -249,58 +222,48 @@ class Recorder:
                 self._open.close()
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
-                self._note_energy()
+                took = self.times[-1][1].host_s - self.times[0][0].host_s
+                self.energy.end(self.device, took, len(self.times))
         elif stage is Stage.ISSUED:
             self.issue.end()
             self._open.close()
         elif stage is Stage.COUNTED:
+            self.count.end()
             self._open.close()
-            self._judge_count()
-            more = self._evaluated > self.usual_evaluations and not self._runs_too_many
+            more = self._evaluated > self.usual_evaluations and not self.count.too_many
             if more and self._recounts < MOST_RECOUNTS:
                 # The next one, unless the program ends: then this has to do.
                 self._recounts += 1
                 return
         elif stage is Stage.LEAD_IN:
-            self._lead_in.close()
-            if self._count is not None:
-                self._operators = self._count.operators
-        elif stage is Stage.TRACED and self._tracer is not None:
-            self.traced += 1
-            if self._ranges is not None:
-                self.forwards = self._ranges.forwards
-                self.traced_evaluations.append(self._ranges.evaluations)
-            if not self._by_edges:
-                self._open_step.close()
+            self.count.end()
+        elif stage is Stage.TRACED and self.trace.running:
+            self.trace.end()
         self.steps += 1
         if self.effort.stage(self.steps) is Stage.DONE:
-            if self._by_edges and self._tracer is not None:
-                self._mark_trace()
+            if self._by_edges and self.trace.running:
+                self.trace.mark_edge()
             self.finish()
 
     def _discard(self) -> None:
         stage = self.effort.stage(self.steps)
-        if stage is Stage.TIMED and self._energy_begun is not None:
-            self._energy_begun = None
-            self.notes["no_energy"] = "a step raised among the timed ones, and the counter ran on"
+        if stage is Stage.TIMED:
+            self.energy.drop()
         elif stage is Stage.WARMUP:
             self._open.close()
         elif stage is Stage.ISSUED:
             self.issue.drop()
             self._open.close()
         elif stage is Stage.COUNTED:
+            self.count.drop()
             self._open.close()
-            self.ledger = None
-            self.snapshot.unlink(missing_ok=True)
             if self._raised_often(stage):
                 self.notes["memory_missing"] = "steps raised while their tensors were counted"
                 self.steps += 1
-        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is not None:
+        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self.trace.running:
             # Its mark cannot be taken out of the trace.
-            self._lead_in.close()
-            self._open_step.close()
-            self._drop_trace()
-            self._open.close()
+            self.count.drop()
+            self.trace.drop()
             self.steps = self.effort.steps - self.effort.traced - 1
             if self._raised_often(Stage.TRACED):
                 self.notes["trace_missing"] = "steps raised while they were traced"
@@ -352,180 +315,65 @@ class Recorder:
         if not capturing:
             self.device.synchronize()
 
-    def _start_counting(self) -> None:
-        if any_compiled(self.models):
-            self.notes["memory_missing"] = (
-                "the model is compiled: what its kernels keep is not seen from outside"
-            )
-            return
-        allocator = None
-        if self.device.kind == "cuda":
-            allocator = CudaAllocator(self.device.torch_device)
-            recording = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
-            if recording():
-                self.notes["snapshot_missing"] = "the program records the allocator's history"
-            else:
-                self._open.enter_context(recorded_history(self.snapshot))
-        self._watch_evaluations()
-        self._most_operators = most_operators(self._own_s())
-        ledger = WatchedLedger(self.device.torch_device, allocator, self._most_operators)
-        self._open.enter_context(ledger.step(self.models, self.optimizers))
-        self.ledger = ledger
-
     def _own_s(self) -> float:
         """How long the program takes by itself for the steps of this recording, at least."""
         timed = [end.host_s - start.host_s for start, end in self.times]
         others = self.effort.steps - self.effort.warmup
         return sum(self.warmup_s) + others * sum(timed) / len(timed)
 
-    def _end_count_of_too_many(self) -> None:
-        """Its instruments slow down every further operator of the step, even if they do nothing."""
-        ledger = self.ledger
-        if ledger is not None and ledger.too_many and ledger.can_leave():
-            self._open.close()
-            self._judge_count()
-
-    def _judge_count(self) -> None:
-        if self.ledger is None:
-            return
-        self.notes.pop("memory_missing", None)
-        self._operators = self.ledger.operators
-        if self.ledger.too_many:
-            self._too_many("memory_missing", "to count their tensors")
-            self.snapshot.unlink(missing_ok=True)
-            self.ledger = None
-        elif self.ledger.failure:
-            self.notes["memory_missing"] = f"the count broke off ({self.ledger.failure})"
-            self.ledger = None
-        elif self.ledger.saved_unseen:
-            self.notes["memory_missing"] = (
-                "the program uses torch.func.grad or the like, under which nobody sees what is"
-                " saved for backward"
-            )
-
-    def _too_many(self, note: str, what: str) -> None:
-        self.notes[note] = (
-            f"a step runs more than {self._most_operators:,} operators, and {what} would take"
-            " longer than a quarter of the program's own time (time more steps with --timed, or"
-            " mark a shorter step with stepscope.Scope)"
-        )
-
-    @property
-    def _runs_too_many(self) -> bool:
-        return self._operators is not None and self._operators > self._most_operators
-
     def _limit_trace(self) -> None:
         """As many steps as may be traced; none of one that runs too many operators."""
-        if self._operators is None or self.traced:
+        if self.count.operators is None or self.trace.steps:
             return
-        if self._runs_too_many:
-            if self._tracer is not None:
-                self._drop_trace()
-            self._too_many("trace_missing", "to trace it")
+        fit = self.count.steps_that_fit
+        if not fit:
+            self.trace.drop()
+            self.notes["trace_missing"] = self.count.why_not("to trace it")
             self._close()
-            return
-        fit = max(1, self._most_operators // max(1, self._operators))
-        if fit < self.effort.traced:
+        elif fit < self.effort.traced:
             self.notes["traced_fewer"] = (
-                f"a step runs {self._operators:,} operators, so {fit} of the {self.effort.traced}"
-                " steps that were to be traced are"
+                f"{fit} and not {self.effort.traced}, because a step runs"
+                f" {self.count.operators:,} operators"
             )
             self.effort = msgspec.structs.replace(self.effort, traced=fit)
 
     def _prepare_trace(self, stage: Stage) -> None:
-        if self._others.busy:
+        if self.trace.profiler_is_taken:
             # Perhaps it is done by the next step.
             self.notes["trace_missing"] = (
                 "the program runs a profiler of its own: read its trace with `stepscope trace`"
             )
             return
         self.notes.pop("trace_missing", None)
-        if self._operators is None and not any_compiled(self.models) and stage is Stage.LEAD_IN:
-            self._most_operators = most_operators(self._own_s())
-            self._count = self._lead_in.enter_context(OperatorCount())
-        self._ranges = ModuleRanges(self.models, self.called)
-        self._open.enter_context(self._ranges.entered())
-        with self._others.ours():
-            self._tracer = Tracer(self.device.kind)
-            self._tracer.prepare()
-            if self.device.kind == "cuda":
-                # Kernels of this step may still run when the next begins: they are told from its
-                # own by their launches.
-                self._tracer.start()
-
-    def _begin_traced(self, tracer: Tracer) -> None:
-        if tracer.prepared:
-            with self._others.ours():
-                tracer.start()
-        self._mark_trace()
-        if self._ranges is not None:
-            self._ranges.evaluations = 0
-            if not self.traced:
-                self._ranges.forget_calls()
+        if stage is Stage.LEAD_IN:
+            self.count.begin_bare(self.models, self._own_s())
+        self.trace.prepare(self.device, self.models, self.called)
 
     def _abandon(self) -> None:
-        if self._tracer is not None:
-            self._drop_trace()
+        self.trace.drop()
         self._close()
-        self.snapshot.unlink(missing_ok=True)
 
     def _give_way(self) -> None:
         """Somebody else needs the profiler: what was traced so far is of no use."""
-        if self._tracer is None:
+        if not self.trace.running:
             return
-        self._drop_trace()
+        self.trace.drop()
         self.notes["trace_missing"] = "the program started a profiler of its own meanwhile"
         self._close()
 
-    def _drop_trace(self) -> None:
-        assert self._tracer is not None
-        tracer, self._tracer = self._tracer, None
-        with self._others.ours():
-            tracer.stop()
-        self.traced = self.forwards = 0
-        self.traced_evaluations.clear()
-
     def _close(self) -> None:
-        self._lead_in.close()
+        self.count.drop()
         self._open.close()
         self._throughout.close()
         self.done = True
-
-    def _mark_trace(self) -> None:
-        if self._by_edges:
-            with record_function(f"{STEP_EDGE}{self.traced}"):
-                pass
-            return
-        self._open_step.enter_context(record_function(f"{STEP_MARK}{self.traced}"))
-        self._open_step.enter_context(record_function("outside"))
-
-    def _note_energy(self) -> None:
-        """Of the timed steps; the counter moves some tens of times a second, which few or short
-        steps do not outlast."""
-        begun, now = self._energy_begun, self.device.energy_j()
-        if begun is None or now is None:
-            self.notes.setdefault("no_energy", self.device.energy_missing)
-            return
-        took = self.times[-1][1].host_s - self.times[0][0].host_s
-        if took < ENERGY_WITHIN_S:
-            self.notes["no_energy"] = (
-                f"the timed steps take {took:.2g} s, and the counter needs {ENERGY_WITHIN_S:g} s"
-                " (give a larger --timed)"
-            )
-            return
-        self.joules = (now - begun) / len(self.times)
 
     def _peak(self) -> int | None:
         return self.device.peak_bytes() if self.device.kind == "cuda" else None
 
     def _conclude(self) -> None:
-        if self._tracer is not None:
+        if self.trace.running:
             self.device.synchronize()
-            tracer, self._tracer = self._tracer, None
-            with self._others.ours():
-                tracer.stop()
-            if self.traced:
-                tracer.write(self.trace)
+            self.trace.write()
         self._close()
 
     def _guarded(self, action: Callable[[], Any]) -> None:
@@ -533,7 +381,7 @@ class Recorder:
             action()
         except Exception as error:
             self.notes["recording_failed"] = one_line(error)
-            self._tracer = None
-            with suppress(Exception):
-                self._close()
+            for leave in (self.count.drop, self.trace.drop, self._close):
+                with suppress(Exception):
+                    leave()
             self.done = True
