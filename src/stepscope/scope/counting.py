@@ -88,7 +88,9 @@ class StepCount:
         if not self._under_way:
             return
         self._under_way = False
+        counted, self.ledger = self.ledger, None
         self._open.close()
+        self.ledger = counted
         if self._bare is not None:
             self.operators, self._bare = self._bare.operators, None
         elif self.ledger is not None:

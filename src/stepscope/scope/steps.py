@@ -46,21 +46,22 @@ class StepFinder:
         held = [parameter for group in groups for parameter in group["params"]]
         return held or self._updates.leaves
 
+    def optimizer_begins(self, optimizer: Any) -> bool:
+        """Whether this first optimizer step shows that the steps so far were none: without an
+        optimizer they were found by the program's writes to its gradients."""
+        mistaken = not self.optimizers and bool(self.anchor.steps)
+        if mistaken:
+            self.anchor = Anchor()
+        # Known from here on: its closure calls backward before it has stepped.
+        self.optimizers.setdefault(id(optimizer), optimizer)
+        return mistaken
+
     def optimizer_stepped(self, optimizer: Any) -> bool:
         """Whether a training step ends here."""
-        if self.by_hand:
-            self.anchor = Anchor()
-        self.optimizers.setdefault(id(optimizer), optimizer)
         if backward_task() is not None:
             self._stepped_in_backward = True
             return False
         return self.anchor.ends_step(id(optimizer))
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether steps were found without any optimizer. The first optimizer step shows those to
-        be wrong: the program wrote to its gradients between the backward calls of one step."""
-        return not self.optimizers and bool(self.anchor.steps)
 
     def backward_begins(self, roots: Any) -> None:
         if self._no_optimizer():

@@ -93,6 +93,8 @@ class Watcher:
         self._hooks.clear()
 
     def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if self._records:
+            self._undisturbed(lambda: self._see_optimizer(optimizer))
         if self._recorder is None or not self._records:
             return None
         return self._recorder.optimizer_begins(optimizer, arguments, keywords)
@@ -116,14 +118,15 @@ class Watcher:
         ended = self._recorder is not None and self._recorder.done
         return not (ended or self._failure or self._written or self._in_child)
 
+    def _see_optimizer(self, optimizer: Any) -> None:
+        if self._found.optimizer_begins(optimizer) and self._recorder is not None:
+            self._recorder.abandon()
+            self._recorder, self._searched = None, False
+
     def _see_step(self, optimizer: Any) -> None:
-        finder = self._found
         if self._recorder is not None:
             self._recorder.optimizer_ended()
-            if finder.by_hand:
-                self._recorder.abandon()
-                self._recorder, self._searched = None, False
-        if finder.optimizer_stepped(optimizer):
+        if self._found.optimizer_stepped(optimizer):
             self._end_step()
 
     def _see_backward(self, roots: Any) -> None:
