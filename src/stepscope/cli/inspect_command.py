@@ -196,7 +196,7 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         page=page.resolve(), records=kept,
         step_ms=max(times, default=None), traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
-        reason=next((why for record in records if (why := record.notes.get("cut_short"))), ""),
+        reason=next((why for one in ranks if (why := one.not_whole)), ""),
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):

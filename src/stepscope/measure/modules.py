@@ -174,9 +174,12 @@ class OutermostCalls:
         self._models = models
         self._seen: dict[torch.nn.Module, None] = {}
 
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        return list(self._seen)
+    def of(self, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Those within each model, or the model itself where no call was seen."""
+        within = [[part for part in model.modules() if part in self._seen] for model in models]
+        return [
+            part for model, seen in zip(models, within, strict=True) for part in seen or [model]
+        ]
 
     @contextmanager
     def seen(self) -> Iterator[None]:

@@ -213,7 +213,7 @@ class Recorder:
             self.warmup_s.append(end.host_s - self._begun.host_s)
             if self._calls is not None:
                 self._open.close()
-                self.called = self._calls.modules or self.models
+                self.called = self._calls.of(self.models)
         elif stage is Stage.TIMED:
             self.times.append((self._begun, end))
             self.loading_ms.append(self._loaded_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -133,36 +134,52 @@ def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
 class BackwardCalls:
     """Calls `begins` with the losses ahead of every `backward`, and `ended` when it has returned.
 
-    All of them go through one function of torch. `torch.autograd.grad` leaves no gradients behind:
-    it counts where gradients of leaves are asked for and not differentiated again.
+    The method of a tensor and the function of `torch.autograd` that it calls are both replaced: a
+    function mode runs the method within its handler, where it cannot be left.
+    `torch.autograd.grad` leaves no gradients behind: it counts where gradients of leaves are asked
+    for and not differentiated again.
     """
 
     def __init__(self, begins: Callable[[Any], None], ended: Callable[[], None]) -> None:
         self._begins, self._ended = begins, ended
-        self._plain: dict[str, Callable[..., Any]] = {}
+        self._plain: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._here = threading.local()
 
     def attach(self) -> None:
-        module: Any = torch.autograd
-        self._plain = {"backward": module.backward, "grad": module.grad}
-        module.backward = self._around(module.backward, lambda *_, **__: True)
-        module.grad = self._around(module.grad, _updates_leaves)
+        for owner, name, counts in (
+            (torch.Tensor, "backward", _always),
+            (torch.autograd, "backward", _always),
+            (torch.autograd, "grad", _updates_leaves),
+        ):
+            plain = getattr(owner, name)
+            self._plain.append((owner, name, plain))
+            setattr(owner, name, self._around(plain, counts))
 
     def remove(self) -> None:
-        for name, plain in self._plain.items():
-            setattr(torch.autograd, name, plain)
+        for owner, name, plain in self._plain:
+            setattr(owner, name, plain)
         self._plain.clear()
 
     def _around(self, plain: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            if torch.compiler.is_compiling() or not counts(*arguments, **keywords):
+            inside = torch.compiler.is_compiling() or getattr(self._here, "inside", False)
+            if inside or not counts(*arguments, **keywords):
                 return plain(*arguments, **keywords)
             self._begins(arguments[0] if arguments else keywords.get("tensors"))
-            found = plain(*arguments, **keywords)
+            self._here.inside = True
+            try:
+                found = plain(*arguments, **keywords)
+            finally:
+                self._here.inside = False
             self._ended()
             return found
 
         return call
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
 
 
 def _updates_leaves(

@@ -145,9 +145,12 @@ class Watcher:
 
     def _end_step(self) -> None:
         recorder = self._recorder or self._begin()
-        if recorder.steps >= self._effort.warmup - 1 and not self._searched:
-            self._searched = True
-            self._found.anchor.freeze()
+        if not self._searched and recorder.steps >= self._effort.warmup - 2:
+            # Ahead of the last step of the warm-up, in which their calls are looked at; and after
+            # it, when all optimizers have stepped.
+            self._searched = recorder.steps >= self._effort.warmup - 1
+            if self._searched:
+                self._found.anchor.freeze()
             self._find_models(recorder)
         recorder.edge()
         if recorder.done:

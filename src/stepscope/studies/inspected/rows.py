@@ -67,6 +67,12 @@ class Watched:
         return next(filter(None, whys), "it has no trace")
 
     @property
+    def not_whole(self) -> str:
+        """Why not all steps were recorded; empty where they were."""
+        whys = (self.record.notes.get(note) for note in ("recording_failed", "cut_short"))
+        return next(filter(None, whys), self.missing)
+
+    @property
     def issue_ms(self) -> dict[str, float]:
         """By phase, what the host takes to issue it to an idle device; empty where that was not
         timed."""
