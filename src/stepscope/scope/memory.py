@@ -59,10 +59,10 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def can_leave(self) -> bool:
         """Whether it may be left here: what it has entered is innermost on this thread, so that
         nothing of the program's own is left in its place."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return (
             _get_current_dispatch_mode() is self
-            and isinstance(_get_current_function_mode(), FunctionNames)
+            and isinstance(_get_current_function_mode(), FunctionNames)  # type: ignore[no-untyped-call]
             and (self.saved_unseen or (top is not None and top[0] == self._pack))
         )
 
