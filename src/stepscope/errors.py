@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,5 +55,19 @@ def first_cause(error: BaseException) -> str:
     """In one line; what a capture's end says only repeats that something failed before."""
     while error.__context__ is not None:
         error = error.__context__
-    said = str(error).splitlines()
-    return f"{type(error).__name__}: {said[0] if said else 'no reason given'}"
+    return one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """The class of an exception and the first line of its message, or where it was raised if it
+    has no message."""
+    kind = type(error).__name__
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:
+        # An exception class of the program may fail to format itself.
+        lines = []
+    if lines:
+        return f"{kind}: {lines[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{kind} at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else kind

@@ -35,7 +35,11 @@ def test_ranks_meet_on_one_page(tmp_path: Path) -> None:
             "-m", "stepscope", "inspect", "--warmup", "2", "--timed", "2", "--traced", "2",
             "--out", str(tmp_path / "out"), "train.py",
         ],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+        env=os.environ | {
+            "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        },
         capture_output=True, text=True, timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -49,3 +53,4 @@ def test_ranks_meet_on_one_page(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "train.html").read_text()
     assert "Rank 1 is the slowest" in page
     assert not list(tmp_path.glob("stepscope-inspect-*"))
+    assert not list((tmp_path / "cache" / "stepscope" / "meetings").iterdir())

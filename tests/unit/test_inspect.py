@@ -99,6 +99,66 @@ def test_a_script_ends_as_it_does_alone(
     assert line in last
 
 
+OWN_FILE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    def forward(self, x):
+        x = self.first(x).sigmoid()  # saved
+        return self.last(x)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(14):
+    net(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_saved_activation_is_named_by_the_scripts_own_line(
+    command: CommandLine, script: Path
+) -> None:
+    # A folder of this name is the script's own, and not torch.
+    script = script.parent / "torch" / "net.py"
+    script.parent.mkdir()
+    script.write_text(OWN_FILE)
+    command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script))
+    (record,) = read_records(command.out / "net.jsonl")
+    account = Watched(record).account
+    assert account is not None
+    line = 1 + next(n for n, text in enumerate(OWN_FILE.splitlines()) if "# saved" in text)
+    assert {one.code for one in account.saved if one.operator == "sigmoid"} == {f"net.py:{line}"}
+    assert {one.code.partition(":")[0] for one in account.saved} == {"net.py"}
+
+
+NO_REASON = """
+import torch
+class Silent(RuntimeError):
+    pass
+class Odd(torch.nn.Linear):
+    def register_forward_pre_hook(self, *_, **__):
+        raise Silent
+model = Odd(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+print("trained")
+raise SystemExit(5)
+"""
+
+
+def test_a_recording_that_fails_without_words_says_what_and_where(
+    command: CommandLine, script: Path
+) -> None:
+    script.write_text(NO_REASON)
+    done = command("inspect", "--warmup", "2", "--timed", "5", "--traced", "2", str(script))
+    assert (done.returncode, done.stdout) == (5, "trained\n")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("it was not recorded: Silent at train.py:7")
+
+
 def test_one_line_of_json_leaves_standard_output_to_the_script(
     command: CommandLine, script: Path
 ) -> None:

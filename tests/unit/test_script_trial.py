@@ -109,6 +109,48 @@ def test_a_change_that_changes_the_outcome_is_dropped(tmp_path: Path) -> None:
     assert judged.verdict == "dropped: the loss differs"
 
 
+BY_HAND = """
+import torch
+model = torch.nn.Linear(8, 1)
+while True:
+    x = torch.randn(32, 8)
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+            parameter.grad.zero_()
+"""
+IN_BACKWARD = """
+import torch
+model = torch.nn.Linear(8, 1)
+optimizers = {p: torch.optim.SGD([p], lr=0.05, foreach=False) for p in model.parameters()}
+def update(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(update)
+while True:
+    x = torch.randn(32, 8)
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+"""
+
+
+@pytest.mark.parametrize("text", [BY_HAND, IN_BACKWARD], ids=["by hand", "in the backward"])
+def test_scripts_that_update_without_an_optimizers_step_of_their_loop_are_tried(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(text)
+    made = trial(path, 0, dtype="bfloat16")
+    assert made.program is not None
+    found = measure_script_trial(made, made.program, QuietBench())
+    series = {one.name: one.values for one in found.series}
+    assert len(series["base"]) == len(series["changed"]) == 5
+    assert len(series["loss.base"]) == len(series["loss.changed"]) > 10
+    assert series["loss.base"][0] == pytest.approx(series["loss.changed"][0], rel=0.1)
+    assert found.notes == {}
+
+
 def test_a_script_that_ends_early_says_so(script: Path) -> None:
     made = trial(script, 7, data="workers")
     assert made.program is not None

@@ -73,6 +73,12 @@ def test_the_peak_lies_where_most_was_live(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_an_allocation_of_an_inspected_step_is_attributed_to_the_programs_line() -> None:
+    own = {"filename": "/lib/stepscope/measure/tensors.py", "line": 88, "name": "dispatch"}
+    raw = snapshot([event("alloc", 1000, 4 * MIB, line=7) | {"frames": [own, *frames(7)]}])
+    assert [place.code for place in summarize(raw).places] == ["model.py:7 forward"]
+
+
 def test_blocks_of_autograds_thread_have_no_stack_and_are_told_from_earlier_ones() -> None:
     raw = snapshot([event("alloc", 1000, 4 * MIB) | {"frames": []}])
     raw["segments"][0]["blocks"][0]["frames"] = []

@@ -24,6 +24,7 @@ _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _ROUND = (1000, 1024)
 """Buffers are sized by people: that a whole history ends at a multiple by chance is unlikely."""
 _UNKNOWN = "allocated before the recording began"
+_NOT_OF_THE_PROGRAM = ("/torch/", "/stepscope/measure/", "/stepscope/scope/")
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
 _MAX_SIZE = 1 << 50
 _MAX_ADDRESS = 1 << 64
@@ -207,7 +208,8 @@ class _Lines:
         self._known: dict[int, str] = {}
 
     def of(self, frames: Any, without: str = _UNKNOWN) -> str:
-        """The innermost line outside of torch, else the innermost; `without` for no stack."""
+        """The innermost line outside of torch and of the instruments that `inspect` runs a step
+        under, else the innermost; `without` for no stack."""
         if not frames:
             return without
         line = self._known.get(id(frames))
@@ -219,7 +221,7 @@ class _Lines:
 def _line(frames: Sequence[dict[str, Any]]) -> str:
     for frame in frames:
         file = _text(frame["filename"])
-        if "/torch/" not in file and file.endswith(".py"):
+        if file.endswith(".py") and not any(folder in file for folder in _NOT_OF_THE_PROGRAM):
             number = frame["line"]
             if type(number) is not int or not abs(number) < _MAX_SIZE:
                 raise ValueError("the line of a frame is not a line number")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,12 @@ import tyro
 
 from stepscope.cli.common import Place, json_line, parse, require_writable, write_text
 from stepscope.cli.scripts import split_words
-from stepscope.errors import StepscopeError, UsageError, no_such_file
+from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
+from stepscope.studies.inspected.background import Background
+from stepscope.studies.inspected.meeting import Meeting, meet
 from stepscope.studies.inspected.order import Order
 
 _OTHER_RANKS_WITHIN_S = 60.0
@@ -75,7 +78,8 @@ def main(words: list[str]) -> int:
         "Run a training script as it is and record a few of its steps: where their time and\n"
         "memory go, what limits them, which parts take the most. The script's output and exit\n"
         "code are its own. Options of inspect stand before the script, the script's after it.\n"
-        "Under torchrun: one page for all ranks of the machine.",
+        "Under torchrun: one page for all ranks of the machine; of several machines, each writes\n"
+        "its own (NAME.node-0.html, ...).",
         (
             "stepscope inspect train.py --batch-size 8",
             "stepscope inspect --stop --page first.html train.py config/small.yaml",
@@ -88,14 +92,16 @@ def main(words: list[str]) -> int:
     order = _order(options, target, rest)
     # A script and a module of one name are two programs.
     name = f"{target}-module" if options.module else Path(target).stem
-    page = options.page or options.out / f"{name}.html"
+    page = _of_this_machine(options.page or options.out / f"{name}.html")
     require_writable(page, "name another place with --page")
-    folder, leads = _folder()
+    meeting = meet()
+    if meeting.alone:
+        rank = os.environ.get("RANK", "0")
+        _say(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
     try:
-        return _run(order, folder, page if leads else None, options)
+        return _run(order, meeting, page if meeting.leads else None, options)
     finally:
-        if leads:
-            shutil.rmtree(folder, ignore_errors=True)
+        meeting.leave()
 
 
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
@@ -113,37 +119,36 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     )  # fmt: skip
 
 
-def _folder() -> tuple[Path, bool]:
-    """Where the ranks of this machine leave their parts, and whether this one makes the page."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
-        return Path(tempfile.mkdtemp(prefix="stepscope-inspect-")), True
-    # All ranks have the same parent, torchrun, and it has one address for them to meet.
-    name = f"stepscope-inspect-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder, os.environ.get("LOCAL_RANK") == "0"
+def _of_this_machine(page: Path) -> Path:
+    """Ranks of one machine share a page; of several machines, each has its own, since none can read
+    what is in another one's temporary directory."""
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return page
+    return page.with_name(f"{page.stem}.node-{os.environ.get('GROUP_RANK', '0')}{page.suffix}")
 
 
-def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions) -> int:
+def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOptions) -> int:
     from stepscope.studies.inspected.child import Child, describe_end, end_alike
     from stepscope.studies.inspected.gather import parts
     from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress, why_nothing
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    outcome: Outcome | None = None
+    folder = meeting.folder
+    ranks = 1 if meeting.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    writing: Background[Outcome] | None = None
 
     def write_when_there() -> None:
-        nonlocal outcome
-        if page is None or outcome is not None or len(parts(folder)) < ranks:
+        nonlocal writing
+        if page is None or writing is not None or len(parts(folder)) < ranks:
             return
         # Where it is not whole, how the script ends is to be told too.
         if read_progress(folder).whole:
-            outcome = _write(folder, page, options)
+            writing = Background(partial(_write, folder, page, options))
 
     text = msgspec.json.encode(order).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     child = Child([sys.executable, *flags, "-m", "stepscope.scope.launch", str(folder), text])
     status = child.wait(write_when_there)
+    outcome = None if writing is None else writing.result()
     if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
         if parts(folder):
@@ -185,8 +190,9 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         if options.keep:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
                 shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
-    except (StepscopeError, OSError) as error:
-        told = f"{error}; the records are in {kept}" if kept else str(error)
+    except Exception as error:
+        why = str(error) if isinstance(error, StepscopeError) else one_line(error)
+        told = f"{why}; the records are in {kept}" if kept else why
         return _failed(told, options, kept)
     ranks = [Watched(record) for record in records]
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
@@ -196,14 +202,16 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         page=page.resolve(), records=kept,
         step_ms=max(times, default=None), traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
-        reason=next((why for record in records if (why := record.notes.get("cut_short"))), ""),
+        reason=next((why for one in ranks if (why := one.not_whole)), ""),
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):
             _say(told)
         if outcome.reason:
             _say(f"not all of it was recorded: {outcome.reason}")
-        _say(f"page: {outcome.page}")
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        whose = f" (of this machine; each of the {machines} writes its own)" if machines > 1 else ""
+        _say(f"page: {outcome.page}{whose}")
     return outcome
 
 

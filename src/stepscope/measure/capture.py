@@ -21,22 +21,23 @@ class Tracer:
         if kind == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
-        self._prepared = False
+        self.prepared = False
+        """It has started up, and traces nothing yet."""
 
     def prepare(self) -> None:
         """Let the profiler start up: what runs until `start` is not in the trace."""
         self._profiler.prepare_trace()
-        self._prepared = True
+        self.prepared = True
 
     def start(self) -> None:
-        if self._prepared:
+        if self.prepared:
             self._profiler.start_trace()
-            self._prepared = False
+            self.prepared = False
         else:
             self._profiler.start()
 
     def stop(self) -> None:
-        if self._prepared:
+        if self.prepared:
             # One that was only prepared cannot be stopped.
             self.start()
         self._profiler.stop()

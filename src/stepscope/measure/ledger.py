@@ -8,10 +8,12 @@ blocks are larger than requests are measured too; the rest is the residual.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,6 +44,15 @@ from stepscope.records.memory import (
     SavedTensor,
     kind_of,
 )
+
+_NOT_OF_THE_PROGRAM = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(torch.__file__).parent,
+        *(Path(__file__).parents[1] / package for package in ("measure", "scope")),
+    )
+)
+"""Folders of torch and of the instruments: a program may have a folder of such a name too."""
 
 
 class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
@@ -98,7 +109,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                     if parameter.requires_grad:
                         stack.callback(after_gradient(parameter, self._gradient_made).remove)
             stack.enter_context(self.seeing_saved(self._pack))
-            stack.enter_context(_FunctionNames(self._functions))
+            stack.enter_context(FunctionNames(self._functions))
             stack.enter_context(self)
             yield
 
@@ -242,7 +253,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return around_calls(module, enter, leave)
 
 
-class _FunctionNames(TorchFunctionMode):
+class FunctionNames(TorchFunctionMode):
     """Knows which function of torch the model has called."""
 
     def __init__(self, names: list[str]) -> None:
@@ -299,7 +310,7 @@ def _line_of_code() -> str:
 def _outside_of_torch(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/stepscope/measure/" not in file and "<" not in file:
-            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        if not file.startswith((*_NOT_OF_THE_PROGRAM, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

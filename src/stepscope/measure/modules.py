@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -17,6 +18,7 @@ from stepscope.measure.hooks import around_calls
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes by which torch.compile, DDP and FSDP hold the module that they wrap."""
+_NO_BACKWARD = -1
 _NOT_OF_THE_PROGRAM = ("stepscope.", "torch.")
 
 
@@ -89,10 +91,13 @@ class ModuleRanges:
     whole has a range where it can have one from outside.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], called: Sequence[torch.nn.Module] | None = None
+    ) -> None:
         self._models = models
+        self._outermost = {id(module) for module in (models if called is None else called)}
         self._here = threading.local()
-        self._called = [0] * len(models)
+        self._called: list[Counter[int]] = [Counter() for _ in models]
         self.evaluations = 0
         """Calls of a whole model with gradients off."""
 
@@ -100,10 +105,7 @@ class ModuleRanges:
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for place, name in enumerate(model_names(self._models)):
-                model = self._models[place]
-                for handle in self._hook_root(place, name):
-                    stack.callback(handle.remove)
-                for handle in self._hook_parts(model):
+                for handle in self._hook(place, name):
                     stack.callback(handle.remove)
             try:
                 yield
@@ -113,55 +115,98 @@ class ModuleRanges:
 
     @property
     def forwards(self) -> int:
-        """Calls with gradients on: as many as every model had that had any."""
-        return min((times for times in self._called if times), default=0)
+        """Calls with gradients on: as many as every model had that had any. Where the program
+        calls parts of a model and never the whole, as many as each of these parts had."""
+        found = (
+            times.get(id(model)) or min(times.values(), default=0)
+            for model, times in zip(self._models, self._called, strict=True)
+        )
+        return min(filter(None, found), default=0)
 
-    def _hook_root(self, place: int, name: str) -> list[Any]:
+    def forget_calls(self) -> None:
+        """Calls are counted from here on."""
+        for times in self._called:
+            times.clear()
+
+    def _hook(self, place: int, name: str) -> Iterator[Any]:
         model = self._models[place]
-        if _compiled_in_place(model):
-            return []
+        for part, words in _hookable(model):
+            own = ".".join(words)
 
-        def enter(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                self._called[place] += 1
-            else:
-                self.evaluations += 1
-            self._enter("forward")
-            if name:
-                self._enter(name)
+            def enter(*_: Any, part: torch.nn.Module = part, own: str = own) -> None:
+                outermost = id(part) in self._outermost and not self._open()
+                # One that runs within the backward is recomputed.
+                if (outermost or part is model) and not _in_backward():
+                    self._count(place, part)
+                around = ("forward" if outermost else "", name if outermost or not own else "")
+                self._enter([word for word in (*around, own) if word])
 
-        def leave(*_: Any) -> None:
-            for _each in range(2 if name else 1):
-                self._leave()
+            yield from around_calls(part, enter, self._leave)
 
-        return around_calls(model, enter, leave)
+    def _count(self, place: int, part: torch.nn.Module) -> None:
+        if torch.is_grad_enabled():
+            self._called[place][id(part)] += 1
+        else:
+            self.evaluations += 1
 
-    def _hook_parts(self, model: torch.nn.Module) -> Iterator[Any]:
-        seen = {id(model)}
-        for part, words in _called_parts(model, ()):
-            if id(part) not in seen and not _compiled_in_place(part):
-                seen.add(id(part))
-                yield from around_calls(part, self._entering(".".join(words)), self._leaving)
-
-    def _entering(self, name: str) -> Any:
-        return lambda *_: self._enter(name)
-
-    def _leaving(self, *_: Any) -> None:
-        self._leave()
-
-    def _enter(self, name: str) -> None:
-        opened = record_function(name)
-        opened.__enter__()  # type: ignore[no-untyped-call]
+    def _enter(self, names: Sequence[str]) -> None:
+        opened = [record_function(name) for name in names]
+        for one in opened:
+            one.__enter__()  # type: ignore[no-untyped-call]
         self._open().append(opened)
 
-    def _leave(self) -> None:
-        if self._open():
-            self._open().pop().__exit__(None, None, None)
+    def _leave(self, *_: Any) -> None:
+        for opened in reversed(self._open().pop() if self._open() else []):
+            opened.__exit__(None, None, None)
 
-    def _open(self) -> list[record_function]:
-        """Of this thread: a model may run in several."""
-        held: list[record_function] = self._here.__dict__.setdefault("open", [])
+    def _open(self) -> list[list[record_function]]:
+        """Ranges of the calls under way on this thread: a model may run in several."""
+        held: list[list[record_function]] = self._here.__dict__.setdefault("open", [])
         return held
+
+
+class OutermostCalls:
+    """Finds the modules that a program calls itself, as opposed to those that a module calls: a
+    model may be a mere container whose parts are called, or be called by a method of another name.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        self._seen: dict[torch.nn.Module, None] = {}
+
+    def of(self, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Those within each model, or the model itself where no call was seen."""
+        within = [[part for part in model.modules() if part in self._seen] for model in models]
+        return [
+            part for model, seen in zip(models, within, strict=True) for part in seen or [model]
+        ]
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Calls with gradients on are seen inside."""
+        parts = [part for model in self._models for part, _ in _hookable(model)]
+
+        def note(part: torch.nn.Module) -> None:
+            if torch.is_grad_enabled() and not _in_backward():
+                self._seen.setdefault(part)
+
+        with hooked_calls(parts, lambda part, *_: note(part), lambda *_: None):
+            yield
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
+
+
+def _hookable(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
+    """The model, without a name, and its parts with theirs, except what is compiled in place."""
+    seen: set[int] = set()
+    for part, words in ((model, ()), *_called_parts(model, ())):
+        if id(part) not in seen and not _compiled_in_place(part):
+            seen.add(id(part))
+            yield part, words
 
 
 def _called_parts(
@@ -211,9 +256,28 @@ def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> E
     one of them is compiled in place, and calls no hooks."""
     if not models or any(_compiled_in_place(model) for model in models):
         return None
+    return hooked_calls(models, enter, leave)
+
+
+def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack:
+    """`enter` before and `leave` after calls of these modules that none of them makes itself, until
+    it is closed."""
+    here = threading.local()
+
+    def enter_first(*given: Any) -> None:
+        here.depth = getattr(here, "depth", 0) + 1
+        if here.depth == 1:
+            enter(*given)
+
+    def leave_last(*given: Any) -> None:
+        # It may have been called before it was hooked.
+        here.depth = max(0, getattr(here, "depth", 0) - 1)
+        if here.depth == 0:
+            leave(*given)
+
     stack = ExitStack()
-    for model in models:
-        for handle in around_calls(model, enter, leave):
+    for module in modules:
+        for handle in around_calls(module, enter_first, leave_last):
             stack.callback(handle.remove)
     return stack
 

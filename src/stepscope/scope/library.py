@@ -57,8 +57,8 @@ class Scope:
         self._recorder.use(models, optimizers)
         self._recorder.watch()
         for one in optimizers:
-            one.register_step_pre_hook(lambda *_: self._recorder.optimizing(True))
-            one.register_step_post_hook(lambda *_: self._recorder.optimizing(False))
+            one.register_step_pre_hook(self._recorder.optimizer_begins)
+            one.register_step_post_hook(self._recorder.optimizer_ended)
         self._name = name
         self._started = time.monotonic()
         self._record: Record | None = None

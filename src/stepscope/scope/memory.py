@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.flops import FlopCount
-from stepscope.measure.ledger import StorageLedger
+from stepscope.measure.ledger import FunctionNames, StorageLedger
 from stepscope.measure.saving import seen_while_allowed
 from stepscope.measure.tensors import stored
 from stepscope.records.memory import ELSEWHERE
 
-_NO_BACKWARD = -1
+_NO_BACKWARD, _NEVER = -1, -2
 
 
 class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     """Tells the phase by itself: the autograd engine is at work, an optimizer steps, or neither."""
 
-    def __init__(self, device: torch.device, allocator: CudaAllocator | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        allocator: CudaAllocator | None,
+        most_operators: int = sys.maxsize,
+    ) -> None:
         super().__init__(device, allocator)
-        self._optimizing = False
+        self.operators = 0
+        """Seen so far."""
+        self.too_many = False
+        """There were more than `most_operators`: the count has ended."""
+        self._most_operators = most_operators
+        self._optimizing_in = _NEVER
         self._phase = ""
         self.flops = FlopCount()
         self.failure = ""
@@ -42,8 +56,20 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
             yield
             self.aside(self.end)
 
+    def can_leave(self) -> bool:
+        """Whether it may be left here: what it has entered is innermost on this thread, so that
+        nothing of the program's own is left in its place."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return (
+            _get_current_dispatch_mode() is self
+            and isinstance(_get_current_function_mode(), FunctionNames)  # type: ignore[no-untyped-call]
+            and (self.saved_unseen or (top is not None and top[0] == self._pack))
+        )
+
     def optimizing(self, on: bool) -> None:
-        self._optimizing = on
+        """An optimizer may step within a backward, and a backward may run within its step: what
+        began last says the phase."""
+        self._optimizing_in = torch._C._current_graph_task_id() if on else _NEVER
 
     def aside(self, note: Callable[..., None], *given: Any) -> None:
         if self.failure:
@@ -51,7 +77,7 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         try:
             note(*given)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failure = one_line(error)
 
     def seeing_saved(
         self, pack: Callable[[torch.Tensor], torch.Tensor]
@@ -59,8 +85,15 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         return seen_while_allowed(pack, self._unseen)
 
     def before(self) -> None:
-        backward = torch._C._current_graph_task_id() != _NO_BACKWARD
-        self._turn("backward" if backward else "optimizer" if self._optimizing else "forward")
+        self.operators += 1
+        if self.operators > self._most_operators:
+            self.too_many = True
+            raise StepscopeError(f"a step runs more than {self._most_operators:,} operators")
+        task = torch._C._current_graph_task_id()
+        if task == self._optimizing_in:
+            self._turn("optimizer")
+        else:
+            self._turn("forward" if task == _NO_BACKWARD else "backward")
         super().before()
 
     def after(
@@ -85,6 +118,25 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not self.held(tensor):
                 yield tensor
+
+
+class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        self.operators += 1
+        return function(*arguments, **(keywords or {}))
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:

@@ -14,31 +14,27 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.autograd.profiler import record_function
 
-from stepscope.measure.allocator import CudaAllocator, recorded_history
-from stepscope.measure.capture import STEP_MARK, Tracer
+from stepscope.errors import one_line
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
-from stepscope.measure.modules import ModuleRanges, any_compiled, hooked_roots
+from stepscope.measure.modules import OutermostCalls, hooked_roots
 from stepscope.records.schema import Reading
-from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
+from stepscope.scope.closures import with_closure
+from stepscope.scope.counting import StepCount
+from stepscope.scope.energy import StepEnergy
+from stepscope.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.scope.loading import batches_taken
-from stepscope.scope.memory import WatchedLedger
-from stepscope.scope.own_profiler import OtherProfilers
 from stepscope.scope.stages import Effort, Stage
+from stepscope.scope.steps import backward_task
+from stepscope.scope.tracing import StepTrace
 
-STEP_EDGE = "StepEdge#"
 ISSUED_STEPS = 5
-ENERGY_WITHIN_S = 1.0
-"""Steps that take less together have no energy: one move of the counter would be a tenth of it."""
 MOST_RECOUNTS = 8
 """Of the step whose memory is counted, where it also validates."""
 MOST_RAISED = 3
 """Steps that raised while they were counted, or traced: that may be our doing."""
 _BROKEN_OFF = {"recording_failed", "trace_missing"}
 """Notes that say why a recording ended before the program."""
-ENERGY_MOVES_S = 0.1
-"""How seldom a driver moves its counter at most."""
 
 
 class Recorder:
@@ -48,6 +44,9 @@ class Recorder:
         self.effort = effort
         self.steps = 0
         self.models: Sequence[torch.nn.Module] = ()
+        self.called: Sequence[torch.nn.Module] = ()
+        """The models, or the parts of them that the program calls instead of the whole."""
+        self.parameters: Sequence[torch.Tensor] = ()
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.device: Device = CpuDevice()
         self.times: list[tuple[Mark, Mark]] = []
@@ -59,33 +58,25 @@ class Recorder:
         self._loaded_ms = 0.0
         self.evaluations: list[int] = []
         """Calls of the model without gradients in each timed step."""
-        self.traced_evaluations: list[int] = []
         self._evaluated = 0
         self._recounts = 0
         self._raised: Counter[Stage] = Counter()
         self.issue = IssueClock(lambda: self._guarded(self._let_device_catch_up))
-        self.ledger: WatchedLedger | None = None
-        self.traced = 0
-        self.forwards = 0
         self.peak_bytes: int | None = None
-        self.joules: float | None = None
-        """Of a timed step."""
-        self._energy_begun: float | None = None
         self.notes: dict[str, str] = {}
         """What is missing, and why."""
+        self.energy = StepEnergy(self.notes)
         self.done = False
-        self.trace = folder / f"{name}.trace.json.gz"
-        self.snapshot = folder / f"{name}.memory.pickle"
-        self._others = OtherProfilers(self._give_way)
+        self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
+        self.count = StepCount(folder / f"{name}.memory.pickle", self.notes)
         self._throughout = ExitStack()
         """Held from the first step to the end of the recording."""
         self._open = ExitStack()
         """Held while steps are timed, counted or traced."""
-        self._tracer: Tracer | None = None
-        self._ranges: ModuleRanges | None = None
-        self._open_step = ExitStack()
         self._begun: Mark | None = None
         self._by_edges = False
+        self._optimizers_under_way = 0
+        self._calls: OutermostCalls | None = None
 
     def begin(self) -> None:
         if not self.done:
@@ -112,26 +103,75 @@ class Recorder:
         if not self.done:
             self._guarded(self._conclude)
 
-    def optimizing(self, on: bool) -> None:
-        """An optimizer begins or ends its step. Hooks of torch's own tell, as long as we live: one
-        that is added or removed while they are called breaks the optimizer."""
+    def abandon(self) -> None:
+        """Ends the recording as if it had never begun."""
+        if not self.done:
+            self._guarded(self._abandon)
+
+    def optimizer_begins(
+        self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook ahead of `Optimizer.step`. It stays in place as long as the program runs: one that
+        is added or removed while torch calls them breaks the optimizer."""
+        if self.done:
+            return None
+        self.between_operators()
+        self._optimizers_under_way += 1
+        self._optimizing(True)
+        return with_closure(arguments, keywords, self._closure)
+
+    def optimizer_ended(self, *_: Any) -> None:
+        """The hook after it. An optimizer may wrap another one: the outermost counts."""
+        self._optimizers_under_way -= 1
+        if self._optimizers_under_way <= 0 and not self.done:
+            self._optimizing(False)
+
+    def between_operators(self) -> None:
+        """No operator is under way: a count of too many of them may end here."""
+        if not self.done:
+            self._guarded(self.count.leave_early)
+
+    @contextmanager
+    def _closure(self) -> Iterator[None]:
+        """The forward and backward that an optimizer has done within its step are none of it."""
+        if self.done:
+            yield
+            return
+        self.between_operators()
+        self._optimizing(False)
+        # Within, calls of models have ranges that say `forward`; without models, none would.
+        try:
+            with self.trace.phase(OUTSIDE if self.called else FORWARD):
+                yield
+        finally:
+            self._optimizing(True)
+
+    def _optimizing(self, on: bool) -> None:
         if self.done:
             return
-        self._guarded(lambda: self.issue.turn(OPTIMIZER if on else OUTSIDE))
-        ledger = self.ledger
+        after = OUTSIDE if backward_task() is None else BACKWARD
+        self._guarded(lambda: self.issue.turn(OPTIMIZER if on else after))
+        ledger = self.count.ledger
         if ledger is not None:
             self._guarded(lambda: ledger.optimizing(on))
 
     def watch(self) -> None:
         """From here on it is seen whether the program uses a profiler of its own."""
-        self._throughout.enter_context(self._others.watched())
+        self._throughout.enter_context(self.trace.watching_others())
 
     def use(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.Tensor] = (),
     ) -> None:
-        """The models and optimizers of the step; the device is where the parameters are."""
+        """The models and optimizers of the step, and the parameters, where no optimizer has them;
+        the device is where these are."""
         self.models, self.optimizers = models, optimizers
-        first = next((p for o in optimizers for g in o.param_groups for p in g["params"]), None)
+        self.called = models
+        held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self.parameters = list({id(p): p for p in (*held, *parameters)}.values())
+        first = next(iter(self.parameters), None)
         if first is not None and first.device.type == "cuda":
             current = torch.cuda.current_device()
             self.device = CudaDevice(first.device.index or 0)
@@ -140,22 +180,29 @@ class Recorder:
 
     def _begin(self) -> None:
         stage = self.effort.stage(self.steps)
+        self._optimizers_under_way = 0
+        if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
+            self._calls = OutermostCalls(self.models)
+            self._open.enter_context(self._calls.seen())
         if stage is Stage.ISSUED:
             self._start_issuing()
         elif stage is Stage.COUNTED:
-            self._start_counting()
-        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is None:
-            self._start_tracing()
+            self._watch_evaluations()
+            self.count.begin(self.device, self.models, self.optimizers, self._own_s())
+        elif stage in (Stage.LEAD_IN, Stage.TRACED):
+            self._limit_trace()
+            if self.done:
+                return
+            if not self.trace.running:
+                self._prepare_trace(stage)
         if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
-            self._energy_begun = self.device.energy_j()
+            self.energy.begin(self.device)
             self._open.enter_context(batches_taken(self._loading))
             self._watch_evaluations()
         self._loaded_ms, self._evaluated = 0.0, 0
-        if stage is Stage.TRACED and self._tracer is not None:
-            self._mark_trace()
-            if self._ranges is not None:
-                self._ranges.evaluations = 0
+        if stage is Stage.TRACED and self.trace.running:
+            self.trace.begin(by_edges=self._by_edges)
         self._begun = self.device.mark()
 
     def _end(self) -> None:
@@ -164,6 +211,9 @@ class Recorder:
         end = self.device.mark()
         if stage is Stage.WARMUP:
             self.warmup_s.append(end.host_s - self._begun.host_s)
+            if self._calls is not None:
+                self._open.close()
+                self.called = self._calls.of(self.models)
         elif stage is Stage.TIMED:
             self.times.append((self._begun, end))
             self.loading_ms.append(self._loaded_ms)
@@ -172,50 +222,48 @@ class Recorder:
                 self._open.close()
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
-                self._note_energy()
+                took = self.times[-1][1].host_s - self.times[0][0].host_s
+                self.energy.end(self.device, took, len(self.times))
         elif stage is Stage.ISSUED:
             self.issue.end()
             self._open.close()
         elif stage is Stage.COUNTED:
+            self.count.end()
             self._open.close()
-            self._judge_count()
-            if self._evaluated > self.usual_evaluations and self._recounts < MOST_RECOUNTS:
+            more = self._evaluated > self.usual_evaluations and not self.count.too_many
+            if more and self._recounts < MOST_RECOUNTS:
                 # The next one, unless the program ends: then this has to do.
                 self._recounts += 1
                 return
-        elif stage is Stage.TRACED and self._tracer is not None:
-            self.traced += 1
-            if self._ranges is not None:
-                self.forwards = self._ranges.forwards
-                self.traced_evaluations.append(self._ranges.evaluations)
-            if not self._by_edges:
-                self._open_step.close()
+        elif stage is Stage.LEAD_IN:
+            self.count.end()
+        elif stage is Stage.TRACED and self.trace.running:
+            self.trace.end()
         self.steps += 1
         if self.effort.stage(self.steps) is Stage.DONE:
-            if self._by_edges and self._tracer is not None:
-                self._mark_trace()
+            if self._by_edges and self.trace.running:
+                self.trace.mark_edge()
             self.finish()
 
     def _discard(self) -> None:
         stage = self.effort.stage(self.steps)
-        if stage is Stage.TIMED and self._energy_begun is not None:
-            self._energy_begun = None
-            self.notes["no_energy"] = "a step raised among the timed ones, and the counter ran on"
+        if stage is Stage.TIMED:
+            self.energy.drop()
+        elif stage is Stage.WARMUP:
+            self._open.close()
         elif stage is Stage.ISSUED:
             self.issue.drop()
             self._open.close()
         elif stage is Stage.COUNTED:
+            self.count.drop()
             self._open.close()
-            self.ledger = None
-            self.snapshot.unlink(missing_ok=True)
             if self._raised_often(stage):
                 self.notes["memory_missing"] = "steps raised while their tensors were counted"
                 self.steps += 1
-        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self._tracer is not None:
+        elif stage in (Stage.LEAD_IN, Stage.TRACED) and self.trace.running:
             # Its mark cannot be taken out of the trace.
-            self._open_step.close()
-            self._drop_trace()
-            self._open.close()
+            self.count.drop()
+            self.trace.drop()
             self.steps = self.effort.steps - self.effort.traced - 1
             if self._raised_often(Stage.TRACED):
                 self.notes["trace_missing"] = "steps raised while they were traced"
@@ -241,8 +289,9 @@ class Recorder:
     def _watch_evaluations(self) -> None:
         def enter(*_: Any) -> None:
             self._evaluated += not torch.is_grad_enabled()
+            self.between_operators()
 
-        hooks = hooked_roots(self.models, enter, lambda *_: None)
+        hooks = hooked_roots(self.called, enter, lambda *_: None)
         if hooks is not None:
             self._open.enter_context(hooks)
 
@@ -255,7 +304,7 @@ class Recorder:
             self._loaded_ms += 1e3 * (time.perf_counter() - begun)
 
     def _start_issuing(self) -> None:
-        hooks = self.issue.hooked(self.models)
+        hooks = self.issue.hooked(self.called)
         if hooks is not None:
             self._open.enter_context(hooks)
             self.issue.begin()
@@ -266,116 +315,73 @@ class Recorder:
         if not capturing:
             self.device.synchronize()
 
-    def _start_counting(self) -> None:
-        if any_compiled(self.models):
-            self.notes["memory_missing"] = (
-                "the model is compiled: what its kernels keep is not seen from outside"
-            )
-            return
-        allocator = None
-        if self.device.kind == "cuda":
-            allocator = CudaAllocator(self.device.torch_device)
-            recording = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
-            if recording():
-                self.notes["snapshot_missing"] = "the program records the allocator's history"
-            else:
-                self._open.enter_context(recorded_history(self.snapshot))
-        self._watch_evaluations()
-        ledger = WatchedLedger(self.device.torch_device, allocator)
-        self._open.enter_context(ledger.step(self.models, self.optimizers))
-        self.ledger = ledger
+    def _own_s(self) -> float:
+        """How long the program takes by itself for the steps of this recording, at least."""
+        timed = [end.host_s - start.host_s for start, end in self.times]
+        others = self.effort.steps - self.effort.warmup
+        return sum(self.warmup_s) + others * sum(timed) / len(timed)
 
-    def _judge_count(self) -> None:
-        if self.ledger is None:
+    def _limit_trace(self) -> None:
+        """As many steps as may be traced; none of one that runs too many operators."""
+        if self.count.operators is None or self.trace.steps:
             return
-        self.notes.pop("memory_missing", None)
-        if self.ledger.failure:
-            self.notes["memory_missing"] = f"the count broke off ({self.ledger.failure})"
-            self.ledger = None
-        elif self.ledger.saved_unseen:
-            self.notes["memory_missing"] = (
-                "the program uses torch.func.grad or the like, under which nobody sees what is"
-                " saved for backward"
+        fit = self.count.steps_that_fit
+        if not fit:
+            self.trace.drop()
+            self.notes["trace_missing"] = self.count.why_not("to trace it")
+            self._close()
+        elif fit < self.effort.traced:
+            self.notes["traced_fewer"] = (
+                f"{fit} and not {self.effort.traced}, because a step runs"
+                f" {self.count.operators:,} operators"
             )
+            self.effort = msgspec.structs.replace(self.effort, traced=fit)
 
-    def _start_tracing(self) -> None:
-        if self._others.busy:
+    def _prepare_trace(self, stage: Stage) -> None:
+        if self.trace.profiler_is_taken:
             # Perhaps it is done by the next step.
             self.notes["trace_missing"] = (
                 "the program runs a profiler of its own: read its trace with `stepscope trace`"
             )
             return
         self.notes.pop("trace_missing", None)
-        self._ranges = ModuleRanges(self.models)
-        self._open.enter_context(self._ranges.entered())
-        with self._others.ours():
-            self._tracer = Tracer(self.device.kind)
-            self._tracer.start()
+        if stage is Stage.LEAD_IN:
+            self.count.begin_bare(self.models, self._own_s())
+        self.trace.prepare(self.device, self.models, self.called)
+
+    def _abandon(self) -> None:
+        self.trace.drop()
+        self._close()
 
     def _give_way(self) -> None:
         """Somebody else needs the profiler: what was traced so far is of no use."""
-        if self._tracer is None:
+        if not self.trace.running:
             return
-        self._drop_trace()
+        self.trace.drop()
         self.notes["trace_missing"] = "the program started a profiler of its own meanwhile"
         self._close()
 
-    def _drop_trace(self) -> None:
-        assert self._tracer is not None
-        tracer, self._tracer = self._tracer, None
-        with self._others.ours():
-            tracer.stop()
-        self.traced = self.forwards = 0
-        self.traced_evaluations.clear()
-
     def _close(self) -> None:
+        self.count.drop()
         self._open.close()
         self._throughout.close()
         self.done = True
-
-    def _mark_trace(self) -> None:
-        if self._by_edges:
-            with record_function(f"{STEP_EDGE}{self.traced}"):
-                pass
-            return
-        self._open_step.enter_context(record_function(f"{STEP_MARK}{self.traced}"))
-        self._open_step.enter_context(record_function("outside"))
-
-    def _note_energy(self) -> None:
-        """Of the timed steps; the counter moves some tens of times a second, which few or short
-        steps do not outlast."""
-        begun, now = self._energy_begun, self.device.energy_j()
-        if begun is None or now is None:
-            self.notes.setdefault("no_energy", self.device.energy_missing)
-            return
-        took = self.times[-1][1].host_s - self.times[0][0].host_s
-        if took < ENERGY_WITHIN_S:
-            self.notes["no_energy"] = (
-                f"the timed steps take {took:.2g} s, and the counter needs {ENERGY_WITHIN_S:g} s"
-                " (give a larger --timed)"
-            )
-            return
-        self.joules = (now - begun) / len(self.times)
 
     def _peak(self) -> int | None:
         return self.device.peak_bytes() if self.device.kind == "cuda" else None
 
     def _conclude(self) -> None:
-        if self._tracer is not None:
+        if self.trace.running:
             self.device.synchronize()
-            tracer, self._tracer = self._tracer, None
-            with self._others.ours():
-                tracer.stop()
-            if self.traced:
-                tracer.write(self.trace)
+            self.trace.write()
         self._close()
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         try:
             action()
         except Exception as error:
-            self.notes["recording_failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._tracer = None
-            with suppress(Exception):
-                self._close()
+            self.notes["recording_failed"] = one_line(error)
+            for leave in (self.count.drop, self.trace.drop, self._close):
+                with suppress(Exception):
+                    leave()
             self.done = True

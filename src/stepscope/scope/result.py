@@ -6,7 +6,7 @@ import gc
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,8 +21,9 @@ from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Quantity, Record, Series
+from stepscope.scope.energy import ENERGY_MOVES_S
 from stepscope.scope.issue import PHASES
-from stepscope.scope.recorder import ENERGY_MOVES_S, Recorder
+from stepscope.scope.recorder import Recorder
 from stepscope.studies.inspected import STUDY_NAME
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
 from stepscope.studies.own.changing import blocks_of
@@ -41,19 +42,19 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     quantities: dict[str, Quantity] = {}
     _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(quantities, "B", peak_bytes=recorder.peak_bytes)
-    if recorder.joules is not None and "left_out" in notes:
+    if recorder.energy.joules is not None and "left_out" in notes:
         notes["no_energy"] = (
             f"{notes['left_out']} of the timed steps do more than the others, and the counter ran"
             " through them"
         )
-    elif recorder.joules is not None:
+    elif recorder.energy.joules is not None:
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
-        _put(quantities, "J", joules=recorder.joules)
-        _put(quantities, "J", joules_resolution=recorder.joules * ENERGY_MOVES_S / took)
-    parameters = {id(p): p for p in _parameters(recorder.optimizers)}.values()
-    _put(quantities, "parameters", parameters=sum(_numbers(p) for p in parameters))
-    dtype = str(next((p.dtype for p in parameters), "")).removeprefix("torch.")
-    ledger = recorder.ledger
+        _put(quantities, "J", joules=recorder.energy.joules)
+        _put(quantities, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
+    parameters = sum(_numbers(parameter) for parameter in recorder.parameters)
+    _put(quantities, "parameters", parameters=parameters)
+    dtype = str(next((p.dtype for p in recorder.parameters), "")).removeprefix("torch.")
+    ledger = recorder.count.ledger
     if ledger is not None:
         # Counted on a CPU, where no allocator could be asked; then also what the page shows.
         peak = max((p.allocated for p in ledger.peaks), default=0)
@@ -64,11 +65,11 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         if "memory_missing" not in notes:
             notes["ledger"] = _json(ledger.peaks)
             notes["saved"] = _json(_largest(ledger.saved))
-    if recorder.traced:
-        notes["trace"] = recorder.trace.name
-        _put(quantities, "forwards", forwards=recorder.forwards / (recorder.traced + 1))
-    if recorder.snapshot.exists():
-        notes["snapshot"] = recorder.snapshot.name
+    if recorder.trace.steps:
+        notes["trace"] = recorder.trace.path.name
+        _put(quantities, "forwards", forwards=recorder.trace.forwards / recorder.trace.steps)
+    if recorder.count.snapshot.exists():
+        notes["snapshot"] = recorder.count.snapshot.name
     notes["setting"] = _json(_setting(recorder))
     environment = describe(recorder.device)
     return Record(
@@ -129,11 +130,11 @@ def _evaluations(recorder: Recorder) -> dict[str, str]:
     """How many timed steps hold more of them than the others, and which of the traced."""
     odd = len(recorder.evaluations) - len(usual_steps(recorder.evaluations))
     found = {"left_out": str(odd)} if odd else {}
-    if recorder.traced:
-        counts = recorder.traced_evaluations[-recorder.traced :]
+    if recorder.trace.steps:
+        counts = recorder.trace.evaluations
         usual = recorder.usual_evaluations
         places = [place for place, count in enumerate(counts) if count > usual]
-        if len(places) < recorder.traced:
+        if len(places) < recorder.trace.steps:
             found |= {"traced_validations": _json(places)} if places else {}
         else:
             found["validates_throughout"] = "yes"
@@ -182,12 +183,6 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSetting:
         foreach=None if not groups else groups[0].get("foreach"),
         knows_fused="fused" in optimizer.defaults,
     )
-
-
-def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
 
 
 def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:

@@ -22,6 +22,20 @@ class Stage(Enum):
     DONE = "done"
 
 
+MOST_OPERATORS = 60_000
+"""Operators of a step that are always counted: that takes some seconds."""
+_OPERATOR_S = 150e-6
+"""To count an operator, to trace it once and to read it from the trace (measured on a server CPU:
+50, 40 and 60 microseconds)."""
+_SHARE = 0.25
+"""Of the program's own time, what a recording may take where it takes more than those seconds."""
+
+
+def most_operators(own_s: float) -> int:
+    """How many operators a recording may count and trace in a program that runs for that long."""
+    return max(MOST_OPERATORS, int(_SHARE * own_s / _OPERATOR_S))
+
+
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How many steps are left out, and how many are recorded."""
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.scope.anchor import Anchor
+from stepscope.errors import one_line
 from stepscope.scope.arrival import when_imported
 from stepscope.scope.stages import Effort
 from stepscope.studies.inspected.progress import CHILD_STEPPED, Progress, write_progress
 
 if TYPE_CHECKING:
     from stepscope.scope.recorder import Recorder
+    from stepscope.scope.steps import StepFinder
 
 
 class Watcher:
@@ -29,8 +30,7 @@ class Watcher:
         self._effort = effort
         self._name, self._words = name, words
         self._stop = stop
-        self._anchor = Anchor()
-        self._optimizers: dict[int, Any] = {}
+        self._finder: StepFinder | None = None
         self._hooks: list[Any] = []
         self._recorder: Recorder | None = None
         self._in_child = False
@@ -55,15 +55,14 @@ class Watcher:
         try:
             action()
         except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failure = one_line(error)
             if self._recorder is not None:
                 self._recorder.finish()
             with suppress(Exception):
                 self._say()
 
     def _finish(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._detach()
         if self._recorder is not None:
             self._recorder.finish()
             self._write()
@@ -75,36 +74,83 @@ class Watcher:
             register_optimizer_step_pre_hook,
         )
 
+        from stepscope.scope.steps import BackwardCalls, StepFinder
+
         self._torch = True
+        self._finder = StepFinder()
+        backwards = BackwardCalls(self._backward_begins, self._backward_ended)
+        backwards.attach()
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_stepped),
+            backwards,
         ]
         self._say()
 
-    def _optimizer_begins(self, *_: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.optimizing(True)
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if self._records:
+            self._undisturbed(lambda: self._see_optimizer(optimizer))
+        if self._recorder is None or not self._records:
+            return None
+        return self._recorder.optimizer_begins(optimizer, arguments, keywords)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if not self._failure:
+        if self._in_child:
+            self._undisturbed(self._note_child)
+        elif self._records:
             self._undisturbed(lambda: self._see_step(optimizer))
 
+    def _backward_begins(self, roots: Any) -> None:
+        if self._records:
+            self._undisturbed(lambda: self._see_backward(roots))
+
+    def _backward_ended(self) -> None:
+        if self._records:
+            self._undisturbed(self._see_end_of_backward)
+
+    @property
+    def _records(self) -> bool:
+        ended = self._recorder is not None and self._recorder.done
+        return not (ended or self._failure or self._written or self._in_child)
+
+    def _see_optimizer(self, optimizer: Any) -> None:
+        if self._found.optimizer_begins(optimizer) and self._recorder is not None:
+            self._recorder.abandon()
+            self._recorder, self._searched = None, False
+
     def _see_step(self, optimizer: Any) -> None:
-        if self._written or self._in_child:
-            self._note_child()
-            return
         if self._recorder is not None:
-            self._recorder.optimizing(False)
-            if self._recorder.done:
-                return
-        self._optimizers.setdefault(id(optimizer), optimizer)
-        if not self._anchor.ends_step(id(optimizer)):
-            return
+            self._recorder.optimizer_ended()
+        if self._found.optimizer_stepped(optimizer):
+            self._end_step()
+
+    def _see_backward(self, roots: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.between_operators()
+        self._found.backward_begins(roots)
+
+    def _see_end_of_backward(self) -> None:
+        if self._found.backward_ended():
+            self._end_step()
+
+    @property
+    def _found(self) -> StepFinder:
+        assert self._finder is not None
+        return self._finder
+
+    def _end_step(self) -> None:
         recorder = self._recorder or self._begin()
-        if recorder.steps >= self._effort.warmup - 1 and not self._searched:
-            self._searched = True
-            self._anchor.freeze()
+        if not self._searched and recorder.steps >= self._effort.warmup - 2:
+            # Ahead of the last step of the warm-up, in which their calls are looked at; and after
+            # it, when all optimizers have stepped.
+            self._searched = recorder.steps >= self._effort.warmup - 1
+            if self._searched:
+                self._found.anchor.freeze()
             self._find_models(recorder)
         recorder.edge()
         if recorder.done:
@@ -115,7 +161,7 @@ class Watcher:
 
         rank = os.environ.get("RANK", "0")
         self._recorder = Recorder(self._effort, self._folder, f"rank-{rank}")
-        self._recorder.use((), tuple(self._optimizers.values()))
+        self._use((), self._recorder)
         self._recorder.watch()
         self._say()
         return self._recorder
@@ -123,13 +169,15 @@ class Watcher:
     def _find_models(self, recorder: Recorder) -> None:
         from stepscope.measure.modules import trained_models
 
-        optimizers = tuple(self._optimizers.values())
-        parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
-        recorder.use(trained_models(parameters), optimizers)
+        self._use(trained_models(self._found.parameters), recorder)
+
+    def _use(self, models: Sequence[Any], recorder: Recorder) -> None:
+        optimizers = tuple(self._found.optimizers.values())
+        recorder.use(models, optimizers, self._found.parameters)
 
     def _conclude(self) -> None:
         self._write()
-        self._optimizers.clear()
+        self._found.optimizers.clear()
         self._say()
         if self._stop:
             sys.exit(0)
@@ -152,13 +200,14 @@ class Watcher:
 
     def _say(self) -> None:
         recorder = self._recorder
+        anchor = None if self._finder is None else self._finder.anchor
         broken_off = "" if recorder is None else recorder.notes.get("recording_failed", "")
         write_progress(
             self._folder,
             Progress(
                 torch=self._torch,
-                optimizer_steps=self._anchor.steps,
-                optimizers=self._anchor.optimizers,
+                optimizer_steps=0 if anchor is None else anchor.steps,
+                optimizers=0 if anchor is None else anchor.optimizers,
                 steps=0 if recorder is None else recorder.steps,
                 needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.scope.anchor import Anchor
+from stepscope.errors import StepscopeError
 from stepscope.scope.arrival import when_imported
 from stepscope.studies.advice.turns import Ready, Taken
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device, Mark
+    from stepscope.scope.steps import StepFinder
     from stepscope.scope.trial.backwards import Backwards
     from stepscope.scope.trial.changes import Changes
 
@@ -38,8 +39,7 @@ class Contender:
         self._lines = self._channel.makefile("rb")
         self._settings = settings
         self._warmup = warmup
-        self._anchor = Anchor()
-        self._optimizers: dict[int, Any] = {}
+        self._known = 0
         self._pid = os.getpid()
         self._steps = 0
         self._left = 0
@@ -47,6 +47,7 @@ class Contender:
         self._warm_since = 0.0
         self._begun: Mark | None = None
         self._device: Device
+        self._finder: StepFinder
         self._backwards: Backwards
         self._changes: Changes
 
@@ -62,8 +63,12 @@ class Contender:
 
     def _attach(self) -> None:
         import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
+        from stepscope.scope.steps import BackwardCalls, StepFinder
         from stepscope.scope.trial.backwards import Backwards
         from stepscope.scope.trial.changes import Changes
 
@@ -72,25 +77,45 @@ class Contender:
         self._backwards.attach()
         self._changes = Changes(self._settings, self._backwards)
         self._changes.when_torch_is_there()
+        self._finder = StepFinder()
+        BackwardCalls(self._backward_begins, self._backward_ended).attach()
+        register_optimizer_step_pre_hook(self._optimizer_begins)
         register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        if os.getpid() == self._pid and self._finder.optimizer_begins(optimizer):
+            if self._steps >= self._warmup:
+                raise StepscopeError(
+                    "the program's first optimizer step came after its backward calls had been"
+                    " taken for steps"
+                )
+            self._steps = 0
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         if os.getpid() != self._pid:
             return
-        new = id(optimizer) not in self._optimizers
-        self._optimizers.setdefault(id(optimizer), optimizer)
-        if not self._anchor.ends_step(id(optimizer)):
-            if new and self._steps:
-                # Of several, each may have a model of its own.
-                self._know_models()
-            return
+        if self._finder.optimizer_stepped(optimizer):
+            self._end_step()
+        elif self._steps:
+            self._know_more_models()
+
+    def _backward_begins(self, roots: Any) -> None:
+        if os.getpid() == self._pid:
+            self._finder.backward_begins(roots)
+
+    def _backward_ended(self) -> None:
+        if os.getpid() == self._pid and self._finder.backward_ended():
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._steps += 1
         self._backwards.end_step()
         if self._steps == 1:
             self._know_models()
+        self._know_more_models()
         self._changes.end_step(self._steps)
         if self._steps == self._warmup - 1:
-            self._anchor.freeze()
+            self._finder.anchor.freeze()
             self._device.synchronize()
             self._warm_since = time.perf_counter()
         elif self._steps == self._warmup:
@@ -103,12 +128,17 @@ class Contender:
         elif self._steps > self._warmup:
             self._within_turn()
 
+    def _know_more_models(self) -> None:
+        """Of several optimizers, each may have a model of its own."""
+        if len(self._finder.optimizers) != self._known:
+            self._know_models()
+
     def _know_models(self) -> None:
         from stepscope.measure.device import CpuDevice, CudaDevice
         from stepscope.measure.modules import trained_models
 
-        groups = [group for one in self._optimizers.values() for group in one.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._known = len(self._finder.optimizers)
+        parameters = self._finder.parameters
         place = parameters[0].device
         self._device = CudaDevice(place.index or 0) if place.type == "cuda" else CpuDevice()
         self._changes.when_models_are_known(trained_models(parameters))

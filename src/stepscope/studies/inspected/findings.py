@@ -24,6 +24,7 @@ from stepscope.studies.trace_findings import HOST_LIMITS_FROM, TRACED_APART, tra
 
 _MISSING = {
     "trace_missing": "The steps were not traced",
+    "traced_fewer": "Fewer steps were traced than asked for",
     "memory_missing": "The memory was not accounted for",
     "snapshot_missing": "No snapshot of the allocator was taken",
     "recording_failed": "The recording broke off",

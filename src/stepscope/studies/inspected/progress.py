@@ -62,9 +62,10 @@ def why_nothing(
         )
     if not progress.optimizer_steps:
         return (
-            f"{name} {ending} without an optimizer step in this process: a step is told by the"
-            " `step` of a torch.optim.Optimizer, or mark it yourself with stepscope.Scope; where a"
-            " script starts processes that train (mp.spawn), start its ranks with torchrun instead"
+            f"{name} {ending} without an optimizer step in this process: a step ends with the"
+            " `step` of a torch.optim.Optimizer, or with a `backward` after an update by hand; mark"
+            " it yourself with stepscope.Scope, and where a script starts processes that train"
+            " (mp.spawn), start its ranks with torchrun instead"
         )
     made = counted(progress.optimizer_steps, "optimizer step")
     return (

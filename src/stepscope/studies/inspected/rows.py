@@ -60,8 +60,17 @@ class Watched:
         if self.summary is not None and self.step_ms is not None:
             return ""
         notes = self.record.notes
-        whys = (notes.get("trace_missing"), notes.get("cut_short"), self.record.reason)
+        whys = (
+            notes.get("recording_failed"), notes.get("trace_missing"), notes.get("cut_short"),
+            self.record.reason,
+        )  # fmt: skip
         return next(filter(None, whys), "it has no trace")
+
+    @property
+    def not_whole(self) -> str:
+        """Why not all steps were recorded; empty where they were."""
+        whys = (self.record.notes.get(note) for note in ("recording_failed", "cut_short"))
+        return next(filter(None, whys), self.missing)
 
     @property
     def issue_ms(self) -> dict[str, float]:

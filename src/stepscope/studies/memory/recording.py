@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.errors import one_line
 from stepscope.model.checkpointing import NONE
 from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
@@ -160,7 +161,7 @@ def _snapshot(
             one_step(step, device)
     except Exception as error:
         # Without a snapshot the account stands all the same.
-        return {"snapshot_missing": f"{type(error).__name__}: {error}".splitlines()[0]}, []
+        return {"snapshot_missing": one_line(error)}, []
     notes = {"snapshot": path.name}
     if recording.overflowed:
         notes["snapshot_incomplete"] = "its buffer was full: earlier events were overwritten"

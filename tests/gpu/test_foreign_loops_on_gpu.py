@@ -1,0 +1,68 @@
+"""Updates within the backward and closures on a GPU, where autograd has a thread of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from watched_models import Network, batch, network_flops
+from watched_programs import only, watching
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    x, y = (one.cuda() for one in batch())
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def test_optimizers_that_step_in_the_engines_thread_are_recorded(tmp_path: Path) -> None:
+    model = Network().cuda()
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with watching(tmp_path):
+        for _ in range(20):
+            loss_of(model).backward()
+    found = only(tmp_path)
+    assert "recording_failed" not in found.record.notes
+    assert found.record.quantity("flops") == network_flops(8)
+    assert found.micro_batches == 1
+    assert found.summary is not None
+    assert len(found.summary.steps) == 2
+    assert {"forward", "backward", "optimizer"} <= {use.phase for use in found.summary.uses}
+    assert {"forward", "backward", "optimizer"} <= found.issue_ms.keys()
+    assert found.account is not None
+
+
+def test_a_closures_work_is_not_the_optimizers_on_the_device(tmp_path: Path) -> None:
+    model = Network().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    with watching(tmp_path):
+        for _ in range(20):
+            optimizer.step(closure)  # type: ignore[arg-type]
+    found = only(tmp_path)
+    assert found.summary is not None
+    assert not [
+        use for use in found.summary.uses if use.phase == "optimizer" and use.kind == "matmul"
+    ]
+    assert [use for use in found.summary.uses if use.phase == "forward" and use.kind == "matmul"]
+    assert found.issue_ms["forward"] > 0
+    assert found.issue_ms["backward"] > 0

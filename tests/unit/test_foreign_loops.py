@@ -1,0 +1,295 @@
+"""Training loops as other people write them: closures, updates within the backward or by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stepscope
+from stepscope.records.memory import SAVED
+from stepscope.scope import counting, stages
+from stepscope.studies.inspected.progress import read_progress
+from stepscope.studies.inspected.rows import Watched
+from watched_models import WIDTH, Network, batch, network_flops
+from watched_programs import only, watching
+
+STEPS = 14
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    x, y = batch()
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def flops_by_phase(found: Watched) -> dict[str, set[str]]:
+    """The operators with a matrix product in them, by the phase that they were found in."""
+    assert found.summary is not None
+    phases: dict[str, set[str]] = {}
+    for use in found.summary.uses:
+        phases.setdefault(use.phase, set()).add(use.kernel)
+    return phases
+
+
+def with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["SGD", "LBFGS", "keyword"])
+def closing_step(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[], None]]:
+    model = Network()
+    if request.param == "LBFGS":
+        optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        return model, lambda: with_closure(model, optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if request.param == "SGD":
+        return model, lambda: with_closure(model, optimizer)
+
+    def step() -> None:
+        optimizer.step(closure=lambda: loss_of(model).backward())  # type: ignore[arg-type]
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def test_a_closures_forward_and_backward_are_not_the_optimizer(
+    tmp_path: Path, closing_step: tuple[nn.Module, Callable[[], None]]
+) -> None:
+    _, step = closing_step
+    with watching(tmp_path):
+        for _ in range(STEPS):
+            step()
+    found = only(tmp_path)
+    phases = flops_by_phase(found)
+    assert "aten::addmm" in phases["forward"]
+    assert "aten::mm" in phases["backward"]
+    assert not {"aten::addmm", "aten::mm"} & phases["optimizer"]
+    assert found.account is not None
+    kept = {
+        peak.phase: [line for line in peak.lines if line.startswith(SAVED)]
+        for peak in found.account.phases
+    }
+    assert kept.keys() == {"forward", "backward", "optimizer"}
+    assert kept["backward"]
+    assert not kept["optimizer"]
+
+
+def test_a_scope_sees_a_closure_too() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scope = stepscope.Scope(model, optimizer, warmup=1, timed=2, traced=1)
+    for _ in range(6):
+        with scope.step():
+            with_closure(model, optimizer)
+    phases = flops_by_phase(Watched(scope.record()))
+    assert "aten::addmm" in phases["forward"]
+    assert "aten::addmm" not in phases["optimizer"]
+
+
+class Container(nn.Module):
+    """Trained by a method of its own, as a module of Lightning is: nobody calls the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Network()
+        self.scale = nn.Linear(4, 4)
+
+    def training_step(self) -> torch.Tensor:
+        x, y = batch()
+        return nn.functional.cross_entropy(self.scale(self.net(x)), y)
+
+
+def test_parts_that_the_program_calls_itself_are_its_forward(tmp_path: Path) -> None:
+    model = Container()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure() -> None:
+        for _ in range(2):
+            model.training_step().backward()
+
+    with watching(tmp_path):
+        for _ in range(STEPS):
+            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.zero_grad()
+    found = only(tmp_path)
+    assert found.setting is not None
+    assert found.setting.models == ("Container",)
+    assert found.micro_batches == 2
+    phases = flops_by_phase(found)
+    assert "aten::addmm" in phases["forward"]
+    assert "aten::normal_" in phases["outside"]
+    assert not {"aten::addmm", "aten::mm", "aten::normal_"} & phases["optimizer"]
+
+
+def in_backward(model: nn.Module) -> Callable[[], None]:
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return lambda: loss_of(model).backward()
+
+
+def test_optimizers_that_step_within_the_backward_are_recorded(tmp_path: Path) -> None:
+    model = Network()
+    step = in_backward(model)
+    with watching(tmp_path):
+        for _ in range(STEPS):
+            step()
+    found = only(tmp_path)
+    assert "recording_failed" not in found.record.notes
+    assert found.record.quantity("flops") == network_flops(8)
+    assert found.micro_batches == 1
+    phases = flops_by_phase(found)
+    assert "aten::addmm" in phases["forward"]
+    assert "aten::mm" in phases["backward"]
+    assert "aten::addcdiv_" in phases["optimizer"]
+    assert found.account is not None
+    assert [peak.phase for peak in found.account.phases] == ["forward", "backward", "optimizer"]
+    assert found.setting is not None
+    assert len(found.setting.optimizers) == len(list(model.parameters()))
+
+
+def subtract(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.01 * parameter.grad
+    model.zero_grad()
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data -= 0.01 * parameter.grad
+        parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("update", [subtract, through_data])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_updates_by_hand_end_a_step(
+    tmp_path: Path, update: Callable[[nn.Module], None], micro_batches: int
+) -> None:
+    model = Network()
+    with watching(tmp_path):
+        for _ in range(STEPS + 2):
+            for _ in range(micro_batches):
+                loss_of(model).backward()
+            update(model)
+    found = only(tmp_path)
+    assert found.record.quantity("flops") == micro_batches * network_flops(8)
+    assert found.micro_batches == micro_batches
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert found.record.quantity("parameters") == parameters
+    assert found.setting is not None
+    assert (found.setting.models, found.setting.optimizers) == (("Network",), ())
+
+
+def test_updates_by_hand_from_torch_autograd_grad_end_a_step(tmp_path: Path) -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with watching(tmp_path):
+        for _ in range(STEPS + 2):
+            (gradient,) = torch.autograd.grad(
+                (torch.randn(8, WIDTH) @ weight).pow(2).mean(), weight
+            )
+            with torch.no_grad():
+                weight -= 0.01 * gradient
+    found = only(tmp_path)
+    assert found.record.quantity("flops") == 2 * 2 * 8 * WIDTH * WIDTH
+    assert found.summary is not None
+
+
+def test_gradients_written_between_micro_batches_are_no_steps(tmp_path: Path) -> None:
+    """As with clipping per sample: the first optimizer step shows what the step is."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watching(tmp_path):
+        for _ in range(STEPS):
+            for _ in range(8):
+                loss_of(model).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = only(tmp_path)
+    assert found.record.quantity("flops") == 8 * network_flops(8)
+    assert found.micro_batches == 8
+    assert read_progress(tmp_path).optimizer_steps == 12
+
+
+def test_torch_has_its_own_functions_back_afterwards(tmp_path: Path) -> None:
+    plain = torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward
+    with watching(tmp_path):
+        assert torch.autograd.backward is not plain[0]
+    assert (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward) == plain
+
+
+@pytest.fixture
+def few_operators(monkeypatch: pytest.MonkeyPatch) -> int:
+    most = 60
+    monkeypatch.setattr(counting, "most_operators", lambda _: most)
+    return most
+
+
+def test_a_step_of_too_many_operators_is_timed_alone(tmp_path: Path, few_operators: int) -> None:
+    model = Network()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20)
+    seen: list[int] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(torch.utils._python_dispatch._len_torch_dispatch_stack())
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    with watching(tmp_path):
+        for _ in range(STEPS):
+            optimizer.step(closure)
+    # The instruments are gone before the step that they would slow down has ended.
+    counted = [place for place, depth in enumerate(seen) if depth]
+    assert 0 < len(counted) <= 3
+    found = only(tmp_path)
+    assert len(found.record.find("step").values) == 5  # type: ignore[union-attr]
+    notes = found.record.notes
+    assert f"more than {few_operators} operators" in notes["memory_missing"]
+    assert f"more than {few_operators} operators" in notes["trace_missing"]
+    assert "cut_short" not in notes
+    assert found.missing == notes["trace_missing"]
+    assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_fewer_steps_are_traced_of_many_operators(
+    monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    monkeypatch.setattr(counting, "most_operators", lambda _: 250)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = stepscope.Scope(model, optimizer, warmup=1, timed=2, traced=9, memory=memory)
+    while not scope.done:
+        with scope.step():
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = scope.record()
+    summary = Watched(record).summary
+    assert summary is not None
+    assert 1 <= len(summary.steps) < 9
+    assert record.notes["traced_fewer"].startswith(f"{len(summary.steps)} and not 9")
+
+
+def test_what_may_be_recorded_grows_with_the_programs_own_time() -> None:
+    assert stages.most_operators(0.0) == stages.most_operators(10.0) == stages.MOST_OPERATORS
+    assert stages.most_operators(360.0) == 10 * stages.MOST_OPERATORS

@@ -1,0 +1,152 @@
+"""The folder of the ranks of one torchrun: private, random, and of nobody else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepscope.studies.inspected.background import Background
+from stepscope.studies.inspected.meeting import Meeting, meet
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return tmp_path
+
+
+@pytest.fixture
+def led(home: Path) -> Iterator[Meeting]:
+    assert home.exists()
+    first = meet()
+    yield first
+    first.leave()
+
+
+def follow(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    return meet(within_s=0.2)
+
+
+def test_ranks_meet_in_a_private_folder_that_nobody_can_foresee(
+    led: Meeting, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = meet()
+    assert again.folder != led.folder
+    second = follow(monkeypatch)
+    assert (second.folder, second.leads, second.alone) == (again.folder, False, "")
+    assert stat.S_IMODE(second.folder.stat().st_mode) == 0o700
+    second.leave()
+    assert again.folder.exists()
+    again.leave()
+    led.leave()
+    assert not list((home / "tmp").iterdir())
+    assert not list((home / "cache" / "stepscope" / "meetings").iterdir())
+
+
+def test_one_rank_needs_nobody(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    found = meet()
+    assert (found.leads, found.alone, found.invitation) == (True, "", None)
+    assert not (home / "cache").exists()
+    found.leave()
+
+
+def test_an_attempt_of_its_own_has_a_folder_of_its_own(
+    led: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second = follow(monkeypatch)
+    assert second.folder != led.folder
+    assert "left no folder within 0.2 s" in second.alone
+    second.leave()
+
+
+def plant_link(folder: Path, home: Path) -> None:
+    (home / "elsewhere").mkdir(mode=0o700)
+    folder.rmdir()
+    folder.symlink_to(home / "elsewhere")
+
+
+def open_to_others(folder: Path, home: Path) -> None:
+    assert home.exists()
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"), [(plant_link, "is not a folder"), (open_to_others, "others can enter")]
+)
+@pytest.mark.parametrize("planted", ["the folder", "the place of the invitation"])
+def test_what_others_could_have_made_is_refused_and_the_program_runs_all_the_same(
+    led: Meeting,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: object,
+    said: str,
+    planted: str,
+) -> None:
+    place = led.folder
+    if planted != "the folder":
+        place = home / "cache" / "stepscope" / "meetings"
+        led.leave()
+    plant(place, home)  # type: ignore[operator]
+    second = follow(monkeypatch)
+    assert said in second.alone
+    assert second.folder.resolve() != place.resolve()
+    assert second.folder.stat().st_uid == os.geteuid()
+    second.leave()
+    assert not second.folder.exists()
+
+
+def test_a_folder_of_another_user_is_refused(led: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: led.folder.stat().st_uid + 1)
+    second = follow(monkeypatch)
+    assert "belongs to user" in second.alone
+    second.leave()
+
+
+def test_each_of_several_machines_has_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepscope.cli.inspect_command import _of_this_machine
+
+    page = Path("out/train.html")
+    assert _of_this_machine(page) == page
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert _of_this_machine(page) == Path("out/train.node-1.html")
+
+
+def test_work_in_the_background_yields_to_all_else_until_it_is_waited_for() -> None:
+    begun, seen = threading.Event(), []
+
+    def work() -> str:
+        seen.append(os.sched_getscheduler(0))
+        begun.set()
+        deadline = time.monotonic() + 20
+        while os.sched_getscheduler(0) == os.SCHED_IDLE and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(os.sched_getscheduler(0))
+        return "done"
+
+    background = Background(work)
+    assert begun.wait(20)
+    assert background.result() == "done"
+    assert seen == [os.SCHED_IDLE, os.SCHED_OTHER]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_an_error_in_the_background_is_raised_where_it_is_waited_for() -> None:
+    def fails() -> None:
+        raise OSError("planned")
+
+    with pytest.raises(OSError, match="planned"):
+        Background(fails).result()
