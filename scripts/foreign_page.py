@@ -165,10 +165,10 @@ def foreign_table(lines: Sequence[Line]) -> Table:
         caption="`apart`: the step time of `inspect` against the hook's for the same steps."
         " `later steps against plain`: steps after the recording, while the page is written,"
         " against those of a plain run; `whole run`: how much longer the program takes under"
-        " `inspect`, recording and page included. Predicted gains with their range, verified ones with the interval of their"
-        " trial; `right`: within a third of the prediction, or inside of its range. The last two"
-        " columns are the verified gain and that of the same change made by the program's own flag,"
-        " as shares of the step.",
+        " `inspect`, recording and page included. Predicted gains have their range, verified ones"
+        " the interval of their trial; `right`: within a third of the prediction, or inside its"
+        " range. The last two columns are the verified gain and that of the same change made by"
+        " the program's own flag, as shares of the step.",
     )
 
 
