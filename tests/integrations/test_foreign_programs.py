@@ -12,20 +12,12 @@ from foreign_runs import ALL, BY_NAME, Program
 import stepscope
 from stepscope.analysis.trace.summary import Summary
 
-each = pytest.mark.parametrize(
-    "program",
-    [pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name)) for one in ALL],
-)
-
 
 def only(*programs: Program) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "program",
-        [
-            pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name))
-            for one in programs
-        ],
-    )
+    return pytest.mark.parametrize("program", programs, ids=[one.name for one in programs])
+
+
+each = only(*ALL)
 
 
 def summary_of(program: Program) -> Summary:
