@@ -10,7 +10,7 @@ from typing import Any
 from page_parts import commits_of
 
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import percent
+from stepscope.report.format import counted, percent
 from stepscope.report.text import markdown
 
 Line = dict[str, Any]
@@ -115,14 +115,14 @@ def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
         worst = max(abs(line["inspect_ms"] / line["hook_ms"] - 1) for line in timed)
         yield (
             f"The step time of `inspect` is at most {percent(worst)} away from the hook's time of"
-            f" the same steps, in {len(timed)} programs."
+            f" the same steps, in {counted(len(timed), 'program')}."
         )
-    counted = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
-    if counted:
-        worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in counted)
+    both = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
+    if both:
+        worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in both)
         yield (
             f"FLOPs are at most {percent(worst)} away from the independent count, in"
-            f" {len(counted)} programs."
+            f" {counted(len(both), 'program')}."
         )
 
 
