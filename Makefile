@@ -24,9 +24,9 @@ report: .venv/.use
 test: .venv/.dev browser
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-# A program's tests share its runs, so they stay in one process.
+# In one process: the tests of a program share its runs.
 test-integrations: .venv/.integrations
-	$(BIN)/pytest tests/integrations -n 2 --dist loadgroup --timeout 1800 $(ARGS)
+	$(BIN)/pytest tests/integrations --timeout 1800 $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

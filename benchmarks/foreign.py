@@ -9,8 +9,9 @@ For each program of `benchmarks/programs`:
 - plain: it runs with `independent_hook.py`, which times its steps and counts its FLOPs;
 - inspect: the same under `stepscope inspect`. The recorded steps are compared with the hook's times
   of the very same steps, and the steps after the recording with those of the plain run;
-- advise: `stepscope advise --verify` for its first advice, without corrections from the past;
-- hand: the same change made by the program's own flag, timed by the hook in ABBA order.
+- advise: `stepscope advise --verify`, without corrections from the past; on a GPU its first advice
+  alone is tried;
+- hand: the first change made by the program's own flag, timed by the hook in ABBA order.
 
 A part that fails leaves one line in `errors`, and the others go on. A line is written when a
 program is done, so that `--resume` continues with the next one.
@@ -35,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from foreign_page import Line, foreign_table, read_lines, summary_sentences  # noqa: E402
+from foreign_page import Line, first_trial, foreign_table, read_lines, summary_sentences  # noqa: E402
 
 from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
@@ -183,7 +184,8 @@ class Bench:
         } | _environment(record)
 
     def advise(self) -> Line:
-        """The first advice and its trial. Corrections of other programs are left out."""
+        """Every change that was tried alone, in the order of the advice."""
+        # Without corrections that other programs have taught.
         (self.given.cache / "stepscope" / "advice.jsonl").unlink(missing_ok=True)
         done = self.run(
             [
@@ -192,32 +194,16 @@ class Bench:
             ]
         )  # fmt: skip
         said = json.loads(done.stdout.strip().splitlines()[-1])
-        found: Line = {"advised": [one["code"] for one in said["advice"]]}
-        tried = {one["change"]: one for one in said["tried"]}
-        for one in said["advice"]:
-            trial = tried.get(one["code"])
-            if trial is None:
-                continue
-            found |= {"advice": one["code"], "verdict": trial["verdict"]}
-            if trial["realised_ms"] is None or trial["predicted_ms"] is None:
-                break
-            # As in the trial, whose base step may take longer than the recorded one.
-            scale = trial["predicted_ms"] / one["gain_ms"] if one["gain_ms"] else 1.0
-            ends = [one.get("low_ms"), one.get("high_ms")]
-            found |= {
-                "predicted_ms": trial["predicted_ms"],
-                "range_ms": None if None in ends else [scale * end for end in ends],
-                "verified_ms": trial["realised_ms"], "interval_ms": trial["interval_ms"],
-                "base_ms": self._base_ms(one["code"]),
-            }  # fmt: skip
-            break
-        return found
-
-    def _base_ms(self, code: str) -> float | None:
-        """The step as it is, in the trial of a change."""
+        told = {one["change"]: one for one in said["tried"]}
         with Store(self.folder / "records.db", create=False) as store:
-            tried = [Tried(record) for record in store.records() if record.study == TRIALS]
-        return next(one.base_ms for one in tried if one.trial.code == code)
+            records = [record for record in store.records() if record.study == TRIALS]
+        found = {one.trial.code: one for one in map(Tried, records)}
+        tried = [
+            _trial(one, told[one["code"]], found[one["code"]])
+            for one in said["advice"]
+            if one["code"] in told
+        ]
+        return {"advised": [one["code"] for one in said["advice"]], "tried": tried}
 
     def _flag(self, code: str) -> list[str] | None:
         """How the program makes a change itself; None where it cannot."""
@@ -245,6 +231,20 @@ class Bench:
             times[changed].append(statistics.median(steps) / (more if changed else 1))
         base, changed_ms = (statistics.mean(times[changed]) for changed in (False, True))
         return {"flag": " ".join(flag), "hand_base_ms": base, "hand_ms": base - changed_ms}
+
+
+def _trial(advice: Line, told: Line, tried: Tried) -> Line:
+    """What was predicted for a change and what its trial found."""
+    predicted, ends = told["predicted_ms"], [advice.get("low_ms"), advice.get("high_ms")]
+    # The base step of a trial may take longer than the recorded one: the prediction is a share.
+    scale = predicted / advice["gain_ms"] if predicted is not None and advice["gain_ms"] else 1.0
+    return {
+        "code": advice["code"], "verdict": told["verdict"], "base_ms": tried.base_ms,
+        "without_effect": tried.without_effect,
+        "predicted_ms": predicted,
+        "range_ms": None if None in ends else [scale * end for end in ends],
+        "verified_ms": told["realised_ms"], "interval_ms": told["interval_ms"],
+    }  # fmt: skip
 
 
 def _steps(held: dict[str, Any]) -> list[float]:
@@ -297,8 +297,8 @@ def measure(program: Program, given: argparse.Namespace) -> Line:
         part("inspect", bench.inspect)
         if program.ranks == 1:
             part("advise", bench.advise)
-            if "verified_ms" in line:
-                part("hand", lambda: bench.by_hand(line["advice"]))
+            if (trial := first_trial(line)) is not None:
+                part("hand", lambda: bench.by_hand(trial["code"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     line["took_s"] = time.monotonic() - begun
@@ -319,7 +319,8 @@ def arguments() -> argparse.Namespace:
     words.add_argument("--out", type=Path)
     words.add_argument("--resume", action="store_true", help="skip programs that have a line")
     words.add_argument("--limit", type=float, default=120 if on_gpu else 900, help="s per program")
-    words.add_argument("--within", type=float, default=1.0, help="s for trials after the first")
+    words.add_argument("--within", type=float, default=1 if on_gpu else 240,
+                       help="s for the trials of a program; the first is always begun")  # fmt: skip
     words.add_argument("--hand-runs", type=int, default=1 if on_gpu else 2)
     words.add_argument("--show", action="store_true", help="print the table and measure nothing")
     given = words.parse_args()

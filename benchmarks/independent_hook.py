@@ -4,8 +4,8 @@ python benchmarks/independent_hook.py TIMES.json PROGRAM [ARGUMENTS …]
 
 A step lasts from one step of the program's first optimizer to the next. Times are the host's and,
 on a GPU, those of CUDA events as well. With `COUNT_FLOPS=20` the twenty-first step runs
-under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers of cuDNN:
-the formulas of both are given here.
+under torch.utils.flop_counter, which knows neither causal attention nor recurrent layers: the
+formulas of both are given here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-RECURRENT = "_cudnn_rnn"
+RECURRENT = ("_cudnn_rnn", "mkldnn_rnn_layer")
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
@@ -42,7 +42,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         for name in ATTENTION:
             if (operator := getattr(torch.ops.aten, name + suffix, None)) is not None:
                 found[operator] = _attention(operator, passes)
-        found[getattr(torch.ops.aten, RECURRENT + suffix)] = partial(_recurrent, passes)
+        for name in RECURRENT:
+            found[getattr(torch.ops.aten, name + suffix)] = partial(_recurrent, passes)
     return found
 
 
@@ -59,10 +60,12 @@ def _attention(operator: Any, passes: int) -> Callable[..., int]:
     return count
 
 
-def _recurrent(passes: int, inputs: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Every weight matrix is multiplied once for each time step and sample."""
+def _recurrent(passes: int, inputs: Any, weights: Any, *rest: Any, **_: Any) -> int:
+    """Every weight matrix is multiplied once for each time step and sample. cuDNN's operator takes
+    a list of weights, oneDNN's takes one layer's four."""
+    shapes = weights if isinstance(weights, list) else (weights, *rest[:3])
     rows = math.prod(inputs[:-1])
-    return passes * sum(2 * rows * math.prod(shape) for shape in weights if len(shape) == 2)
+    return passes * sum(2 * rows * math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
 class Hook:
@@ -73,7 +76,10 @@ class Hook:
         self.events: list[torch.cuda.Event] = []
         self.counter: FlopCounterMode | None = None
         self.flops: int | None = None
+        self.pending: list[Callable[[], None]] = []
         self.pid = os.getpid()
+        if counted is not None:
+            self.watch_backwards()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if os.getpid() != self.pid:
@@ -83,16 +89,41 @@ class Hook:
         if id(optimizer) != self.first:
             return
         if self.counter is not None:
-            self.counter.__exit__(None, None, None)
-            self.flops, self.counter = self.counter.get_total_flops(), None
+            self.outside_of_backward(self.stop_counting)
         self.host.append(time.perf_counter())
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.events.append(event)
         if len(self.host) == self.counted:
-            self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
-            self.counter.__enter__()
+            self.outside_of_backward(self.count)
+
+    def outside_of_backward(self, act: Callable[[], None]) -> None:
+        """Now, or once the backward that runs has ended: a mode must be left where it was entered,
+        and an optimizer may step in a hook of the backward."""
+        if torch._C._current_graph_task_id() == -1:
+            act()
+        else:
+            self.pending.append(act)
+
+    def watch_backwards(self) -> None:
+        plain = torch.autograd.backward
+
+        def backward(*arguments: Any, **named: Any) -> None:
+            plain(*arguments, **named)
+            while self.pending:
+                self.pending.pop()()
+
+        torch.autograd.backward = backward
+
+    def count(self) -> None:
+        self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
+        self.counter.__enter__()
+
+    def stop_counting(self) -> None:
+        assert self.counter is not None
+        self.counter.__exit__(None, None, None)
+        self.flops, self.counter = self.counter.get_total_flops(), None
 
     def write(self) -> None:
         if os.getpid() != self.pid or int(os.environ.get("RANK", "0")):

@@ -10,7 +10,7 @@ from typing import Any
 from page_parts import commits_of
 
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import percent
+from stepscope.report.format import counted, percent
 from stepscope.report.text import markdown
 
 Line = dict[str, Any]
@@ -57,40 +57,55 @@ def _section(machine: str, lines: Sequence[Line]) -> Iterator[str]:
         )
     yield "\n".join(f"- {sentence}" for sentence in summary_sentences(lines))
     yield markdown(foreign_table(lines)).strip()
+    if any(len(verified(line)) > 1 for line in lines):
+        yield markdown(trials_table(lines)).strip()
     failed = [(line["program"], error) for line in lines for error in line["errors"]]
     if failed:
         yield "Not measured:\n\n" + "\n".join(f"- {name}: {error}" for name, error in failed)
 
 
-def is_right(line: Line) -> bool:
+def verified(line: Line) -> list[Line]:
+    """The trials of a program that measured a gain, in the order of the advice."""
+    return [
+        one
+        for one in line.get("tried", [])
+        if one["verified_ms"] is not None and not one["without_effect"]
+    ]
+
+
+def first_trial(line: Line) -> Line | None:
+    """The trial of the first advice that could be tried."""
+    return next(iter(verified(line)), None)
+
+
+def is_right(trial: Line) -> bool:
     """The verified gain is within a third of the predicted one."""
-    predicted, verified = line["predicted_ms"], line["verified_ms"]
-    return bool(verified > 0 and abs(verified - predicted) <= WITHIN * predicted)
+    predicted, found = trial["predicted_ms"], trial["verified_ms"]
+    return bool(found > 0 and abs(found - predicted) <= WITHIN * predicted)
 
 
-def in_range(line: Line) -> bool:
+def in_range(trial: Line) -> bool:
     """The verified gain lies within the predicted range."""
-    low, high = line["range_ms"]
-    return bool(low <= line["verified_ms"] <= high)
+    low, high = trial["range_ms"]
+    return bool(low <= trial["verified_ms"] <= high)
 
 
 def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
-    tried = [line for line in lines if "verified_ms" in line]
-    if tried:
-        right = sum(map(is_right, tried))
+    first = [one for line in lines if (one := first_trial(line)) is not None]
+    if first:
         yield (
-            f"Of {len(tried)} first pieces of advice that were tried, {right} gained within a third"
-            " of what was predicted."
+            f"Of {len(first)} first pieces of advice that were tried, {sum(map(is_right, first))}"
+            " gained within a third of what was predicted."
         )
-        ranged = [line for line in tried if line["range_ms"] is not None]
-        inside = sum(map(in_range, ranged))
+        trials = [one for line in lines for one in verified(line)]
+        ranged = [one for one in trials if one["range_ms"] is not None]
         yield (
-            f"{len(ranged)} of the {len(tried)} predictions have a range, and {inside} of the"
-            f" verified gains lie inside of theirs."
+            f"{len(ranged)} of all {len(trials)} predictions that were tried have a range, and"
+            f" {sum(map(in_range, ranged))} of the verified gains lie inside theirs."
         )
-    by_hand = [line for line in tried if "hand_ms" in line]
+    by_hand = [line for line in lines if "hand_ms" in line]
     if by_hand:
-        apart = [abs(_share(line, "verified_ms") - _hand_share(line)) for line in by_hand]
+        apart = [abs(_share(_first(line)) - _hand_share(line)) for line in by_hand]
         yield (
             f"Made by the program's own flag, {len(by_hand)} of these changes gain a share of the"
             f" step that is at most {percent(max(apart))} of the step away from the verified one."
@@ -100,20 +115,26 @@ def summary_sentences(lines: Sequence[Line]) -> Iterator[str]:
         worst = max(abs(line["inspect_ms"] / line["hook_ms"] - 1) for line in timed)
         yield (
             f"The step time of `inspect` is at most {percent(worst)} away from the hook's time of"
-            f" the same steps, in {len(timed)} programs."
+            f" the same steps, in {counted(len(timed), 'program')}."
         )
-    counted = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
-    if counted:
-        worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in counted)
+    both = [line for line in timed if line.get("hook_flops") and line["inspect_flops"]]
+    if both:
+        worst = max(abs(line["inspect_flops"] / line["hook_flops"] - 1) for line in both)
         yield (
             f"FLOPs are at most {percent(worst)} away from the independent count, in"
-            f" {len(counted)} programs."
+            f" {counted(len(both), 'program')}."
         )
 
 
-def _share(line: Line, name: str) -> float:
-    """A gain as a share of the plain step of its trial."""
-    return float(line[name] / line["base_ms"])
+def _first(line: Line) -> Line:
+    trial = first_trial(line)
+    assert trial is not None
+    return trial
+
+
+def _share(trial: Line) -> float:
+    """The verified gain as a share of the plain step of its trial."""
+    return float(trial["verified_ms"] / trial["base_ms"])
 
 
 def _hand_share(line: Line) -> float:
@@ -142,12 +163,31 @@ def foreign_table(lines: Sequence[Line]) -> Table:
         ),
         rows=tuple(_row(line) for line in lines),
         caption="`apart`: the step time of `inspect` against the hook's for the same steps."
-        " `later steps against plain`: steps after the recording against those of a plain run;"
-        " `whole run`: how much longer the program takes under `inspect`, recording and page"
-        " included. Predicted gains with their range, verified ones with the interval of their"
-        " trial; `right`: within a third of the prediction, or inside of its range. The last two"
-        " columns are the verified gain and that of the same change made by the program's own flag,"
-        " as shares of the step.",
+        " `later steps against plain`: steps after the recording, while the page is written,"
+        " against those of a plain run; `whole run`: how much longer the program takes under"
+        " `inspect`, recording and page included. Predicted gains have their range, verified ones"
+        " the interval of their trial; `right`: within a third of the prediction, or inside its"
+        " range. The last two columns are the verified gain and that of the same change made by"
+        " the program's own flag, as shares of the step.",
+    )
+
+
+def trials_table(lines: Sequence[Line]) -> Table:
+    """Every change that was tried, not the first of a program alone."""
+    return Table(
+        name="foreign-trials",
+        title="All changes that were tried",
+        columns=(
+            Column(title="program"),
+            Column(title="change"),
+            Column(title="predicted", kind="number", unit="ms"),
+            Column(title="verified", kind="number", unit="ms"),
+            Column(title="right"),
+            Column(title="verified", kind="percent"),
+        ),
+        rows=tuple(
+            (line["program"], *_trial_cells(one)) for line in lines for one in verified(line)
+        ),
     )
 
 
@@ -158,7 +198,7 @@ def _row(line: Line) -> tuple[Cell, ...]:
     if "after_ms" in line and "plain_after_ms" in line:
         after = line["after_ms"] / line["plain_after_ms"] - 1
     more = line["inspect_s"] - line["plain_s"] if {"inspect_s", "plain_s"} <= set(line) else None
-    tried = "verified_ms" in line
+    trial = first_trial(line)
     return (
         line["program"],
         get("hook_ms") or get("plain_ms"),
@@ -168,25 +208,38 @@ def _row(line: Line) -> tuple[Cell, ...]:
         get("inspect_flops"),
         after,
         more,
-        get("advice") or ("none" if get("advised") == [] else None),
-        _interval(line, "predicted_ms", "range_ms") if tried else None,
-        _interval(line, "verified_ms", "interval_ms") if tried else get("verdict"),
-        _verdict(line) if tried else None,
-        _share(line, "verified_ms") if tried else None,
+        *(_advice_cells(line) if trial is None else _trial_cells(trial)),
         _hand_share(line) if "hand_ms" in line else None,
     )
 
 
-def _interval(line: Line, name: str, ends: str) -> Cell:
-    value = float(line[name])
-    if line[ends] is None:
+def _advice_cells(line: Line) -> tuple[Cell, ...]:
+    """Nothing was tried."""
+    advised = line.get("advised")
+    told = None if advised is None else f"{advised[0]}, not tried" if advised else "none"
+    return (told, None, None, None, None)
+
+
+def _trial_cells(trial: Line) -> tuple[Cell, ...]:
+    return (
+        trial["code"],
+        _interval(trial, "predicted_ms", "range_ms"),
+        _interval(trial, "verified_ms", "interval_ms"),
+        _verdict(trial),
+        _share(trial),
+    )
+
+
+def _interval(trial: Line, name: str, ends: str) -> Cell:
+    value = float(trial[name])
+    if trial[ends] is None:
         return value
-    low, high = line[ends]
+    low, high = trial[ends]
     return Interval(value=value, low=low, high=high)
 
 
-def _verdict(line: Line) -> str:
-    told = ["within a third"] if is_right(line) else []
-    if line["range_ms"] is not None and in_range(line):
+def _verdict(trial: Line) -> str:
+    told = ["within a third"] if is_right(trial) else []
+    if trial["range_ms"] is not None and in_range(trial):
         told.append("in range")
     return ", ".join(told) or "no"

@@ -16,7 +16,7 @@ def main() -> None:
     model = timm.create_model(
         "convnext_tiny" if large else "convnext_atto", num_classes=10, drop_path_rate=0.1
     ).to(given.device)
-    side, batch = (224, 64) if large else (64, 8)
+    side, batch = (224, 64) if large else (32, 8)
     step_model = torch.compile(model) if given.compile else model
     average = ModelEmaV3(model, decay=0.999)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=given.fused or None)

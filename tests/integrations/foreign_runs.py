@@ -32,6 +32,8 @@ class Program:
     """Where the model's code is, if not in the program."""
     naive_attention: bool | None = None
     """None where there is no attention."""
+    attention_dropout: bool = False
+    """Keeps torch's attention from its fused kernel on a CPU."""
     closure: bool = False
     """The optimizer runs the forward and the backward within its step."""
     ranks: int = 1
@@ -47,8 +49,12 @@ class Program:
 
 ALL = (
     Program("hf_llama", ("modeling_llama.py",), naive_attention=True),
-    Program("hf_gpt2_trainer", ("modeling_gpt2.py",), naive_attention=False),
-    Program("hf_bert_accelerate", ("modeling_bert.py",), naive_attention=False),
+    Program(
+        "hf_gpt2_trainer", ("modeling_gpt2.py",), naive_attention=False, attention_dropout=True
+    ),
+    Program(
+        "hf_bert_accelerate", ("modeling_bert.py",), naive_attention=False, attention_dropout=True
+    ),
     Program("peft_lora_llama", ("modeling_llama.py",), naive_attention=False),
     Program("hf_vit", ("modeling_vit.py",), naive_attention=True),
     Program("timm_vit", ("vision_transformer.py", "attention.py"), naive_attention=False),

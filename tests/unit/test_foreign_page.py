@@ -23,9 +23,16 @@ def line(program: str = "hf_llama", **fields: Any) -> dict[str, Any]:
         "inspect_ms": 101.0, "hook_ms": 100.0, "inspect_flops": 1_000_000.0, "after_ms": 102.0,
         "inspect_s": 13.0, "missing": "", "device": "NVIDIA H200", "cores": 16, "torch": "2.11.0",
         "python": "3.12.3", "commit": "0123456789abcdef", "dirty": False, "load_average": 1.0,
-        "advised": ["bfloat16"], "advice": "bfloat16", "verdict": "kept", "predicted_ms": 30.0,
-        "range_ms": [20.0, 35.0], "verified_ms": 39.0, "interval_ms": [38.0, 40.0],
-        "base_ms": 100.0, "flag": "--bf16", "hand_base_ms": 100.0, "hand_ms": 37.0, "took_s": 60.0,
+        "advised": ["bfloat16"], "tried": [trial()], "flag": "--bf16", "hand_base_ms": 100.0,
+        "hand_ms": 37.0, "took_s": 60.0,
+    } | fields  # fmt: skip
+
+
+def trial(**fields: Any) -> dict[str, Any]:
+    return {
+        "code": "bfloat16", "verdict": "kept", "predicted_ms": 30.0, "range_ms": [20.0, 35.0],
+        "verified_ms": 39.0, "interval_ms": [38.0, 40.0], "base_ms": 100.0,
+        "without_effect": "",
     } | fields  # fmt: skip
 
 
@@ -38,19 +45,22 @@ def test_no_page_without_results(tmp_path: Path) -> None:
 def test_page_counts_predictions_within_a_third_and_inside_of_their_range(tmp_path: Path) -> None:
     from foreign_page import foreign_pages
 
+    later = trial(code="compile", verified_ms=25.0)
+    no_effect = trial(code="tf32", without_effect="nothing of the script was changed by it")
     lines = [
-        line(),  # within a third, outside of its range
-        line("hf_vit", verified_ms=17.0, range_ms=[15.0, 35.0]),  # inside of its range alone
-        line("nano_gpt", verified_ms=-1.0, range_ms=None),
-        line("timm_vit", errors=["advise: exit code 1: out of memory"], advised=[]),
+        line(tried=[no_effect, trial(), later]),  # within a third, outside of its range
+        line("hf_vit", tried=[trial(verified_ms=17.0, range_ms=[15.0, 35.0])]),  # in range alone
+        line("nano_gpt", tried=[trial(verified_ms=-1.0, range_ms=None)]),
+        line("timm_vit", errors=["advise: exit code 1: out of memory"], advised=[], tried=[]),
     ]
-    for name in ("advice", "verdict", "predicted_ms", "range_ms", "verified_ms", "hand_ms"):
-        del lines[3][name]
+    del lines[3]["hand_ms"]
     path = tmp_path / "foreign_h200.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     text = foreign_pages(tmp_path)["foreign.md"]
     assert "Of 3 first pieces of advice that were tried, 1 gained within a third" in text
-    assert "2 of the 3 predictions have a range, and 1 of the verified gains lie inside" in text
+    assert (
+        "3 of all 4 predictions that were tried have a range, and 2 of the verified gains" in text
+    )
     assert "at most 1.0 % away from the hook's time" in text
     assert "- timm_vit: advise: exit code 1: out of memory" in text
     assert "4 programs, NVIDIA H200, torch 2.11.0, Python 3.12.3, commit `0123456789ab`" in text
