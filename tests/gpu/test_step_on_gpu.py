@@ -301,7 +301,7 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     alone = list({racer.name: racer for racer in forms}.values())
     field = Field(alone[0], Silent(device))
     for racer in alone:
-        field.heat(racer, Steps(3), seconds=60.0)
+        field.heat(racer, Steps(3, 0.0), seconds=60.0)
     assert set(field.heats) == {"peer", "ours", "narrow"}, field.notes
     assert not any(key.startswith("out.") for key in field.notes), field.notes
     entries = [field.entry(field.run_off(side)) for side in field.heats]
