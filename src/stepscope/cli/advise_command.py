@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,10 @@ from stepscope.analysis.advice.changes import Advice, advise, afterwards
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import Place, load_records, parse
+from stepscope.cli.messages import say
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
-from stepscope.cli.verification import Verification, say
+from stepscope.cli.verification import Verification
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -107,8 +107,6 @@ def main(words: list[str]) -> int:
             f"within is {options.within:g} and timeout {options.timeout:g}",
             "within is 0 or more seconds, timeout more than 0",
         )
-    # A polite kill is an interrupt: what was tried so far is kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_script:
         assert target is not None
         return _advise_script(options, target, rest, words)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import StepscopeError, UsageError, printable
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
@@ -128,4 +128,4 @@ def write_text(path: Path, text: str) -> None:
 
 def json_line(facts: dict[str, Any]) -> str:
     """One line for scripts."""
-    return msgspec.json.encode(facts, enc_hook=str).decode()
+    return printable(msgspec.json.encode(facts, enc_hook=str).decode())

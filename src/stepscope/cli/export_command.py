@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from stepscope.cli.common import Place, json_line, load_records, parse, write_text
-from stepscope.errors import UsageError, unknown_name
+from stepscope.cli.messages import tell
+from stepscope.errors import UsageError, printable, unknown_name
 from stepscope.records.jsonl import rounded, write_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
         print(json_line({"files": files}))
     else:
         for path in files:
-            print(f"wrote {path}", file=sys.stderr)
+            tell(f"wrote {path}")
     return 0
 
 
@@ -98,7 +98,7 @@ def _export(options: ExportOptions) -> list[Path]:
         return written
     joined = "\n".join(write(table) for table in tables.values())
     if options.to is None:
-        print(joined)
+        print(printable(joined))
         return []
     write_text(options.to, joined)
     return [options.to]

@@ -16,6 +16,7 @@ import msgspec
 import tyro
 
 from stepscope.cli.common import Place, json_line, parse, require_writable, write_text
+from stepscope.cli.messages import say, tell
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import write_records
@@ -155,8 +156,8 @@ def _run(order: Order, folder: Path, page: Path | None, options: InspectOptions)
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
-        print(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}),
-              file=sys.stderr, flush=True)  # fmt: skip
+        # Not on standard output, which is the script's.
+        tell(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}))
     return end_alike(status)
 
 
@@ -200,10 +201,10 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):
-            _say(told)
+            say(told)
         if outcome.reason:
-            _say(f"not all of it was recorded: {outcome.reason}")
-        _say(f"page: {outcome.page}")
+            say(f"not all of it was recorded: {outcome.reason}")
+        say(f"page: {outcome.page}")
     return outcome
 
 
@@ -232,10 +233,5 @@ def _in_short(outcome: Outcome, ranks: int) -> str:
 
 def _failed(why: str, options: InspectOptions, records: Path | None = None) -> Outcome:
     if not options.json:
-        _say(why)
+        say(why)
     return Outcome(reason=why, records=records)
-
-
-def _say(text: str) -> None:
-    """Not on standard output, which is the script's."""
-    print(f"stepscope: {text}", file=sys.stderr, flush=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Part
 
 PARAMETERS = "parameters"
@@ -109,23 +108,23 @@ class PostMortem(Part, frozen=True):
 
 
 def decode_post_mortem(note: str) -> PostMortem:
-    return msgspec.json.decode(note, type=PostMortem)
+    return from_json(note, PostMortem)
 
 
 def decode_peaks(note: str) -> tuple[PhasePeak, ...]:
-    return msgspec.json.decode(note, type=tuple[PhasePeak, ...])
+    return from_json(note, tuple[PhasePeak, ...])
 
 
 def decode_saved(note: str) -> tuple[SavedTensor, ...]:
-    return msgspec.json.decode(note, type=tuple[SavedTensor, ...])
+    return from_json(note, tuple[SavedTensor, ...])
 
 
 def decode_course(note: str) -> tuple[Point, ...]:
-    return msgspec.json.decode(note, type=tuple[Point, ...])
+    return from_json(note, tuple[Point, ...])
 
 
 def decode_standing(note: str) -> dict[str, Standing]:
-    return msgspec.json.decode(note, type=dict[str, Standing])
+    return from_json(note, dict[str, Standing])
 
 
 def kind_of(line: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.analysis.lints import lint_record
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
@@ -67,9 +67,9 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
             continue
         try:
             blocks = study.view(own)
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             raise StepscopeError(
-                f"the records of {study.name} are not of its form: {error}",
+                f"the records of {study.name} are not of its form: {in_one_line(error)}",
                 "were they made by another version of Stepscope?",
             ) from error
         yield Section(name=study.name, title=study.title, question=study.question, blocks=blocks)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment, Status
 from stepscope.studies.base import Measurement
 
@@ -73,10 +74,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(line: bytes) -> Request:
-    request: Request = msgspec.json.decode(line, type=Request)
+    request: Request = from_json(line, Request)
     return request
 
 
 def decode_reply(line: bytes) -> Reply:
-    reply: Reply = msgspec.json.decode(line, type=Reply)
+    reply: Reply = from_json(line, Reply)
     return reply

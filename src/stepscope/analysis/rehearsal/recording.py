@@ -7,8 +7,9 @@ from statistics import StatisticsError, median
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
 from stepscope.parallel.buckets import Item
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Part, Record, Series
 
 NOTE = "recording"
@@ -118,7 +119,9 @@ def recording_of(record: Record) -> Recording | None:
     if record.status != "ok" or note is None:
         return None
     try:
-        times = msgspec.json.decode(note, type=tuple[ReadyTimes, ...])
+        times = from_json(note, tuple[ReadyTimes, ...])
         return Recording.of_samples(record.series, times)
     except (msgspec.DecodeError, KeyError, StatisticsError) as error:
-        raise StepscopeError(f"record {record.id} holds no whole recording: {error}") from error
+        raise StepscopeError(
+            f"record {record.id} holds no whole recording: {in_one_line(error)}"
+        ) from error

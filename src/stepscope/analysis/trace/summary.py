@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.decoding import from_json
 
 Cut = Literal["marks", "optimizer", "nothing"]
 """What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
@@ -175,9 +176,9 @@ def encode(summary: Summary) -> str:
 
 def decode(text: str) -> Summary:
     try:
-        return msgspec.json.decode(text, type=Summary)
+        return from_json(text, Summary)
     except msgspec.DecodeError as error:
         raise StepscopeError(
-            f"the profile in a record is not of this form: {error}",
+            f"the profile in a record is not of this form: {in_one_line(error)}",
             "was it made by another version of Stepscope?",
         ) from error

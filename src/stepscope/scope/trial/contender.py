@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.scope.anchor import Anchor
 from stepscope.scope.arrival import when_imported
 from stepscope.studies.advice.turns import Ready, Taken
@@ -132,7 +133,7 @@ class Contender:
 
     def _await_turn(self) -> None:
         line = self._lines.readline()
-        self._turn = msgspec.json.decode(line, type=int) if line else 0
+        self._turn = from_json(line, int) if line else 0
         if not self._turn:
             # At once: a script that catches an exception would go on, or write its last checkpoint.
             sys.stdout.flush()

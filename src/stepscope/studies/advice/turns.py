@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.records.decoding import from_json
 from stepscope.studies.inspected.order import Order
 
 _LOOK_UP_EVERY_S = 0.5
@@ -129,7 +130,7 @@ class Contestant:
             if not chunk and (readable or self._process.poll() is not None):
                 raise self._ended()
         line, _, self._begun = self._begun.partition(b"\n")
-        return msgspec.json.decode(line, type=kind)
+        return from_json(line, kind)
 
     def _ended(self) -> ScriptEndedError:
         code = self._wait_a_little()

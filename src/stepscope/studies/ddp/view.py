@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
@@ -205,7 +204,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         " backward.",
     )
     lanes = []
-    steps = msgspec.json.decode(ways.record.notes.get("timeline", "{}"))
+    steps = from_json(ways.record.notes.get("timeline", "{}"))
     for name, held in steps.items():
         for lane, stretches in held.items():
             if stretches:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Part, Record
 
 
@@ -35,4 +34,4 @@ class Setting(Part, frozen=True):
 
 def setting_of(record: Record) -> Setting | None:
     note = record.notes.get("setting")
-    return None if note is None else msgspec.json.decode(note, type=Setting)
+    return None if note is None else from_json(note, Setting)
