@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.config import Config, check_config
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
 
@@ -24,9 +25,6 @@ Clock = Literal["device", "host"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """What SQLite and a float can hold; JSON has integers of any length."""
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-
-_DEEPEST = 32
-"""Levels of nesting in a record; the deepest one written so far has 6."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,6 +154,9 @@ class Record(Part, frozen=True):
         require_name("run", self.run)
         require_name("study", self.study)
         require_case("case", self.case)
+        if not isinstance(self.config, Config):
+            named = Config(self.config, f"record {self.id} ({self.study} {self.case})")
+            msgspec.structs.force_setattr(self, "config", named)
 
     def find(self, name: str, clock: Clock | None = None) -> Series | None:
         """The series of that name: of that clock, or the device's where there is one."""
@@ -207,19 +208,5 @@ def decode(data: bytes | str) -> Record:
         record = msgspec.convert(raw, Record)
     except msgspec.ValidationError as error:
         raise StepscopeError(f"not a record: {in_one_line(error)}") from error
-    _check_config(record.config)
+    check_config(record.config)
     return record
-
-
-def _check_config(value: object, depth: int = 0) -> None:
-    """Refuse what no arithmetic or traversal of a configuration could survive."""
-    if depth > _DEEPEST:
-        raise StepscopeError(f"not a record: its config is nested more than {_DEEPEST} levels deep")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise StepscopeError("not a record: a number of its config has more than 64 bits")
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return
-    for part in value:
-        _check_config(part, depth + 1)
