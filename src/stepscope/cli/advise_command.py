@@ -15,13 +15,15 @@ import tyro
 from stepscope.analysis.advice.calibration import factors
 from stepscope.analysis.advice.changes import Advice, advise, afterwards
 from stepscope.analysis.advice.timeline import gain_ms
+from stepscope.analysis.plausible import plausible
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import Place, load_records, parse
 from stepscope.cli.messages import say
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.cli.verification import Verification
-from stepscope.errors import StepscopeError, UsageError, no_such_file
+from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file
+from stepscope.records.names import file_name
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
@@ -34,6 +36,7 @@ from stepscope.studies.base import Case
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
 from stepscope.studies.own import OwnCase, OwnFlags
+from stepscope.studies.page import explained
 from stepscope.studies.runner import Runner, new_run, plan_digest
 
 
@@ -145,19 +148,23 @@ def _factors(record: Record, before: str | None) -> dict[str, float]:
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
     from stepscope.studies.inspected import STUDY_NAME
 
-    meant = [r for r in records if r.study in (STUDY_NAME, OWN_NAME) and r.status == "ok"]
+    judged = [plausible(r) for r in records if r.study in (STUDY_NAME, OWN_NAME)]
+    meant = [r for r in judged if r.status == "ok"]
     if not meant:
+        why = f": {in_one_line(judged[0].reason)}" if judged else ""
         raise StepscopeError(
-            f"{options.source} has no step to advise on", "use records of `inspect` or `run own`"
+            f"{options.source} has no step to advise on{why}",
+            "use records of `inspect` or `run own`",
         )
     is_file = Path(options.source).is_file()
     page = _page(options, Path(options.source).stem if is_file else _subject(meant[0]))
-    return conclude(page, options.json, meant[0], _advice(meant[0]), records)
+    with explained(meant[0].study):
+        return conclude(page, options.json, meant[0], _advice(meant[0]), records)
 
 
 def _page(options: AdviseOptions, name: str) -> Path:
     """Beside the page of `inspect`, for each program its own."""
-    return options.out / f"{name}-advice.html"
+    return options.out / f"{file_name(name)}-advice.html"
 
 
 def _subject(record: Record) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +13,7 @@ from stepscope.cli.common import Place, json_line, load_records, parse, write_te
 from stepscope.cli.messages import tell
 from stepscope.errors import UsageError, printable, unknown_name
 from stepscope.records.jsonl import rounded, write_records
+from stepscope.records.names import file_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.report.format import counted
@@ -72,12 +73,12 @@ def _export(options: ExportOptions) -> list[Path]:
     from stepscope.report import text
     from stepscope.studies.page import study_sections
 
-    tables = {
-        block.name: block
+    tables = _by_name(
+        block
         for section in study_sections(records)
         for block in section.blocks
         if isinstance(block, Table)
-    }
+    )
     if options.table is not None:
         if options.table not in tables:
             raise unknown_name("table", options.table, tables)
@@ -102,6 +103,19 @@ def _export(options: ExportOptions) -> list[Path]:
         return []
     write_text(options.to, joined)
     return [options.to]
+
+
+def _by_name(tables: Iterable[Table]) -> dict[str, Table]:
+    """Each under a name of its own that can be one of a file; a name may come from a record."""
+    found: dict[str, Table] = {}
+    for table in tables:
+        stem = file_name(table.name)
+        name, count = stem, 1
+        while name in found:
+            count += 1
+            name = f"{stem}-{count}"
+        found[name] = table
+    return found
 
 
 def _chosen(options: ExportOptions) -> tuple[Record, ...]:

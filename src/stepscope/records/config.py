@@ -18,7 +18,9 @@ _DEEPEST = 32
 
 Counted = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Whole = Counted | UnsetType
-Ranks = Annotated[int, msgspec.Meta(ge=0, le=10**6)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=10**15)] | UnsetType
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 Positive = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Number = Positive | UnsetType
 Text = str | UnsetType
@@ -31,9 +33,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     accumulator: Text = UNSET
     arguments: list[str] | UnsetType = UNSET
     attention: Text = UNSET
-    back_to_back: Whole = UNSET
+    back_to_back: Some = UNSET
     backend: Text = UNSET
-    batch: Whole | None = UNSET
+    batch: Some | None = UNSET
     bucket_mb: list[Positive] | UnsetType = UNSET
     budget_bytes: Whole = UNSET
     causal: Flag = UNSET
@@ -42,15 +44,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     compile: Text = UNSET
     compile_mode: Text = UNSET
     compute: Text = UNSET
-    context: Whole = UNSET
-    count: Whole = UNSET
+    context: Some = UNSET
+    count: Some = UNSET
     dtype: Text = UNSET
     format: Text = UNSET
     fused: Flag = UNSET
     goal: Number | None = UNSET
     graph: Flag = UNSET
-    head: Whole = UNSET
-    heads: Whole = UNSET
+    head: Some = UNSET
+    heads: Some = UNSET
     how: Text = UNSET
     joined: Flag = UNSET
     keep: Text = UNSET
@@ -59,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     lever: Text = UNSET
     link: list[str] | UnsetType = UNSET
     loss: Text = UNSET
-    loss_steps: Whole = UNSET
+    loss_steps: Some = UNSET
     mib: Whole = UNSET
     min_seconds: Number = UNSET
     mode: Text = UNSET
@@ -71,27 +73,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     pass_: Text = UNSET
     race: Text = UNSET
     racers: list[Any] | UnsetType = UNSET
-    rank: Ranks | UnsetType = UNSET
+    rank: Rank | UnsetType = UNSET
     ranks: Ranks | list[Ranks] | UnsetType = UNSET
-    rounds: Whole = UNSET
+    rounds: Some = UNSET
     rows: Whole = UNSET
     rung: Text = UNSET
-    samples: Whole = UNSET
+    samples: Some = UNSET
     script: Text = UNSET
     searched: Flag = UNSET
-    seq: Whole = UNSET
+    seq: Some = UNSET
     size: Text = UNSET
     sizes: list[Counted] | UnsetType = UNSET
     snapshot: Text = UNSET
     step_ms: Number | None = UNSET
-    steps: Whole = UNSET
+    steps: Some = UNSET
     subject: Text = UNSET
     table: Text = UNSET
     term: Number = UNSET
     terms: Text = UNSET
-    timed: Whole = UNSET
+    timed: Some = UNSET
     together_ms: Number | None = UNSET
-    traced: Whole = UNSET
+    traced: Some = UNSET
     warmup: Whole = UNSET
     warps: Whole = UNSET
 

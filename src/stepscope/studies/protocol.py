@@ -25,11 +25,17 @@ class MeasureCase(Message, frozen=True):
     config: dict[str, Any]
 
 
+class CheckModel(Message, frozen=True):
+    """Build the model of this name, to see whether it can be built."""
+
+    model: str
+
+
 class DismissFollowers(Message, frozen=True):
     """Under torchrun: no case will come any more."""
 
 
-Request = MeasureCeilings | MeasureCase | DismissFollowers
+Request = MeasureCeilings | MeasureCase | CheckModel | DismissFollowers
 
 
 class Ready(Message, frozen=True):
@@ -59,6 +65,8 @@ class Failed(Message, frozen=True):
     status: Status
     reason: str
     usage: bool = False
+    noise: bool = False
+    """A line came that is not a message."""
     notes: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -66,7 +74,11 @@ class Dismissed(Message, frozen=True):
     """The other ranks know that this is the end."""
 
 
-Reply = Ready | Progress | Ceilings | Measured | Dismissed | Failed
+class Checked(Message, frozen=True):
+    """The model can be built."""
+
+
+Reply = Ready | Progress | Ceilings | Measured | Checked | Dismissed | Failed
 
 
 def encode(message: Message) -> bytes:
