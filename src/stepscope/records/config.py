@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     accumulator: Text = UNSET
     arguments: list[str] | UnsetType = UNSET
     attention: Text = UNSET
-    back_to_back: Some = UNSET
+    back_to_back: Whole = UNSET
     backend: Text = UNSET
     batch: Some | None = UNSET
     bucket_mb: list[Positive] | UnsetType = UNSET
@@ -44,8 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     compile: Text = UNSET
     compile_mode: Text = UNSET
     compute: Text = UNSET
-    context: Some = UNSET
-    count: Some = UNSET
+    context: Whole = UNSET
+    count: Whole = UNSET
     dtype: Text = UNSET
     format: Text = UNSET
     fused: Flag = UNSET
@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     lever: Text = UNSET
     link: list[str] | UnsetType = UNSET
     loss: Text = UNSET
-    loss_steps: Some = UNSET
+    loss_steps: Whole = UNSET
     mib: Whole = UNSET
     min_seconds: Number = UNSET
     mode: Text = UNSET
@@ -75,10 +75,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     racers: list[Any] | UnsetType = UNSET
     rank: Rank | UnsetType = UNSET
     ranks: Ranks | list[Ranks] | UnsetType = UNSET
-    rounds: Some = UNSET
+    rounds: Whole = UNSET
     rows: Whole = UNSET
     rung: Text = UNSET
-    samples: Some = UNSET
+    samples: Whole = UNSET
     script: Text = UNSET
     searched: Flag = UNSET
     seq: Some = UNSET
@@ -86,14 +86,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     sizes: list[Counted] | UnsetType = UNSET
     snapshot: Text = UNSET
     step_ms: Number | None = UNSET
-    steps: Some = UNSET
+    steps: Whole = UNSET
     subject: Text = UNSET
     table: Text = UNSET
     term: Number = UNSET
     terms: Text = UNSET
-    timed: Some = UNSET
+    timed: Whole = UNSET
     together_ms: Number | None = UNSET
-    traced: Some = UNSET
+    traced: Whole = UNSET
     warmup: Whole = UNSET
     warps: Whole = UNSET
 

@@ -132,13 +132,12 @@ class WorkerProcess:
             return Failed("error", f"the worker sent a line of more than {LONGEST_LINE:,} bytes")
         try:
             return protocol.decode_reply(line)
-        except msgspec.ValidationError as error:
-            # JSON has no NaN and no infinity: they arrive as null.
-            why = in_one_line(error)
-            return Failed("error", f"the measurement is not made of finite numbers: {why}")
         except msgspec.DecodeError as error:
-            why = f"the worker sent {_beginning(line)}: {in_one_line(error)}"
-            return Failed("error", why, noise=True)
+            why = in_one_line(error)
+            if isinstance(error, msgspec.ValidationError) and b"null" in line:
+                # JSON has no NaN and no infinity: they arrive as null.
+                return Failed("error", f"the measurement is not made of finite numbers: {why}")
+            return Failed("error", f"the worker sent {_beginning(line)}: {why}", noise=True)
 
     def _epitaph(self) -> str:
         code = self._process.wait()
