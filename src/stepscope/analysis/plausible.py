@@ -17,8 +17,8 @@ LARGEST, SMALLEST = 1e45, 1e-45
 """Products of a few such numbers and the squares of their differences are still finite floats."""
 _MAY_BE_ZERO = ("loading", "issue.")
 """Times of what some steps do not do."""
-_TIMES = ("ms", "s")
-_NEVER_NEGATIVE = (*_TIMES, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
+_ABOVE_ZERO = ("ms", "s", "terms")
+_NEVER_NEGATIVE = (*_ABOVE_ZERO, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
 
 
 def plausible(record: Record) -> Record:
@@ -55,8 +55,8 @@ def _of_samples(series: Series) -> str:
     if not series.values:
         return "has no samples"
     low, high = min(series.values), max(series.values)
-    may_be_zero = series.unit not in _TIMES or series.name.startswith(_MAY_BE_ZERO)
-    if (low < 0 and series.unit in _TIMES) or (low == 0 and not may_be_zero):
+    above_zero = series.unit in _ABOVE_ZERO and not series.name.startswith(_MAY_BE_ZERO)
+    if (low < 0 and series.unit in _ABOVE_ZERO) or (low == 0 and above_zero):
         return f"has a sample of {low:g} {series.unit}"
     if any(map(_extreme, (*series.values, *series.warmup))):
         return f"has samples from {low:g} to {high:g}"

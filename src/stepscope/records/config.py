@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     steps: Whole = UNSET
     subject: Text = UNSET
     table: Text = UNSET
-    term: Number = UNSET
+    term: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType = UNSET
     terms: Text = UNSET
     timed: Whole = UNSET
     together_ms: Number | None = UNSET
