@@ -90,7 +90,10 @@ def _change(record: Json, chance: Random) -> None:
 
 
 def _changed_json(text: str, chance: Random) -> str:
-    inner = {"x": json.loads(text)}
+    try:
+        inner = {"x": json.loads(text)}
+    except (ValueError, RecursionError):
+        return text
     if inner["x"]:
         _change(inner, chance)
     return json.dumps(inner.get("x"))

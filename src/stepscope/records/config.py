@@ -85,14 +85,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     size: Text = UNSET
     sizes: list[Counted] | UnsetType = UNSET
     snapshot: Text = UNSET
-    step_ms: Number | None = UNSET
+    step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType | None = UNSET
     steps: Whole = UNSET
     subject: Text = UNSET
     table: Text = UNSET
     term: Annotated[float, msgspec.Meta(gt=0, le=1e15)] | UnsetType = UNSET
     terms: Text = UNSET
     timed: Whole = UNSET
-    together_ms: Number | None = UNSET
+    together_ms: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)] | UnsetType | None = UNSET
     traced: Whole = UNSET
     warmup: Whole = UNSET
     warps: Whole = UNSET

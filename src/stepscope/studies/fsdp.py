@@ -67,7 +67,8 @@ STUDY = FullySharded()
 def _sum(case: Divided, way: str) -> list[float]:
     """Parameters, gradients and state on each rank."""
     held = [case.held(way, kind) for kind in KINDS]
-    return [sum(parts) for parts in zip(*held, strict=True)] if all(held) else []
+    complete = all(len(values) == case.ranks for values in held)
+    return [sum(parts) for parts in zip(*held, strict=True)] if complete else []
 
 
 def moved(way: str, case: Divided) -> float | None:

@@ -80,9 +80,10 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
 @contextmanager
 def explained(study: str) -> Iterator[None]:
     """One line for records that a study cannot show, however they are wrong."""
+    foreseen: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
     try:
         yield
-    except (msgspec.DecodeError, *_LAST_RESORT) as error:
+    except foreseen as error:
         kind = "" if isinstance(error, msgspec.DecodeError) else f"{type(error).__name__}: "
         raise StepscopeError(
             f"the records of {study} are not of its form: {kind}{in_one_line(error)}",

@@ -86,10 +86,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(line: bytes) -> Request:
-    request: Request = from_json(line, Request)
+    request: Request = from_json(line, Request)  # type: ignore[call-overload]
     return request
 
 
 def decode_reply(line: bytes) -> Reply:
-    reply: Reply = from_json(line, Reply)
+    reply: Reply = from_json(line, Reply)  # type: ignore[call-overload]
     return reply

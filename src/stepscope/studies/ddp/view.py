@@ -30,6 +30,9 @@ PHASES = ("forward", "backward", "waited", "optimizer")
 GOAL = 1.02
 """At most this much of torch's own wrapper."""
 
+Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
+"""What a step did when, by strategy and lane: start, end, label."""
+
 
 class Ways(NamedTuple):
     """One case: every way that was timed in it."""
@@ -204,7 +207,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         " backward.",
     )
     lanes = []
-    steps = from_json(ways.record.notes.get("timeline", "{}"))
+    steps = from_json(ways.record.notes.get("timeline", "{}"), Lanes)
     for name, held in steps.items():
         for lane, stretches in held.items():
             if stretches:

@@ -33,10 +33,9 @@ class Divided(NamedTuple):
         return f"{self.record.config['size']}, {rank_words(self.ranks)}, {self.backend}"
 
     def held(self, way: str, kind: str) -> list[float]:
-        """Bytes of that kind on each rank; none where a rank has no value."""
-        names = [f"{way}.{kind}.rank{rank}" for rank in range(self.ranks)]
-        found = [value for name in names if (value := self.record.quantity(name)) is not None]
-        return found if len(found) == self.ranks else []
+        """Bytes of that kind on each rank."""
+        found = (self.record.quantity(f"{way}.{kind}.rank{rank}") for rank in range(self.ranks))
+        return [value for value in found if value is not None]
 
     def samples(self, way: str, phase: str) -> list[float]:
         """Of the slowest rank in each round."""
