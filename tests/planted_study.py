@@ -111,6 +111,7 @@ DEEDS: dict[str, Callable[[], object]] = {
     "leave": _leave_processes,
     "leave-and-die": _leave_processes_and_die,
     "nan": lambda: None,
+    "huge": lambda: None,
 }
 
 
@@ -140,7 +141,7 @@ class Planted(Study[PlantedFlags]):
             bench._channel.flush()  # type: ignore[attr-defined]
             time.sleep(3600)
         DEEDS[config["does"]]()
-        value = float("nan") if config["does"] == "nan" else 1.0
+        value = {"nan": float("nan"), "huge": 1e308}.get(config["does"], 1.0)
         return Measurement(
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
             quantities={"pid": Quantity(value=os.getpid(), unit="process")},

@@ -42,6 +42,13 @@ def test_a_malformed_reply_is_an_error_row_and_the_next_case_runs(cli: CommandLi
     assert cli.left_behind() == []
 
 
+def test_a_record_whose_summary_overflows_is_kept_and_the_next_case_runs(cli: CommandLine) -> None:
+    done = cli("run", "planted", "--does", "huge", "ok", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert [record.series[0].values[0] for record in cli.records()] == [1e308, 1.0]
+    assert (cli.out / "report.html").exists()
+
+
 def test_a_line_without_an_end_is_given_up() -> None:
     read, write = os.pipe()
     lines = Lines(read, longest=1000)

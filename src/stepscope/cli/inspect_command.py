@@ -122,6 +122,10 @@ def _folder() -> tuple[Path, bool]:
     name = f"stepscope-inspect-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}"
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise StepscopeError(
+            f"{folder} belongs to somebody else", "set TMPDIR to a folder of your own"
+        )
     return folder, os.environ.get("LOCAL_RANK") == "0"
 
 

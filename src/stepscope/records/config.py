@@ -98,17 +98,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     warps: Whole = UNSET
 
 
-class Config(dict[str, Any]):
-    """A configuration that reports a missing setting as an error of its record."""
+class Named(dict[str, Any]):
+    """Settings or notes of a record, which report a missing one as an error of that record."""
 
-    def __init__(self, settings: dict[str, Any], record: str) -> None:
-        super().__init__(settings)
-        self._record = record
+    def __init__(self, held: dict[str, Any], where: str) -> None:
+        super().__init__(held)
+        self._where = where
 
     def __missing__(self, key: str) -> Any:
         raise StepscopeError(
-            f"{self._record} has no {key!r} in its config",
-            "was it made by another version of Stepscope?",
+            f"{self._where} has no {key!r}", "was it made by another version of Stepscope?"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.config import Config, check_config
+from stepscope.records.config import Named, check_config
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
 
@@ -154,9 +154,11 @@ class Record(Part, frozen=True):
         require_name("run", self.run)
         require_name("study", self.study)
         require_case("case", self.case)
-        if not isinstance(self.config, Config):
-            named = Config(self.config, f"record {self.id} ({self.study} {self.case})")
-            msgspec.structs.force_setattr(self, "config", named)
+        for part in ("config", "notes"):
+            held = getattr(self, part)
+            if not isinstance(held, Named):
+                where = f"the {part} of record {self.id} ({self.study} {self.case})"
+                msgspec.structs.force_setattr(self, part, Named(held, where))
 
     def find(self, name: str, clock: Clock | None = None) -> Series | None:
         """The series of that name: of that clock, or the device's where there is one."""

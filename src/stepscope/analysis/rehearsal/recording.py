@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.parallel.buckets import Item
-from stepscope.records.decoding import from_json
+from stepscope.records.decoding import Int64, from_json
 from stepscope.records.schema import Part, Record, Series
 
 NOTE = "recording"
@@ -21,8 +21,8 @@ class ReadyTimes(Part, frozen=True):
     """A gradient as it was recorded, in the order of the model's parameters."""
 
     name: str
-    elements: int
-    element_bytes: int
+    elements: Int64
+    element_bytes: Int64
     kind: str
     """Format and device: what the gradients of a bucket must share."""
     ready_ms: tuple[float, ...]

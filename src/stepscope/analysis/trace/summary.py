@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.decoding import from_json
+from stepscope.records.decoding import Int64, from_json
 
 Cut = Literal["marks", "optimizer", "nothing"]
 """What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
@@ -41,7 +41,7 @@ class Use(Piece, frozen=True):
     """forward, dX or dW of a linear layer, where that can be told."""
     ms: float
     count: float
-    places: int
+    places: Int64
     """How many ranges the star stands for."""
 
 
@@ -81,7 +81,7 @@ class Outlier(Piece, frozen=True):
     step: str
     us: float
     median_us: float
-    peers: int
+    peers: Int64
     different: tuple[str, ...]
 
 

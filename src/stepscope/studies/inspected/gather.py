@@ -25,7 +25,7 @@ PART = "rank-*.jsonl"
 def with_profile(record: Record, folder: Path) -> Record:
     """The record with what its trace says, judged."""
     notes, series = dict(record.notes), record.series
-    trace = folder / notes.get("trace", "")
+    trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes:
         try:
             events = read_trace(trace)
