@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,6 +66,31 @@ def _garbage() -> None:
     os.system("echo neither is this")
 
 
+def _leave_processes() -> None:
+    """One in a session of its own, one that is nobody's child any more."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    subprocess.Popen(sleeper, start_new_session=True)
+    orphan = f"import subprocess; subprocess.Popen({sleeper!r}, start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan], check=True)
+
+
+def _leave_processes_and_die() -> None:
+    _leave_processes()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+RAW_LINES = {
+    "noise": b"a library printed this\n",
+    "empty-line": b"\n",
+    "not-utf8": b'{"type": "Failed", "status": "error", "reason": "\xff"}\n',
+    "wrong-shape": b"[]\n",
+    "wrong-reply": b'{"type": "Dismissed"}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "escapes": b"\x1b[31mred\n",
+}
+"""What a worker sends in the place of its reply."""
+
+
 def _skip() -> None:
     raise CaseSkipped("not meant here")
 
@@ -82,7 +108,10 @@ DEEDS: dict[str, Callable[[], object]] = {
     "vanish": lambda: os._exit(0),
     "garbage": _garbage,
     "skip": _skip,
+    "leave": _leave_processes,
+    "leave-and-die": _leave_processes_and_die,
     "nan": lambda: None,
+    "huge": lambda: None,
 }
 
 
@@ -107,8 +136,12 @@ class Planted(Study[PlantedFlags]):
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         bench.progress(1, 2, "planted")
         time.sleep(config["seconds"])
+        if line := RAW_LINES.get(config["does"]):
+            bench._channel.write(line)  # type: ignore[attr-defined]
+            bench._channel.flush()  # type: ignore[attr-defined]
+            time.sleep(3600)
         DEEDS[config["does"]]()
-        value = float("nan") if config["does"] == "nan" else 1.0
+        value = {"nan": float("nan"), "huge": 1e308}.get(config["does"], 1.0)
         return Measurement(
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
             quantities={"pid": Quantity(value=os.getpid(), unit="process")},

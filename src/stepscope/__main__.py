@@ -1,8 +1,34 @@
-"""`python -m stepscope`."""
+"""The program: `stepscope`, and `python -m stepscope`."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
-from stepscope.cli import main
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command line. A signal ends the program with the documented exit code at any moment:
+    before the command begins and after it is done there is nothing to keep."""
+    _on_signals(_leave)
+    from stepscope.cli import main as command
+
+    code = command()
+    _on_signals(_leave)
+    return code
+
+
+def _on_signals(handler: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Whoever started the program may have it ignore one of them, as nohup does.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    os._exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
     sys.exit(main())

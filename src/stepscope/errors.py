@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import traceback
 from collections.abc import Iterable
@@ -25,6 +26,20 @@ class UsageError(StepscopeError):
     """A request that cannot be meant. The command line exits with 2."""
 
     exit_code = 2
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: every character that could move the cursor, change a colour or reorder
+    the line is replaced by its JSON escape; line breaks stay."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1]
+        for letter in text
+    )
+
+
+def in_one_line(text: object) -> str:
+    """Foreign text, such as a decoder's error that quotes its input, as part of a message."""
+    return printable(str(text)).replace("\n", "\\n")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

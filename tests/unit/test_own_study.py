@@ -71,13 +71,12 @@ def test_nonsense_is_refused_with_a_line(name: str, said: str) -> None:
         measured(name)
 
 
-def test_a_build_function_that_raises_is_a_record_with_its_reason(tmp_path: Any) -> None:
+def test_a_build_function_that_raises_is_refused_before_anything_is_measured(tmp_path: Any) -> None:
     command = CommandLine(tmp_path)
-    command.know_ceilings()
     done = command("run", "own", "--model", "own_models:raises", "--device", "cpu", "--no-report")
-    assert done.returncode == 1
-    (kept,) = command.records()
-    assert (kept.status, kept.reason) == ("error", "RuntimeError: planned")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "stepscope: own_models:raises failed: RuntimeError: planned\n"
+    assert command.records() == ()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from fractions import Fraction
 
 import msgspec
 
+from stepscope.errors import unknown_name
+
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """A binary floating-point format with subnormal numbers."""
@@ -74,6 +76,13 @@ FORMATS: dict[str, Format] = {
         Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, storage_bits=16),
     )
 }
+
+
+def format_of(name: str) -> Format:
+    """The format of that name; UsageError for one that is not in the table."""
+    if name not in FORMATS:
+        raise unknown_name("dtype", name, FORMATS)
+    return FORMATS[name]
 
 
 class Alignment(msgspec.Struct, frozen=True, kw_only=True):

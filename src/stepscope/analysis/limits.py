@@ -66,8 +66,8 @@ def tokens_per_second(record: Record) -> float | None:
 def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     """The matrix rate of the format this record's products ran in: measured, or the sheet's."""
     try:
-        compute = precision(str(record.config["dtype"])).compute
-    except (KeyError, UsageError):
+        compute = precision(str(record.config.get("dtype"))).compute
+    except UsageError:
         return None
     return record.ceiling(f"matmul.{compute}", measured=measured)
 

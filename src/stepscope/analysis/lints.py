@@ -51,8 +51,17 @@ def lint_record(record: Record) -> tuple[Lint, ...]:
     """Every complaint about one record. A record that is not `ok` claims nothing to check."""
     if record.status != "ok":
         return ()
-    complaints = ((code, check(record)) for code, check in _CHECKS.items())
+    complaints = ((code, _complaint(check, record)) for code, check in _CHECKS.items())
     return tuple(Lint(code=code, message=said) for code, said in complaints if said)
+
+
+def _complaint(check: Check, record: Record) -> str | None:
+    """What a check says; samples that break its arithmetic are a complaint, and never the loss of
+    a record that was just measured."""
+    try:
+        return check(record)
+    except (ArithmeticError, ValueError) as error:
+        return f"the samples are outside the range that can be checked: {error}"
 
 
 def codes() -> tuple[str, ...]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
 import stepscope
+from stepscope.cli.messages import say
 from stepscope.errors import StepscopeError, unknown_name
 
 COMMANDS = {
@@ -46,14 +49,15 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _prepare_process()
         code = _dispatch(words)
         sys.stdout.flush()
         return code
     except StepscopeError as error:
-        print(f"stepscope: {error}", file=sys.stderr)
+        say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stepscope: interrupted", file=sys.stderr)
+        say("interrupted")
         # Of one that left an `exec` of a string (a dataclass is made by one) Python remembers that
         # nobody caught it there, and `python -m` would end by the signal. This makes it forget.
         exec("")
@@ -64,8 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        print(f"stepscope: {error}", file=sys.stderr)
+        say(error)
         return StepscopeError.exit_code
+
+
+def _prepare_process() -> None:
+    """A polite kill is an interrupt: what is done is kept, workers end, and the way on is said."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        # A path may hold bytes that no encoding has.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,15 @@ import tyro
 from stepscope.analysis.advice.calibration import factors
 from stepscope.analysis.advice.changes import Advice, advise, afterwards
 from stepscope.analysis.advice.timeline import gain_ms
+from stepscope.analysis.plausible import plausible
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import Place, load_records, parse
+from stepscope.cli.messages import say
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
-from stepscope.cli.verification import Calibrating, Verification, say
-from stepscope.errors import StepscopeError, UsageError, no_such_file
+from stepscope.cli.verification import Calibrating, Verification
+from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file
+from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
@@ -34,6 +36,7 @@ from stepscope.studies.base import Case
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
 from stepscope.studies.own import OwnCase, OwnFlags
+from stepscope.studies.page import explained
 from stepscope.studies.runner import Runner, new_run, plan_digest
 
 
@@ -108,8 +111,6 @@ def main(words: list[str]) -> int:
             f"within is {options.within:g} and timeout {options.timeout:g}",
             "within is 0 or more seconds, timeout more than 0",
         )
-    # A polite kill is an interrupt: what was tried so far is kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if is_script:
         assert target is not None
         return _advise_script(options, target, rest, words)
@@ -148,15 +149,19 @@ def _factors(record: Record, before: str | None) -> dict[str, float]:
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
     from stepscope.studies.inspected import STUDY_NAME
 
-    meant = [r for r in records if r.study in (STUDY_NAME, OWN_NAME) and r.status == "ok"]
+    judged = [plausible(r) for r in records if r.study in (STUDY_NAME, OWN_NAME)]
+    meant = [r for r in judged if r.status == "ok"]
     if not meant:
+        why = f": {in_one_line(judged[0].reason)}" if judged else ""
         raise StepscopeError(
-            f"{options.source} has no step to advise on", "use records of `inspect` or `run own`"
+            f"{options.source} has no step to advise on{why}",
+            "use records of `inspect` or `run own`",
         )
     is_file = Path(options.source).is_file()
     base, lacks = _with_ceilings(meant[0], options)
     page = _page(options, Path(options.source).stem if is_file else _subject(base))
-    return conclude(page, options.json, base, _advice(base, lacks), records)
+    with explained(base.study):
+        return conclude(page, options.json, base, _advice(base, lacks), records)
 
 
 def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tuple[str, ...]]:
@@ -188,7 +193,7 @@ def _machine(environment: Environment) -> tuple[object, ...]:
 
 def _page(options: AdviseOptions, name: str) -> Path:
     """Beside the page of `inspect`, for each program its own."""
-    return options.out / f"{name}-advice.html"
+    return options.out / f"{file_name(name)}-advice.html"
 
 
 def _subject(record: Record) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.jsonl import read_records
+from stepscope.errors import StepscopeError, UsageError, printable
+from stepscope.records.jsonl import read_records, replace_file
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
 
@@ -113,14 +112,10 @@ def require_writable(path: Path, mend: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, [text.encode(errors="backslashreplace")])
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise StepscopeError(
             f"cannot write {path}: {error.strerror}", "name another place, or free some space"
         ) from error
@@ -128,4 +123,4 @@ def write_text(path: Path, text: str) -> None:
 
 def json_line(facts: dict[str, Any]) -> str:
     """One line for scripts."""
-    return msgspec.json.encode(facts, enc_hook=str).decode()
+    return printable(msgspec.json.encode(facts, enc_hook=str).decode())

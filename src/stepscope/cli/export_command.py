@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +10,10 @@ from typing import Annotated, Literal
 import tyro
 
 from stepscope.cli.common import Place, json_line, load_records, parse, write_text
-from stepscope.errors import UsageError, unknown_name
+from stepscope.cli.messages import tell
+from stepscope.errors import UsageError, printable, unknown_name
 from stepscope.records.jsonl import rounded, write_records
+from stepscope.records.names import file_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.report.format import counted
@@ -56,7 +57,7 @@ def main(words: list[str]) -> int:
         print(json_line({"files": files}))
     else:
         for path in files:
-            print(f"wrote {path}", file=sys.stderr)
+            tell(f"wrote {path}")
     return 0
 
 
@@ -72,12 +73,12 @@ def _export(options: ExportOptions) -> list[Path]:
     from stepscope.report import text
     from stepscope.studies.page import study_sections
 
-    tables = {
-        block.name: block
+    tables = _by_name(
+        block
         for section in study_sections(records)
         for block in section.blocks
         if isinstance(block, Table)
-    }
+    )
     if options.table is not None:
         if options.table not in tables:
             raise unknown_name("table", options.table, tables)
@@ -98,10 +99,23 @@ def _export(options: ExportOptions) -> list[Path]:
         return written
     joined = "\n".join(write(table) for table in tables.values())
     if options.to is None:
-        print(joined)
+        print(printable(joined))
         return []
     write_text(options.to, joined)
     return [options.to]
+
+
+def _by_name(tables: Iterable[Table]) -> dict[str, Table]:
+    """Each under a name of its own that can be one of a file; a name may come from a record."""
+    found: dict[str, Table] = {}
+    for table in tables:
+        stem = file_name(table.name)
+        name, count = stem, 1
+        while name in found:
+            count += 1
+            name = f"{stem}-{count}"
+        found[name] = table
+    return found
 
 
 def _chosen(options: ExportOptions) -> tuple[Record, ...]:

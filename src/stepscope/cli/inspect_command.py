@@ -17,6 +17,7 @@ import msgspec
 import tyro
 
 from stepscope.cli.common import Place, json_line, parse, require_writable, write_text
+from stepscope.cli.messages import say, tell
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
 from stepscope.records.jsonl import write_records
@@ -97,7 +98,7 @@ def main(words: list[str]) -> int:
     meeting = meet()
     if meeting.alone:
         rank = os.environ.get("RANK", "0")
-        _say(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
+        say(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
     try:
         return _run(order, meeting, page if meeting.leads else None, options)
     finally:
@@ -160,8 +161,8 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
-        print(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}),
-              file=sys.stderr, flush=True)  # fmt: skip
+        # Not on standard output, which is the script's.
+        tell(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}))
     return end_alike(status)
 
 
@@ -206,12 +207,12 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):
-            _say(told)
+            say(told)
         if outcome.reason:
-            _say(f"not all of it was recorded: {outcome.reason}")
+            say(f"not all of it was recorded: {outcome.reason}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         whose = f" (of this machine; each of the {machines} writes its own)" if machines > 1 else ""
-        _say(f"page: {outcome.page}{whose}")
+        say(f"page: {outcome.page}{whose}")
     return outcome
 
 
@@ -240,10 +241,5 @@ def _in_short(outcome: Outcome, ranks: int) -> str:
 
 def _failed(why: str, options: InspectOptions, records: Path | None = None) -> Outcome:
     if not options.json:
-        _say(why)
+        say(why)
     return Outcome(reason=why, records=records)
-
-
-def _say(text: str) -> None:
-    """Not on standard output, which is the script's."""
-    print(f"stepscope: {text}", file=sys.stderr, flush=True)

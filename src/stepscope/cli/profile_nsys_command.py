@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.cli.common import Place, parse
+from stepscope.cli.messages import tell
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.studies.base import Case
 from stepscope.studies.workload import Mode, WorkloadFlags, workloads
@@ -52,7 +53,7 @@ def main(words: list[str]) -> int:
             if done.returncode:
                 raise StepscopeError(f"{command[0]} ended with exit code {done.returncode}")
     if options.run and not installed:
-        print("nsys is not installed here: run these where it is", file=sys.stderr)
+        tell("nsys is not installed here: run these where it is")
     return 0
 
 

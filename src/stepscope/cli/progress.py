@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from stepscope.analysis.limits import step_ms
+from stepscope.cli.messages import tell
+from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
 from stepscope.studies.base import Case
@@ -33,10 +35,7 @@ class PlainLines:
         self._case: Case | None = None
         self._calibrating = False
         cases = f": {counted(total, 'case')}, {done} done before" if total else ""
-        self._say(f"run {run.id}{cases}")
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        tell(f"run {run.id}{cases}")
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +49,7 @@ class PlainLines:
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._calibrating:
-            self._say("measuring this machine's ceilings, once, up to a minute")
+            tell("measuring this machine's ceilings, once, up to a minute")
             self._calibrating = True
 
     def case_started(self, case: Case) -> None:
@@ -62,7 +61,7 @@ class PlainLines:
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
-        self._say(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
+        tell(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
 
 
 class Bar:
@@ -110,12 +109,14 @@ class Bar:
 
     def case_progress(self, progress: Progress) -> None:
         told = f"{self._case} {progress.what} {progress.done}/{progress.total}"
-        self._bar.update(self._task, description=told)
+        self._bar.update(self._task, description=printable(told))
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
         self._bar.console.print(
-            f"{record.study} {record.case}: {outcome(record)}", markup=False, highlight=False
+            printable(f"{record.study} {record.case}: {outcome(record)}"),
+            markup=False,
+            highlight=False,
         )
         pace = (time.monotonic() - self._started) / (self._done - self._at_start)
         left = pace * (self._total - self._done)

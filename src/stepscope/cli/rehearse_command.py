@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from stepscope.analysis.plausible import plausible
 from stepscope.analysis.rehearsal.closed_forms import Way
 from stepscope.analysis.rehearsal.cluster import LINKS, custom_cluster, make_cluster
 from stepscope.analysis.rehearsal.replay import Replay
@@ -15,6 +16,7 @@ from stepscope.cli.common import Place, existing_store, json_line, load_meant, p
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Page, Section, Table
+from stepscope.studies.page import explained
 from stepscope.studies.rehearsal.subject import (
     Network,
     Prediction,
@@ -123,8 +125,9 @@ def main(words: list[str]) -> int:
             "stepscope rehearse results.jsonl --ranks 1024 --faster 2 --batch 1",
         ),
     )
-    subjects = [_asked(options, subject) for subject in _subjects(options)]
-    page = _page(subjects, options.question)
+    with explained("rehearsal"):
+        subjects = [_asked(options, subject) for subject in _subjects(options)]
+        page = _page(subjects, options.question)
     html = options.out / "rehearsal.html"
     from stepscope.report.html import html_page
 
@@ -149,7 +152,7 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
         meant = load_meant(options.source, options)
         held, where = ((meant,) if isinstance(meant, Record) else meant), options.source
     # A check has a recording of its own, made with fewer threads: only where there is no other.
-    ours = [record for record in held if record.study == "rehearsal"]
+    ours = [plausible(record) for record in held if record.study == "rehearsal"]
     recorded = [record for record in ours if record.config.get("kind") == RECORDING] or ours
     found = [subject for record in recorded if (subject := subject_of(record))]
     if not found:

@@ -65,13 +65,17 @@ def print_results(records: Sequence[Record]) -> None:
     from stepscope.studies.page import headline, study_sections
 
     table = headline(records)
-    if table is not None:
+    if table is not None and table.rows:
         print_table(_beginning(table))
         return
     print_sections(
         msgspec.structs.replace(
             section,
-            blocks=tuple(_beginning(b) if isinstance(b, Table) else b for b in section.blocks),
+            blocks=tuple(
+                _beginning(block) if isinstance(block, Table) else block
+                for block in section.blocks
+                if not isinstance(block, Table) or block.rows
+            ),
         )
         for section in study_sections(records)
     )

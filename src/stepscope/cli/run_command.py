@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import signal
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.common import Place, json_line, parse
+from stepscope.cli.messages import say, tell
 from stepscope.cli.progress import make_observer
 from stepscope.cli.report_command import print_results, write_report
 from stepscope.cli.scripts import split_words
@@ -151,8 +150,6 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
         raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
     if is_follower():
         follow()
-    # A polite kill is an interrupt: keep what is done, end the worker, say how to go on.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A study that traces keeps its traces beside the store; its worker inherits this.
     os.environ["STEPSCOPE_TRACES"] = str((options.out / "traces").resolve())
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
@@ -167,10 +164,9 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
                 )  # fmt: skip
         except KeyboardInterrupt:
             kept = len(store.finished(run.id))
-            print(
+            tell(
                 f"\ninterrupted: {kept} of {len(cases)} cases are kept in run {run.id}\n"
-                f"go on with: {run.command}",
-                file=sys.stderr,
+                f"go on with: {run.command}"
             )
             raise
     return _conclude(options, run)
@@ -181,7 +177,7 @@ def _cases(wanted: Asked | Share, runner: Runner) -> tuple[Case, ...]:
         instead = wanted.on_cpu()
         if instead is not None:
             told = f"on a CPU: the cases of preset {instead.preset}; others by their flags"
-            print(told, file=sys.stderr)
+            tell(told)
             wanted = instead
     if isinstance(wanted, Share):
         return preset_cases(wanted.preset, runner.environment, wanted.study, runner.lacks)
@@ -200,7 +196,7 @@ def _open_run(
             again = REPEATABLE if options.retry else ()
             done = [status for status, _ in store.finished(held.id).values()]
             return held, sum(status not in again for status in done)
-        print("stepscope: no earlier run of this request; starting one", file=sys.stderr)
+        say("no earlier run of this request; starting one")
     plain = [word for word in words if word not in ("--resume", "--retry")]
     run = new_run(cases, shlex.join(["stepscope", "run", *plain, "--resume"]))
     store.add_run(run)
@@ -225,7 +221,7 @@ def _conclude(options: RunOptions, run: Run) -> int:
     elif not options.json:
         print_results(records)
         if options.report:
-            print("stepscope: no case succeeded, so no report is written", file=sys.stderr)
+            say("no case succeeded, so no report is written")
     if options.json:
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

@@ -8,7 +8,7 @@ import msgspec
 import tyro
 
 from stepscope.cli.common import Place, json_line, load_meant, parse
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, printable
 from stepscope.records.schema import Record
 
 
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     if options.json:
         print(json_line(msgspec.to_builtins(records)))
     elif isinstance(meant, Record):
-        print(msgspec.json.format(msgspec.json.encode(meant), indent=2).decode())
+        print(printable(msgspec.json.format(msgspec.json.encode(meant), indent=2).decode()))
     else:
         from stepscope.report.terminal import print_sections
         from stepscope.studies.page import study_sections

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
+from stepscope.cli.messages import say
 from stepscope.cli.progress import make_observer
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -198,11 +198,6 @@ def outcome(tried: Tried) -> str:
         f"{tried.trial.code}: {duration(gain.value)} [{duration(gain.low)}, {duration(gain.high)}]"
         f" gained of {duration(tried.predicted_ms)} predicted; {tried.verdict}"
     )
-
-
-def say(text: str) -> None:
-    """Not on standard output, which is for what was asked for."""
-    print(f"stepscope: {text}", file=sys.stderr, flush=True)
 
 
 class Calibrating:

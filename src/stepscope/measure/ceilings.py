@@ -20,6 +20,7 @@ import torch
 
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import Device
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment
 
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")
@@ -174,7 +175,7 @@ def _cache_file(environment: Environment) -> Path:
 
 def _cached(path: Path) -> tuple[Ceiling, ...] | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Ceiling, ...])
+        return from_json(path.read_bytes(), tuple[Ceiling, ...])
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -29,6 +29,11 @@ CREATE TABLE records (
 );
 """
 
+_COLUMNS = {
+    "runs": ("id", "created", "command", "plan", "cases"),
+    "records": ("id", "run", "study", "case_key", "attempt", "status", "started", "body"),
+}
+
 _MAGIC = b"SQLite format 3\0"
 _CANNOT_WRITE_BESIDE = (
     sqlite3.SQLITE_READONLY,
@@ -69,7 +74,15 @@ def _refuse_broken(path: Path) -> None:
 
 def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
     uri = f"{path.resolve().as_uri()}?{options}"
-    return sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None)
+    return _guarded(sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None))
+
+
+def _guarded(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """A file may come from anywhere: its schema may call no function, and cells are checked."""
+    with _closed_on_failure(connection):
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+    return connection
 
 
 @contextmanager
@@ -119,16 +132,13 @@ def _open_for_reading(path: Path, wait_s: float) -> sqlite3.Connection:
     except sqlite3.Error as error:
         if primary_code(error) not in _CANNOT_WRITE_BESIDE:
             raise
-    connection = _checked(_open_without_writing(path, wait_s), path)
-    connection.execute("PRAGMA query_only = ON")
-    return connection
+    return _checked(_open_without_writing(path, wait_s), path)
 
 
 def _checked(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
     with _closed_on_failure(connection):
         _refuse_foreign(connection, path, may_be_new=False)
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA query_only = ON")
     return connection
 
 
@@ -142,7 +152,7 @@ def _open_without_writing(path: Path, wait_s: float) -> sqlite3.Connection:
         copy = Path(folder) / path.name
         shutil.copyfile(path, copy)
         shutil.copyfile(log, copy.with_name(log.name))
-        in_memory = sqlite3.connect(":memory:", isolation_level=None)
+        in_memory = _guarded(sqlite3.connect(":memory:", isolation_level=None))
         with closing(_connect(copy, "mode=rw", wait_s)) as source:
             source.backup(in_memory)
     return in_memory
@@ -153,16 +163,37 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: b
     connection.execute("BEGIN")
     application = _pragma(connection, "application_id")
     version = _pragma(connection, "user_version")
-    tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+    schema = connection.execute("SELECT type, name, rootpage FROM sqlite_schema").fetchall()
+    unlike = _unlike_a_store(connection, schema) if schema else ""
     connection.execute("ROLLBACK")
     if application != APPLICATION_ID:
-        if application or version or tables or not may_be_new:
+        if application or version or schema or not may_be_new:
             raise StepscopeError(f"{path} is not a Stepscope store", "name another file")
     elif version > STORE_VERSION:
         raise StepscopeError(
             f"the store {path} has version {version}, this Stepscope reads up to {STORE_VERSION}",
             "install a newer Stepscope, or name another file",
         )
+    elif unlike or not (schema or may_be_new):
+        why = unlike or "it has no tables"
+        raise StepscopeError(f"{path} is not a Stepscope store: {why}", "name another file")
+
+
+def _unlike_a_store(connection: sqlite3.Connection, schema: list[tuple[object, ...]]) -> str:
+    """How the tables differ from a store's. A view or a virtual table in the place of a table runs
+    code of whoever wrote the file at every query, and may never end."""
+    tables = {name for kind, name, page in schema if kind == "table" and page}
+    for kind, name, page in schema:
+        if kind in ("view", "trigger") or not page:
+            return f"it has a {kind if page or kind != 'table' else 'virtual table'}, {name!a}"
+    for table, wanted in _COLUMNS.items():
+        if table not in tables:
+            return f"it has no table {table}"
+        # A column that is not stored has a value other than 0 in the last field.
+        columns = connection.execute(f"PRAGMA table_xinfo({table})").fetchall()
+        if tuple(column[1] for column in columns) != wanted or any(c[-1] for c in columns):
+            return f"its table {table} has other columns"
+    return ""
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:

@@ -50,17 +50,19 @@ def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> No
         raise StepscopeError(f"{target} is a folder", "name a file in it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, records)
+        replace_file(target, (encode(record) + b"\n" for record in records))
     except OSError as error:
         raise explain_os(error, target) from error
 
 
-def _replace(target: Path, records: Iterable[Record]) -> None:
+def replace_file(target: Path, parts: Iterable[bytes]) -> None:
+    """Write a file whole or not at all. The name of the temporary one cannot be guessed, so that
+    no link can be waiting there, and a link at the target is replaced and not followed."""
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(descriptor, "wb") as file:
-            for record in records:
-                file.write(encode(record) + b"\n")
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), _mode(target))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from stepscope.records.decoding import Int64, from_json
 from stepscope.records.schema import Part
 
 PARAMETERS = "parameters"
@@ -35,8 +34,8 @@ class PhasePeak(Part, frozen=True):
     """The peak of a phase: `allocated` is the allocator's, or on a CPU the count's."""
 
     phase: str
-    allocated: int
-    lines: dict[str, int]
+    allocated: Int64
+    lines: dict[str, Int64]
     operator: str
     """The one that reached it."""
 
@@ -49,9 +48,9 @@ class PhasePeak(Part, frozen=True):
 class Standing(Part, frozen=True):
     """What CUDA's allocator and driver hold at one moment, in bytes."""
 
-    allocated: int
-    reserved: int
-    driver: int
+    allocated: Int64
+    reserved: Int64
+    driver: Int64
     """Of the whole device, as `nvidia-smi` shows it."""
 
 
@@ -59,8 +58,8 @@ class Point(Part, frozen=True):
     """What the tensors of each kind hold after an operator, by its number in the step."""
 
     phase: str
-    operator: int
-    kinds: dict[str, int]
+    operator: Int64
+    kinds: dict[str, Int64]
 
 
 class SavedTensor(Part, frozen=True):
@@ -68,12 +67,12 @@ class SavedTensor(Part, frozen=True):
 
     module: str
     operator: str
-    shape: tuple[int, ...]
+    shape: tuple[Int64, ...]
     dtype: str
-    bytes: int
+    bytes: Int64
     code: str
     """File and line of the model that ran the operator."""
-    times: int = 1
+    times: Int64 = 1
     """Others like it in the same step, and itself."""
 
 
@@ -81,25 +80,25 @@ class Remedy(Part, frozen=True):
     """A change with which a step is predicted to fit."""
 
     words: str
-    peak: int
-    changes: dict[str, str | int]
+    peak: Int64
+    changes: dict[str, str | Int64]
     """Fields of the workload."""
 
 
 class PostMortem(Part, frozen=True):
     """Of a step that ran out of memory; all sizes in bytes."""
 
-    limit: int
+    limit: Int64
     """What the allocator may hold: the device's memory without context and libraries, or less."""
-    asked: int
+    asked: Int64
     """The request that failed, 0 where the error does not say."""
-    held: int
+    held: Int64
     """What was allocated then, by the allocator; 0 where it does not say."""
     phase: str
     """In which it is predicted to need more than there is."""
-    lines: dict[str, int]
+    lines: dict[str, Int64]
     """What holds the bytes at that moment, as predicted."""
-    needed: int
+    needed: Int64
     """The predicted peak."""
     remedies: tuple[Remedy, ...]
 
@@ -109,23 +108,23 @@ class PostMortem(Part, frozen=True):
 
 
 def decode_post_mortem(note: str) -> PostMortem:
-    return msgspec.json.decode(note, type=PostMortem)
+    return from_json(note, PostMortem)
 
 
 def decode_peaks(note: str) -> tuple[PhasePeak, ...]:
-    return msgspec.json.decode(note, type=tuple[PhasePeak, ...])
+    return from_json(note, tuple[PhasePeak, ...])
 
 
 def decode_saved(note: str) -> tuple[SavedTensor, ...]:
-    return msgspec.json.decode(note, type=tuple[SavedTensor, ...])
+    return from_json(note, tuple[SavedTensor, ...])
 
 
 def decode_course(note: str) -> tuple[Point, ...]:
-    return msgspec.json.decode(note, type=tuple[Point, ...])
+    return from_json(note, tuple[Point, ...])
 
 
 def decode_standing(note: str) -> dict[str, Standing]:
-    return msgspec.json.decode(note, type=dict[str, Standing])
+    return from_json(note, dict[str, Standing])
 
 
 def kind_of(line: str) -> str:

@@ -8,16 +8,23 @@ Format history
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.config import Named, check_config
+from stepscope.records.decoding import from_json
+from stepscope.records.names import require_case, require_name
 
 SCHEMA_VERSION = 2
 
 Status = Literal["ok", "oom", "error", "timeout", "skipped"]
 Clock = Literal["device", "host"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""What SQLite and a float can hold; JSON has integers of any length."""
+Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +48,7 @@ class Series(Part, frozen=True):
     """Samples taken before steady state was assumed; kept, never mixed in."""
     clock: Clock = "host"
     """`device`: between events on the device's queue. `host`: by the host's clock."""
-    rank: int = 0
+    rank: Count = 0
 
 
 class Ceiling(Part, frozen=True):
@@ -80,12 +87,12 @@ class Environment(Part, frozen=True):
 
     device_kind: str
     device_name: str
-    device_count: int
-    device_memory_bytes: int
+    device_count: Count
+    device_memory_bytes: Count
     cpu: str
-    cpu_cores: int
-    host_memory_bytes: int
-    threads: int
+    cpu_cores: Count
+    host_memory_bytes: Count
+    threads: Count
     platform: str
     python: str
     torch: str
@@ -111,7 +118,10 @@ class Run(Part, frozen=True):
     """What to type to go on with it."""
     plan: str
     """Digest of the planned cases: the same request on the same kind of device has the same."""
-    cases: int
+    cases: Count
+
+    def __post_init__(self) -> None:
+        require_name("run", self.id)
 
 
 class Record(Part, frozen=True):
@@ -129,7 +139,7 @@ class Record(Part, frozen=True):
     """UTC, ISO 8601."""
     elapsed_s: float
     reason: str = ""
-    attempt: int = 1
+    attempt: Attempt = 1
     series: tuple[Series, ...] = ()
     quantities: dict[str, Quantity] = {}
     notes: dict[str, str] = {}
@@ -138,6 +148,17 @@ class Record(Part, frozen=True):
     readings: tuple[Reading, ...] = ()
     lints: tuple[Lint, ...] = ()
     version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        require_name("id", self.id)
+        require_name("run", self.run)
+        require_name("study", self.study)
+        require_case("case", self.case)
+        for part in ("config", "notes"):
+            held = getattr(self, part)
+            if not isinstance(held, Named):
+                where = f"the {part} of record {self.id} ({self.study} {self.case})"
+                msgspec.structs.force_setattr(self, part, Named(held, where))
 
     def find(self, name: str, clock: Clock | None = None) -> Series | None:
         """The series of that name: of that clock, or the device's where there is one."""
@@ -167,10 +188,10 @@ def encode(record: Record) -> bytes:
 def decode(data: bytes | str) -> Record:
     """Read a record of this version or an older one; refuse a newer one."""
     try:
-        raw = msgspec.json.decode(data)
+        raw = from_json(data)
     # A damaged store may give a null or a number where the text was.
     except (msgspec.DecodeError, TypeError) as error:
-        raise StepscopeError(f"not a record: {error}") from error
+        raise StepscopeError(f"not a record: {in_one_line(error)}") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if not isinstance(version, int):
         raise StepscopeError(
@@ -186,6 +207,8 @@ def decode(data: bytes | str) -> Record:
             raise StepscopeError(f"the record has format version {step}, which has no upgrade")
         raw = UPGRADES[step](raw) | {"version": step + 1}
     try:
-        return msgspec.convert(raw, Record)
+        record = msgspec.convert(raw, Record)
     except msgspec.ValidationError as error:
-        raise StepscopeError(f"not a record: {error}") from error
+        raise StepscopeError(f"not a record: {in_one_line(error)}") from error
+    check_config(record.config)
+    return record

@@ -38,6 +38,8 @@ _RESAMPLES = 2000
 _SEED = 336
 _EXACT_UP_TO = 25
 """Samples on a side; above, the normal approximation is within 2 % where it matters."""
+_SQUARES_OVERFLOW = 1e150
+"""Samples beyond are scaled before they are squared and summed."""
 _COUNTED_UP_TO = 1000
 """Samples whose middle is found by counting; above, a place more or less is within 0.2 %."""
 
@@ -66,7 +68,7 @@ def far_above(values: Sequence[float]) -> list[int]:
     """Places of samples far above the median; none where they are no exceptions."""
     if len(values) < 3:
         return []
-    middle = float(np.median(values))
+    middle = _quantile(np.sort(np.array(values, dtype=np.float64)), 0.5)
     found = [place for place, value in enumerate(values) if value > FAR_ABOVE * middle]
     return found if len(found) <= len(values) // 3 else []
 
@@ -109,12 +111,11 @@ def _summarize(values: tuple[float, ...]) -> Summary:
     ordered = _ordered(values)
     count = len(values)
     low, high, _ = _around_the_median(ordered, 0.95)
-    mean = math.fsum(values) / count
-    squares = math.fsum((value - mean) ** 2 for value in values)
+    mean, std = _moments(values)
     return Summary(
         count=count,
         mean=mean,
-        std=math.sqrt(squares / (count - 1)) if count > 1 else 0.0,
+        std=std,
         median=_quantile(ordered, 0.5),
         q1=_quantile(ordered, 0.25),
         q3=_quantile(ordered, 0.75),
@@ -123,6 +124,20 @@ def _summarize(values: tuple[float, ...]) -> Summary:
         low=low,
         high=high,
     )
+
+
+def _moments(values: tuple[float, ...]) -> tuple[float, float]:
+    """Mean and sample standard deviation; a spread beyond the largest float is infinite."""
+    count = len(values)
+    largest = max(map(abs, values))
+    if largest > _SQUARES_OVERFLOW:
+        # A power of two: no sample is rounded.
+        scale = 2.0 ** math.frexp(largest)[1] if largest < 2.0**1023 else 2.0**1023
+        mean, std = _moments(tuple(value / scale for value in values))
+        return mean * scale, std * scale
+    mean = math.fsum(values) / count
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (count - 1)) if count > 1 else 0.0
 
 
 def stability(values: Sequence[float]) -> tuple[str, ...]:
@@ -141,7 +156,9 @@ def stability(values: Sequence[float]) -> tuple[str, ...]:
         if off >= FAR_EXTREME:
             side = "below" if extreme < summary.median else "above"
             complaints.append(f"the {name} is {off:.0%} {side} the median")
-    wanted = (1.96 * spread / MEAN_KNOWN_TO) ** 2
+    root = 1.96 * spread / MEAN_KNOWN_TO
+    # Unlike a power, a product of floats becomes infinite and does not raise.
+    wanted = root * root
     if count < wanted < math.inf:
         complaints.append(
             f"{count} samples are too few to know the mean to {MEAN_KNOWN_TO:.0%}:"
@@ -155,7 +172,8 @@ def ratio_interval(base: Sequence[float], new: Sequence[float], level: float = 0
     before, after = _ordered(base), _ordered(new)
     if before[0] <= 0.0 or after[0] <= 0.0:
         raise ValueError("a ratio needs samples above zero")
-    ratios = _bootstrap_medians(after, stream=1) / _bootstrap_medians(before, stream=0)
+    with np.errstate(over="ignore", under="ignore"):
+        ratios = _bootstrap_medians(after, stream=1) / _bootstrap_medians(before, stream=0)
     ratios.sort()
     tail = (1.0 - level) / 2.0
     return Ratio(
@@ -170,9 +188,10 @@ def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.9
     """The median ratio of samples that were taken next to each other, so that a machine that gets
     slower meanwhile moves both. Where there are too few for that level, its interval has the level
     of the smallest and the largest."""
-    if min(*base, *new) <= 0.0:
+    if not _ordered(base)[0] > 0.0 or not _ordered(new)[0] > 0.0:
         raise ValueError("a ratio needs samples above zero")
-    ratios = _ordered([after / before for before, after in zip(base, new, strict=True)])
+    ratios = np.array([after / before for before, after in zip(base, new, strict=True)])
+    ratios.sort()
     low, high, level = _around_the_median(ratios, level)
     return Ratio(value=_quantile(ratios, 0.5), low=low, high=high, level=level)
 
@@ -223,10 +242,12 @@ def _ordered(values: Sequence[float]) -> Floats:
 def _quantile(ordered: Floats, share: float) -> float:
     position = share * (len(ordered) - 1)
     index = int(position)
-    low = float(ordered[index])
-    if index + 1 == len(ordered):
+    low, share = float(ordered[index]), position - index
+    if index + 1 == len(ordered) or low == ordered[index + 1]:
         return low
-    return low + (position - index) * (float(ordered[index + 1]) - low)
+    high = float(ordered[index + 1])
+    gap = high - low
+    return low + share * gap if math.isfinite(gap) else low * (1.0 - share) + high * share
 
 
 def _around_the_median(ordered: Floats, level: float) -> tuple[float, float, float]:
@@ -266,7 +287,11 @@ def _relative(part: float, whole: float) -> float:
 def _bootstrap_medians(ordered: Floats, *, stream: int) -> Floats:
     """Medians of resamples. The ranks they have depend on the count alone, so those are kept."""
     lower, upper = _median_ranks(len(ordered), stream)
-    medians: Floats = (ordered[lower] + ordered[upper]) * 0.5
+    below, above = ordered[lower], ordered[upper]
+    with np.errstate(over="ignore"):
+        total = below + above
+    # The sum of two large samples is infinite, half of the smallest one is zero.
+    medians: Floats = np.where(np.isfinite(total), total * 0.5, below * 0.5 + above * 0.5)
     return medians
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from stepscope.errors import StepscopeError, UsageError
+import msgspec
+
+from stepscope.errors import StepscopeError, UsageError, in_one_line
 from stepscope.records.database import open_database
 from stepscope.records.failures import plain_errors
 from stepscope.records.lock import hold
@@ -83,7 +85,7 @@ class Store:
     def runs(self) -> tuple[Run, ...]:
         """Newest first."""
         rows = self._rows("SELECT * FROM runs ORDER BY created DESC, rowid DESC")
-        return tuple(_run_of(row) for row in rows)
+        return tuple(map(self._run_of, rows))
 
     def latest_with_plan(self, digest: str) -> Run | None:
         return next((run for run in self.runs() if run.plan == digest), None)
@@ -151,7 +153,7 @@ class Store:
             " ORDER BY rowid",
             {"prefix": prefix},
         )
-        bodies = dict(rows)
+        bodies = {str(name): body for name, body in rows}
         record_id = _meant("record", prefix, list(bodies))
         return self._decode(record_id, bodies[record_id])
 
@@ -170,7 +172,14 @@ class Store:
 
     def _run(self, run_id: str) -> Run | None:
         rows = self._rows("SELECT * FROM runs WHERE id = ?", (run_id,))
-        return _run_of(rows[0]) if rows else None
+        return self._run_of(rows[0]) if rows else None
+
+    def _run_of(self, row: tuple[Any, ...]) -> Run:
+        fields = dict(zip(("id", "created", "command", "plan", "cases"), row, strict=True))
+        try:
+            return msgspec.convert(fields, Run)
+        except msgspec.ValidationError as error:
+            raise StepscopeError(f"a run in {self.path}: {in_one_line(error)}") from error
 
     def _rows(
         self, query: str, values: tuple[object, ...] | dict[str, object] = ()
@@ -180,14 +189,12 @@ class Store:
 
     def _decode(self, record_id: str, body: str) -> Record:
         try:
-            return decode(body)
+            record = decode(body)
         except StepscopeError as error:
-            raise StepscopeError(f"record {record_id} in {self.path}: {error}") from error
-
-
-def _run_of(row: tuple[Any, ...]) -> Run:
-    run_id, created, command, plan, cases = row
-    return Run(id=run_id, created=created, command=command, plan=plan, cases=cases)
+            raise StepscopeError(f"record {record_id!a} in {self.path}: {error}") from error
+        if record.id != record_id:
+            raise StepscopeError(f"record {record_id!a} in {self.path} is stored as {record.id}")
+        return record
 
 
 def _meant(kind: str, text: str, ids: list[str]) -> str:

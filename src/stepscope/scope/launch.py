@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.scope.stages import Effort
 from stepscope.scope.trial.contender import Contender
 from stepscope.scope.watching import Watcher
@@ -28,7 +27,7 @@ _QUIET = "KINETO_LOG_LEVEL"
 
 
 def main(folder: str, text: str) -> None:
-    order = msgspec.json.decode(text, type=Order)
+    order = from_json(text, Order)
     watcher = _watcher(order, Path(folder))
     watcher.start()
     # The profiler's library writes lines of its own to standard error, which is the script's.

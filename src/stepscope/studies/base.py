@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
+from stepscope.records.config import check_config
+from stepscope.records.names import require_case
 from stepscope.records.schema import Environment, Part, Quantity, Reading, Record, Series
 from stepscope.report.blocks import Block, Table
 
@@ -26,8 +27,9 @@ class Case(Part, frozen=True):
     """What the machine must have: a number format, `compiler`, …"""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9._=+-]+", self.key):
-            raise ValueError(f"case key {self.key!r} has characters outside [A-Za-z0-9._=+-]")
+        require_case("case key", self.key)
+        # Here and not when its record is stored: by then it has been measured.
+        check_config(self.config)
 
 
 class Measurement(Part, frozen=True):

@@ -66,7 +66,9 @@ STUDY = FullySharded()
 
 def _sum(case: Divided, way: str) -> list[float]:
     """Parameters, gradients and state on each rank."""
-    return [sum(parts) for parts in zip(*(case.held(way, kind) for kind in KINDS), strict=True)]
+    held = [case.held(way, kind) for kind in KINDS]
+    complete = all(len(values) == case.ranks for values in held)
+    return [sum(parts) for parts in zip(*held, strict=True)] if complete else []
 
 
 def moved(way: str, case: Divided) -> float | None:

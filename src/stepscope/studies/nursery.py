@@ -19,7 +19,11 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
+from stepscope.studies.descendants import marked, new_mark
 from stepscope.studies.registry import all_studies
+
+WORKER = "STEPSCOPE_WORKER"
+"""The variable with the mark of a worker's processes."""
 
 _MESSAGE = struct.Struct("qq")
 """A request: its number, and a worker to wait for, or 0 for a new one. The answer: the number of
@@ -42,6 +46,7 @@ class Nursery:
     """The nursery seen from the runner."""
 
     def __init__(self, device: str) -> None:
+        self.mark = new_mark()
         self._line, theirs = socket.socketpair()
         self._line.settimeout(_PATIENCE_S)
         with theirs:
@@ -52,12 +57,21 @@ class Nursery:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                env=marked(self.mark) | {WORKER: self.mark},
             )
         self._asked = 0
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self, files: Sequence[int]) -> Forked:
         """A worker with these as its standard input, output and error; OSError where none comes."""
-        return Forked(self, self.ask(_NEW, files))
+        child = self.ask(_NEW, files)
+        if child <= 1:
+            # Signals to 0, 1 or a negative number would reach other processes than the worker.
+            raise ConnectionError(f"the nursery answered with process {child}")
+        return Forked(self, child)
 
     def ask(self, what: int, files: Sequence[int] = ()) -> int:
         self._asked += 1

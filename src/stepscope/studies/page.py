@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
 from stepscope.analysis.lints import lint_record
-from stepscope.errors import StepscopeError
+from stepscope.analysis.plausible import plausible
+from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
@@ -37,12 +39,17 @@ _SHOWN = {
 }
 
 _LONGEST_NOTE = 2_000
+_LAST_RESORT: tuple[type[Exception], ...] = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""What a view raises for records that no check has foreseen. Tests of hostile records empty it."""
 
 
 def make_page(records: Sequence[Record]) -> Page:
     """The page of these records. Pure: nothing is measured here."""
     if not records:
         raise StepscopeError("there are no records to show", "make some with `stepscope run`")
+    records = [plausible(record) for record in records]
     sections = tuple(study_sections(records))
     devices = list(dict.fromkeys(record.environment.device_name for record in records))
     return Page(
@@ -62,17 +69,26 @@ def _what(records: Sequence[Record]) -> str:
 
 def study_sections(records: Sequence[Record]) -> Iterator[Section]:
     for study in all_studies().values():
-        own = [record for record in records if record.study == study.name]
+        own = [plausible(record) for record in records if record.study == study.name]
         if not own:
             continue
-        try:
+        with explained(study.name):
             blocks = study.view(own)
-        except msgspec.ValidationError as error:
-            raise StepscopeError(
-                f"the records of {study.name} are not of its form: {error}",
-                "were they made by another version of Stepscope?",
-            ) from error
         yield Section(name=study.name, title=study.title, question=study.question, blocks=blocks)
+
+
+@contextmanager
+def explained(study: str) -> Iterator[None]:
+    """One line for records that a study cannot show, however they are wrong."""
+    foreseen: tuple[type[Exception], ...] = (msgspec.DecodeError, *_LAST_RESORT)
+    try:
+        yield
+    except foreseen as error:
+        kind = "" if isinstance(error, msgspec.DecodeError) else f"{type(error).__name__}: "
+        raise StepscopeError(
+            f"the records of {study} are not of its form: {kind}{in_one_line(error)}",
+            "were they made by another version of Stepscope?",
+        ) from error
 
 
 def _subtitle(records: Sequence[Record]) -> str:
@@ -91,7 +107,9 @@ def _subtitle(records: Sequence[Record]) -> str:
 def headline(records: Sequence[Record]) -> Table | None:
     """The one table that a person wants first, where a study has it."""
     for study in all_studies().values():
-        table = study.headline([record for record in records if record.study == study.name])
+        own = [plausible(record) for record in records if record.study == study.name]
+        with explained(study.name):
+            table = study.headline(own)
         if table is not None:
             return table
     return None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Ceiling, Environment, Status
 from stepscope.studies.base import Measurement
 
@@ -24,11 +25,17 @@ class MeasureCase(Message, frozen=True):
     config: dict[str, Any]
 
 
+class CheckModel(Message, frozen=True):
+    """Build the model of this name, to see whether it can be built."""
+
+    model: str
+
+
 class DismissFollowers(Message, frozen=True):
     """Under torchrun: no case will come any more."""
 
 
-Request = MeasureCeilings | MeasureCase | DismissFollowers
+Request = MeasureCeilings | MeasureCase | CheckModel | DismissFollowers
 
 
 class Ready(Message, frozen=True):
@@ -58,6 +65,8 @@ class Failed(Message, frozen=True):
     status: Status
     reason: str
     usage: bool = False
+    noise: bool = False
+    """A line came that is not a message."""
     notes: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -65,7 +74,11 @@ class Dismissed(Message, frozen=True):
     """The other ranks know that this is the end."""
 
 
-Reply = Ready | Progress | Ceilings | Measured | Dismissed | Failed
+class Checked(Message, frozen=True):
+    """The model can be built."""
+
+
+Reply = Ready | Progress | Ceilings | Measured | Checked | Dismissed | Failed
 
 
 def encode(message: Message) -> bytes:
@@ -73,10 +86,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(line: bytes) -> Request:
-    request: Request = msgspec.json.decode(line, type=Request)
+    request: Request = from_json(line, Request)  # type: ignore[call-overload]
     return request
 
 
 def decode_reply(line: bytes) -> Reply:
-    reply: Reply = msgspec.json.decode(line, type=Reply)
+    reply: Reply = from_json(line, Reply)  # type: ignore[call-overload]
     return reply

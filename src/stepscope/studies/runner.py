@@ -122,6 +122,15 @@ class Runner:
         for case in cases:
             if case.key in missing and not (some_can and find_study(case.study).goes_on):
                 raise UsageError(missing[case.key])
+        self._check_models(cases)
+
+    def _check_models(self, cases: Sequence[Case]) -> None:
+        """Before the ceilings are measured, which takes up to a minute."""
+        names = {str(c.config.get("model") or c.config.get("own") or "") for c in cases} - {""}
+        for name in sorted(names):
+            # Its module may have set threads or a seed: nothing is measured in this worker.
+            self._lost = True
+            self._worker.check_model(name, self._timeout_s)
 
     def ceilings(self, observer: Calibrated) -> tuple[Ceiling, ...]:
         """This machine's, for whoever needs them beside those in the records."""

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,10 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.studies import protocol
 from stepscope.studies.base import CaseSkipped, Measurement
+from stepscope.studies.descendants import end_marked
+from stepscope.studies.nursery import WORKER
 from stepscope.studies.protocol import (
+    CheckModel,
     DismissFollowers,
     Failed,
     MeasureCase,
@@ -71,6 +75,8 @@ class Worker:
             if isinstance(request, DismissFollowers):
                 crew().announce(None)
                 return protocol.Dismissed()
+            if isinstance(request, CheckModel):
+                return _check_model(request.model)
             from stepscope.measure.ceilings import ceilings
 
             found = ceilings(self.device, self.environment, self.progress, again=request.again)
@@ -97,6 +103,22 @@ class Worker:
         self.device.release()
         _forget_compiled()
         return find_study(request.study).measure(request.config, self)
+
+
+def _check_model(name: str) -> Reply:
+    from stepscope.studies.own.building import build
+
+    try:
+        build(name)
+    except UsageError as error:
+        return Failed("error", str(error), usage=True)
+    except Exception as error:
+        failed = failure(error)
+        # The step may fit where a second model would not: that is for the case to find out.
+        if failed.status == "oom":
+            return protocol.Checked()
+        return Failed("error", f"{name} failed: {failed.reason}", usage=True)
+    return protocol.Checked()
 
 
 def _forget_compiled() -> None:
@@ -133,6 +155,9 @@ def _requests() -> queue.Queue[bytes]:
     def listen() -> None:
         for line in sys.stdin.buffer:
             lines.put(line)
+        # Nor for what it started, which may be in a session of its own.
+        with suppress(Exception):
+            end_marked(os.environ[WORKER], spare={os.getpid()})
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -7,8 +7,9 @@ from statistics import StatisticsError, median
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
 from stepscope.parallel.buckets import Item
+from stepscope.records.decoding import Int64, from_json
 from stepscope.records.schema import Part, Record, Series
 
 NOTE = "recording"
@@ -20,8 +21,8 @@ class ReadyTimes(Part, frozen=True):
     """A gradient as it was recorded, in the order of the model's parameters."""
 
     name: str
-    elements: int
-    element_bytes: int
+    elements: Int64
+    element_bytes: Int64
     kind: str
     """Format and device: what the gradients of a bucket must share."""
     ready_ms: tuple[float, ...]
@@ -118,7 +119,9 @@ def recording_of(record: Record) -> Recording | None:
     if record.status != "ok" or note is None:
         return None
     try:
-        times = msgspec.json.decode(note, type=tuple[ReadyTimes, ...])
+        times = from_json(note, tuple[ReadyTimes, ...])
         return Recording.of_samples(record.series, times)
     except (msgspec.DecodeError, KeyError, StatisticsError) as error:
-        raise StepscopeError(f"record {record.id} holds no whole recording: {error}") from error
+        raise StepscopeError(
+            f"record {record.id} holds no whole recording: {in_one_line(error)}"
+        ) from error

@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.decoding import Int64, from_json
 
 Cut = Literal["marks", "optimizer", "nothing"]
 """What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
@@ -40,7 +41,7 @@ class Use(Piece, frozen=True):
     """forward, dX or dW of a linear layer, where that can be told."""
     ms: float
     count: float
-    places: int
+    places: Int64
     """How many ranges the star stands for."""
 
 
@@ -95,7 +96,7 @@ class Outlier(Piece, frozen=True):
     step: str
     us: float
     median_us: float
-    peers: int
+    peers: Int64
     different: tuple[str, ...]
 
 
@@ -200,9 +201,9 @@ def encode(summary: Summary) -> str:
 
 def decode(text: str) -> Summary:
     try:
-        return msgspec.json.decode(text, type=Summary)
+        return from_json(text, Summary)
     except msgspec.DecodeError as error:
         raise StepscopeError(
-            f"the profile in a record is not of this form: {error}",
+            f"the profile in a record is not of this form: {in_one_line(error)}",
             "was it made by another version of Stepscope?",
         ) from error

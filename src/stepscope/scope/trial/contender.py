@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.records.decoding import from_json
 from stepscope.scope.arrival import when_imported
 from stepscope.studies.advice.turns import Ready, Taken
 
@@ -162,7 +163,7 @@ class Contender:
 
     def _await_turn(self) -> None:
         line = self._lines.readline()
-        self._turn = msgspec.json.decode(line, type=int) if line else 0
+        self._turn = from_json(line, int) if line else 0
         if not self._turn:
             # At once: a script that catches an exception would go on, or write its last checkpoint.
             sys.stdout.flush()

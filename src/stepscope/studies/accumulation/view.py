@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.floats import FORMATS, align
-from stepscope.records.schema import Record
+from stepscope.analysis.floats import FORMATS, align, format_of
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import count, number, percent
 from stepscope.studies.accumulation import OVERFLOWED
@@ -44,6 +45,16 @@ def _held(record: Record, name: str) -> float:
     return record.quantity(name) or 0.0
 
 
+def _paired(record: Record, first: Series, second: Series) -> list[tuple[float, float]]:
+    if len(first.values) != len(second.values):
+        raise StepscopeError(
+            f"record {record.id} has {len(first.values)} samples of {first.name} and"
+            f" {len(second.values)} of {second.name}",
+            "record it again",
+        )
+    return list(zip(first.values, second.values, strict=True))
+
+
 def _sum_findings(sums: Sequence[Record]) -> Iterator[Finding]:
     if not sums:
         return
@@ -63,9 +74,9 @@ def _sum_findings(sums: Sequence[Record]) -> Iterator[Finding]:
         )
     for record in sums:
         moved, planned = _held(record, "last_moved"), record.config["count"]
-        form = FORMATS[record.config["accumulator"]]
-        if moved < planned:
-            total, term = _held(record, "sum"), _held(record, "term_held")
+        form = format_of(record.config["accumulator"])
+        total, term = _held(record, "sum"), _held(record, "term_held")
+        if moved < planned and min(form.nearest(total), form.nearest(term)) > 0:
             gap = align(total, term, form).gap
             yield Finding(
                 text=f"{_name(record)[:1].upper()}{_name(record)[1:]}: the sum stops at {total:g}"
@@ -83,7 +94,7 @@ def _dot_findings(dots: Sequence[Record]) -> Iterator[Finding]:
         device, by_hand = record.find("device"), record.find("in_format")
         if device is None or by_hand is None or not device.values:
             continue
-        longest, form = max(record.config["length"]), FORMATS[record.config["format"]]
+        longest, form = max(record.config["length"]), format_of(record.config["format"])
         error, own = device.values[-1], by_hand.values[-1]
         half_step = form.epsilon / 2
         if form.storage_bits == 16:
@@ -104,12 +115,12 @@ def _dot_findings(dots: Sequence[Record]) -> Iterator[Finding]:
 
 def _square_findings(squares: Sequence[Record]) -> Iterator[Finding]:
     for record in squares:
-        form = FORMATS[record.config["format"]]
+        form = format_of(record.config["format"])
         value, square = record.find("value"), record.find("square")
         naive, exact = record.quantity("variance"), record.quantity("variance_exact")
         if value is None or square is None:
             continue
-        pairs = list(zip(value.values, square.values, strict=True))
+        pairs = _paired(record, value, square)
         lost = [v for v, s in pairs if s == 0.0]
         burst = [v for v, s in pairs if s == OVERFLOWED]
         least, most = form.squares
@@ -136,7 +147,7 @@ def _sum_table(sums: Sequence[Record]) -> Table:
     def row(record: Record) -> tuple[Cell, ...]:
         exact = record.config["count"] * record.config["term"]
         total = _held(record, "sum")
-        form = FORMATS[record.config["accumulator"]]
+        form = format_of(record.config["accumulator"])
         early = f"{_held(record, 'sum_1000'):.4f}"
         return (
             record.config["terms"], record.config["accumulator"], early,
@@ -174,7 +185,7 @@ def _drift_figure(sums: Sequence[Record]) -> Figure:
                 Curve(
                     label=f"{record.config['terms']} in {record.config['accumulator']}",
                     x=at.values,
-                    y=tuple(s / (n * term) for s, n in zip(partial.values, at.values, strict=True)),
+                    y=tuple(s / (n * term) for s, n in _paired(record, partial, at)),
                 )
             )
     return Figure(

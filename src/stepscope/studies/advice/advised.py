@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.analysis.advice.rule import Advice
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 
 _NOTE = "advice"
@@ -21,4 +22,4 @@ def with_advice(record: Record, advice: Sequence[Advice]) -> Record:
 def advice_given(record: Record) -> tuple[Advice, ...] | None:
     """None where none was kept."""
     note = record.notes.get(_NOTE)
-    return None if note is None else msgspec.json.decode(note, type=tuple[Advice, ...])
+    return None if note is None else from_json(note, tuple[Advice, ...])

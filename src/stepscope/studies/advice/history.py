@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified
+from stepscope.records.decoding import from_json
 
 
 def history_file() -> Path:
@@ -25,7 +26,7 @@ def read_history() -> tuple[Verified, ...]:
     found = []
     for line in lines:
         try:
-            found.append(msgspec.json.decode(line, type=Verified))
+            found.append(from_json(line, Verified))
         except msgspec.DecodeError:
             continue
     return tuple(found)

@@ -20,10 +20,14 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.decoding import from_json
+from stepscope.studies.descendants import end_marked, marked, new_mark
 from stepscope.studies.inspected.order import Order
 
 _LOOK_UP_EVERY_S = 0.5
+_LONGEST_LINE = 1 << 26
+"""Bytes; a turn's losses take 20 each."""
 _LAST_LINES = 20
 """An error of torch may have lines of advice after its own."""
 _TRACEBACK = "Traceback (most recent call last)"
@@ -72,6 +76,7 @@ class Contestant:
         self.peak_bytes: int | None = None
         self._alive = alive
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._mark = new_mark()
         self._channel, theirs = socket.socketpair()
         order = msgspec.structs.replace(order, channel=theirs.fileno(), settings=settings)
         self._process = subprocess.Popen(
@@ -82,7 +87,7 @@ class Contestant:
             pass_fds=(theirs.fileno(),),
             process_group=0,
             # A set is walked in the same order by both.
-            env=os.environ | {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+            env=marked(self._mark) | {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         )
         theirs.close()
         self._begun = bytearray()
@@ -94,6 +99,7 @@ class Contestant:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        end_marked(self._mark)
         self._channel.close()
         self._log.close()
 
@@ -125,11 +131,20 @@ class Contestant:
             self._alive()
             chunk = self._channel.recv(1 << 16) if readable else b""
             self._begun += chunk
+            if len(self._begun) > _LONGEST_LINE:
+                raise ScriptEndedError(
+                    f"the run of the script sent a line of more than {_LONGEST_LINE:,} bytes"
+                )
             # A process that the script left behind may hold the channel open.
             if not chunk and (readable or self._process.poll() is not None):
                 raise self._ended()
         line, _, self._begun = self._begun.partition(b"\n")
-        return msgspec.json.decode(line, type=kind)
+        try:
+            return from_json(line, kind)
+        except msgspec.DecodeError as error:
+            raise ScriptEndedError(
+                f"the run of the script sent something else than its times: {in_one_line(error)}"
+            ) from error
 
     def _ended(self) -> ScriptEndedError:
         code = self._wait_a_little()

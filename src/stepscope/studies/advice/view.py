@@ -38,7 +38,10 @@ class Tried:
         if not base or not changed:
             return None
         scale = 1 / self.trial.more_samples
-        return paired_ratio(base, tuple(scale * value for value in changed))
+        scaled = tuple(scale * value for value in changed)
+        if len(base) != len(scaled) or min(*base, *scaled) <= 0.0:
+            return None
+        return paired_ratio(base, scaled)
 
     def _times(self, name: str) -> tuple[float, ...]:
         """By the wall: the host's clock includes what it takes to issue."""

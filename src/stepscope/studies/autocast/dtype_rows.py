@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Part
 
 
@@ -17,8 +16,8 @@ class OperatorFormats(Part, frozen=True):
 
 
 def decode_operators(note: str) -> tuple[OperatorFormats, ...]:
-    return msgspec.json.decode(note, type=tuple[OperatorFormats, ...])
+    return from_json(note, tuple[OperatorFormats, ...])
 
 
 def decode_formats(note: str) -> dict[str, str]:
-    return msgspec.json.decode(note, type=dict[str, str])
+    return from_json(note, dict[str, str])

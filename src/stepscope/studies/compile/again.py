@@ -24,7 +24,8 @@ def main() -> None:
     eager.run()
     load_compiler()
     first_s = first_run_s(compiled_form(config, device, source), device)
-    sys.stdout.write(json.dumps({"first_s": first_s}) + "\n")
+    # On a line of its own, whatever a library has left unfinished on this one.
+    sys.stdout.write("\n" + json.dumps({"first_s": first_s}) + "\n")
 
 
 if __name__ == "__main__":

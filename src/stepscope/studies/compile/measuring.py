@@ -11,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
@@ -31,6 +33,12 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN_WITHIN_S = 900.0
 _MOST_NAMED = 8
 _EXPLAINED = "Explanation: "
+
+
+class FirstStep(msgspec.Struct, frozen=True):
+    """What a fresh process reports of its first step."""
+
+    first_s: float
 
 
 class Form(NamedTuple):
@@ -138,7 +146,11 @@ def _again(config: dict[str, Any], device: Device) -> float:
         input=json.dumps(config), capture_output=True, text=True, timeout=_AGAIN_WITHIN_S,
         check=True,
     )  # fmt: skip
-    return float(json.loads(done.stdout.splitlines()[-1])["first_s"])
+    for line in reversed(done.stdout.splitlines()):
+        # A library may print after it.
+        with suppress(msgspec.DecodeError):
+            return from_json(line, FirstStep).first_s
+    raise ValueError("the process did not report its time")
 
 
 def _in_turns(

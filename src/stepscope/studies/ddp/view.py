@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
@@ -30,6 +29,9 @@ from stepscope.studies.ranked import backend_of, rank_words
 PHASES = ("forward", "backward", "waited", "optimizer")
 GOAL = 1.02
 """At most this much of torch's own wrapper."""
+
+Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
+"""What a step did when, by strategy and lane: start, end, label."""
 
 
 class Ways(NamedTuple):
@@ -205,7 +207,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         " backward.",
     )
     lanes = []
-    steps = msgspec.json.decode(ways.record.notes.get("timeline", "{}"))
+    steps = from_json(ways.record.notes.get("timeline", "{}"), Lanes)
     for name, held in steps.items():
         for lane, stretches in held.items():
             if stretches:

@@ -26,7 +26,7 @@ PART = "rank-*.jsonl"
 def with_profile(record: Record, folder: Path) -> Record:
     """The record with what its trace says, judged."""
     notes, series = dict(record.notes), record.series
-    trace = folder / notes.get("trace", "")
+    trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes and not trace.is_file():
         notes["trace_missing"] = "the profiler left no file of its trace"
     elif "trace" in notes:

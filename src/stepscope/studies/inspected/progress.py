@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.report.format import counted
 
 _FILE = "progress-{rank}.json"
@@ -41,7 +42,7 @@ def write_progress(folder: Path, progress: Progress) -> None:
 def read_progress(folder: Path) -> Progress:
     path = folder / _FILE.format(rank=os.environ.get("RANK", "0"))
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Progress)
+        return from_json(path.read_bytes(), Progress)
     except (OSError, msgspec.DecodeError):
         return Progress()
 

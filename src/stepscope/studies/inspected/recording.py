@@ -12,6 +12,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
+from stepscope.studies.descendants import end_marked, marked, new_mark
 from stepscope.studies.inspected.child import describe_end
 from stepscope.studies.inspected.gather import gather, parts
 from stepscope.studies.inspected.order import Order
@@ -30,13 +31,17 @@ def record_script(order: Order) -> Record:
         folder = Path(name)
         command = [sys.executable, "-m", "stepscope.scope.launch", name,
                    msgspec.json.encode(order).decode()]  # fmt: skip
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        mark = new_mark()
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=marked(mark)
+        )
         try:
             _, status, _ = os.wait4(child.pid, 0)
             child.returncode = os.waitstatus_to_exitcode(status)
         except BaseException:
             child.kill()
             child.wait()
+            end_marked(mark)
             raise
         ending = describe_end(status)
         if parts(folder):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import msgspec
-
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.collectives import lateness_ms, times_last
 from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.inspected.setting import Setting, setting_of
@@ -110,7 +109,7 @@ class Watched:
     def collectives(self) -> tuple[tuple[int, ...], ...] | None:
         """When each collective of each traced step began."""
         note = self.record.notes.get("collectives")
-        return None if note is None else msgspec.json.decode(note, type=tuple[tuple[int, ...], ...])
+        return None if note is None else from_json(note, tuple[tuple[int, ...], ...])
 
 
 class _OwnAccount(Account):
@@ -165,9 +164,9 @@ def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
 
 def traced_validations(record: Record) -> list[int]:
     """Places of traced steps that also ran the model without gradients, where others did not."""
-    return msgspec.json.decode(record.notes.get("traced_validations", "[]"), type=list[int])
+    return from_json(record.notes.get("traced_validations", "[]"), list[int])
 
 
 def traced_longer(record: Record) -> list[float]:
     """Milliseconds of traced steps that took far longer than the others."""
-    return msgspec.json.decode(record.notes.get("traced_longer", "[]"), type=list[float])
+    return from_json(record.notes.get("traced_longer", "[]"), list[float])

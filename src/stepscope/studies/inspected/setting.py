@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from stepscope.records.decoding import Int64, from_json
 from stepscope.records.schema import Part, Record
 
 
@@ -11,7 +10,7 @@ class OptimizerSetting(Part, frozen=True):
     name: str
     of_torch: bool
     """One of torch.optim's own."""
-    tensors: int
+    tensors: Int64
     fused: bool
     foreach: bool | None
     knows_fused: bool
@@ -22,17 +21,17 @@ class Setting(Part, frozen=True):
     models: tuple[str, ...]
     optimizers: tuple[OptimizerSetting, ...]
     compiled: bool
-    parameter_formats: dict[str, int]
+    parameter_formats: dict[str, Int64]
     """Parameters by number format."""
     matmul_precision: str
     """`highest`, or what lets float32 products run in a shorter format."""
     distributed: bool
-    blocks: int = 0
+    blocks: Int64 = 0
     """Entries of the models' ModuleLists."""
-    batch: int | None = None
+    batch: Int64 | None = None
     """Of its DataLoaders, where all have the same."""
 
 
 def setting_of(record: Record) -> Setting | None:
     note = record.notes.get("setting")
-    return None if note is None else msgspec.json.decode(note, type=Setting)
+    return None if note is None else from_json(note, Setting)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,12 @@ def load(name: str) -> Callable[[], Any]:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"{module} cannot be imported: {error}", "run from its folder, or set PYTHONPATH"
+            f"{module} cannot be imported: {in_one_line(error)}",
+            "run from its folder, or set PYTHONPATH",
         ) from error
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {in_one_line(error)}"
+        raise UsageError(f"{module} cannot be imported: {why}", "correct the module") from error
     for word in path.split("."):
         if not hasattr(found, word):
             raise UsageError(f"{module} has no {path}", "give --model package.module:function")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stepscope.records.decoding import from_json
 from stepscope.records.memory import INPUTS
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
@@ -55,7 +56,7 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
     if case.compile == "no":
         _account(step, device, notes)
         if device.kind == "cpu":
-            peak = max(p["allocated"] for p in msgspec.json.decode(notes["ledger"]))
+            peak = max(p["allocated"] for p in from_json(notes["ledger"]))
     else:
         notes["memory_missing"] = (
             "the model is compiled: what its kernels keep is not seen from outside"

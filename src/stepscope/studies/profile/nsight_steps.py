@@ -12,6 +12,7 @@ import sys
 import msgspec
 
 from stepscope.errors import StepscopeError
+from stepscope.records.decoding import from_json
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
 
@@ -51,7 +52,7 @@ def main(words: list[str]) -> None:
 
 def read_config(words: list[str]) -> Watched:
     try:
-        return msgspec.json.decode(words[0], type=Watched)
+        return from_json(words[0], Watched)
     except (IndexError, msgspec.DecodeError) as error:
         raise StepscopeError(f"one case as JSON is needed: {error}") from error
 

@@ -12,6 +12,7 @@ from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, ste
 from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.analysis.trace.summary import decode
+from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.studies.step.goals import GOALS, Goal, Heat
@@ -234,7 +235,7 @@ class Race(NamedTuple):
         for key, note in self.record.notes.items():
             what, _, name = key.partition(".")
             if what == "heat":
-                heat = msgspec.json.decode(note, type=Heat)
+                heat = from_json(note, Heat)
                 on_host = self.record.environment.device_kind == "cpu"
                 found[name] = msgspec.structs.replace(heat, peak_bytes=None) if on_host else heat
             elif what == "out":

@@ -1,0 +1,67 @@
+"""Whether a record's numbers can be measurements at all: what cannot be is shown as a failed case.
+
+A record file may hold anything that its schema allows. Pages divide by times and rates and draw
+them on logarithmic axes; here is the one place that decides which numbers they get to see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.records.schema import Record, Series
+
+LARGEST, SMALLEST = 1e45, 1e-45
+"""Products of a few such numbers and the squares of their differences are still finite floats."""
+_MAY_BE_ZERO = ("loading", "issue.")
+"""Times of what some steps do not do."""
+_ABOVE_ZERO = ("ms", "s", "terms")
+_NEVER_NEGATIVE = (*_ABOVE_ZERO, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
+
+
+def plausible(record: Record) -> Record:
+    """The record itself or, where it claims a result that cannot be one, the same as an error."""
+    if record.status != "ok":
+        return record
+    why = next(_complaints(record), "")
+    if not why:
+        return record
+    return msgspec.structs.replace(record, status="error", reason=f"not plausible: {why}")
+
+
+def _complaints(record: Record) -> Iterator[str]:
+    lengths: dict[tuple[str, str], int] = {}
+    for series in record.series:
+        if why := _of_samples(series):
+            yield f"series {series.name!a} {why}"
+        same = lengths.setdefault((series.name, series.clock), len(series.values))
+        if same != len(series.values):
+            yield f"series {series.name!a} has {same} samples on one rank and others on another"
+    for name, quantity in record.quantities.items():
+        if quantity.value < 0 and quantity.unit in _NEVER_NEGATIVE:
+            yield f"{name!a} is {quantity.value:g} {quantity.unit}"
+        elif _extreme(quantity.value):
+            yield f"{name!a} is {quantity.value:g}"
+    for ceiling in record.ceilings:
+        if ceiling.value <= 0 or _extreme(ceiling.value):
+            yield f"the ceiling {ceiling.name!a} is {ceiling.value:g} {ceiling.unit}"
+    if record.elapsed_s < 0 or _extreme(record.elapsed_s):
+        yield f"it took {record.elapsed_s:g} s"
+
+
+def _of_samples(series: Series) -> str:
+    if not series.values:
+        return "has no samples"
+    low, high = min(series.values), max(series.values)
+    above_zero = series.unit in _ABOVE_ZERO and not series.name.startswith(_MAY_BE_ZERO)
+    if (low < 0 and series.unit in _ABOVE_ZERO) or (low == 0 and above_zero):
+        return f"has a sample of {low:g} {series.unit}"
+    if any(map(_extreme, (*series.values, *series.warmup))):
+        return f"has samples from {low:g} to {high:g}"
+    return ""
+
+
+def _extreme(value: float) -> bool:
+    return value != 0 and not SMALLEST <= math.fabs(value) <= LARGEST

@@ -1,0 +1,31 @@
+"""JSON from files and processes that may be damaged: every failure is a `msgspec.DecodeError`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar, overload
+
+import msgspec
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer that fits a float and a column of SQLite; those of JSON may have any length."""
+
+Kind = TypeVar("Kind")
+
+
+@overload
+def from_json(data: bytes | bytearray | str) -> Any: ...
+
+
+@overload
+def from_json(data: bytes | bytearray | str, kind: type[Kind]) -> Kind: ...
+
+
+def from_json(data: bytes | bytearray | str, kind: Any = Any) -> Any:
+    """`msgspec.json.decode`, which raises other exceptions for text that is not UTF-8 and for text
+    that is nested too deeply."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeError as error:
+        raise msgspec.DecodeError("it is not valid UTF-8") from error
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None

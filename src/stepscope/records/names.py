@@ -1,0 +1,47 @@
+"""Names in records: which text may become part of a path, a command line or a page.
+
+A record file or a store may come from anywhere, and its run becomes a file name. The rule is
+checked when a record or a run is constructed, which covers every way in: JSON Lines, the store,
+an import, a measurement.
+"""
+
+from __future__ import annotations
+
+import re
+
+LONGEST_NAME = 200
+"""Characters. With a prefix and a suffix it still fits into the 255 bytes of a file name."""
+LONGEST_CASE = 1000
+"""A case lists every setting that differs from the default; it never becomes a file name."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]*")
+_CASE = re.compile(r"[A-Za-z0-9._=+-]+")
+_NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9._=+-]+")
+
+
+def require_name(field: str, text: str) -> None:
+    """Raise ValueError unless `text` can identify a run, a study or a record."""
+    if len(text) > LONGEST_NAME or not _NAME.fullmatch(text):
+        raise ValueError(
+            f"{field} {_quoted(text)} is not a valid name: up to {LONGEST_NAME} letters, digits"
+            " and ._=+-, not starting with a dot or a sign"
+        )
+
+
+def require_case(field: str, text: str) -> None:
+    """Raise ValueError unless `text` can identify a case within its study."""
+    if len(text) > LONGEST_CASE or not _CASE.fullmatch(text):
+        raise ValueError(
+            f"{field} {_quoted(text)} is not a valid name: 1 to {LONGEST_CASE} letters, digits"
+            " and ._=+-"
+        )
+
+
+def file_name(text: str) -> str:
+    """`text` as one component of a path: other characters become a dash, and it is never hidden."""
+    return _NOT_IN_FILE_NAMES.sub("-", text).lstrip(".-")[:LONGEST_NAME] or "unnamed"
+
+
+def _quoted(text: str) -> str:
+    shown = text if len(text) <= 60 else f"{text[:60]}…"
+    return ascii(shown)

@@ -1,0 +1,114 @@
+"""Records of every study, changed at random places as a hostile or damaged file may be."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from own_records import own_record
+
+RESULTS = Path(__file__).parent.parent / "results"
+NUMBERS = (
+    0, 0.0, -1, -1.5, 1e308, -1e308, 5e-324, 1e-300, 1, 2**63, 10**400, 1e15, 0.5, 10**30,
+)  # fmt: skip
+TEXTS = (
+    "", "x", "../../x", "/x", "\x1b[31mred", "a\nb", "{", "[]", "null", "{}", "\u202e", "NaN",
+    "[" * 100_000, "-1", "1e999", "é" * 300, "latest",
+)  # fmt: skip
+WRONG = (None, [], {}, "", 0, True, [[[[]]]])
+_LONGEST_LINE = 60_000
+_MOST_OF_A_STUDY = 40
+_PARTS = ("config", "notes", "series", "quantities", "ceilings", "readings")
+
+Json = dict[str, Any]
+
+
+@cache
+def real_records() -> dict[str, list[Json]]:
+    """The committed records by study, as JSON; studies without any have made ones."""
+    found: dict[str, list[Json]] = defaultdict(list)
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            if len(line) > _LONGEST_LINE:
+                continue
+            record = json.loads(line)
+            if "run" in record and len(found[record["study"]]) < _MOST_OF_A_STUDY:
+                found[record["study"]].append(record)
+    found["own"] = [json.loads(msgspec.json.encode(own_record()))]
+    return {study: records for study, records in found.items() if records}
+
+
+def hostile(chance: Random) -> tuple[list[Json], list[Json]]:
+    """Some records of one study, and the same with a few changes."""
+    records = real_records()[chance.choice(sorted(real_records()))]
+    count = min(len(records), chance.choice((1, 1, 2, 4)))
+    first = chance.randrange(len(records) - count + 1)
+    base = records[first : first + count]
+    changed = copy.deepcopy(base)
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        _change(chance.choice(changed), chance)
+    return base, changed
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    entries = (
+        list(node.items()) if isinstance(node, dict)
+        else list(enumerate(node[:6])) if isinstance(node, list) else []
+    )  # fmt: skip
+    return [
+        place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))
+    ]
+
+
+def _change(record: Json, chance: Random) -> None:
+    """One change anywhere, most often in what was measured; also inside JSON that a note holds."""
+    by_part = defaultdict(list)
+    for place in _places(record):
+        by_part[place[0]].append(place)
+    likely = [part for part in by_part if part in _PARTS]
+    part = chance.choice(likely if likely and chance.random() < 0.85 else list(by_part))
+    *path, last = chance.choice(by_part[part])
+    parent: Any = record
+    for key in path:
+        parent = parent[key]
+    value, dice = parent[last], chance.random()
+    if dice < 0.12:
+        del parent[last]
+    elif dice < 0.2:
+        parent[last] = chance.choice(WRONG)
+    elif isinstance(value, str) and value[:1] in ("{", "[") and dice < 0.7:
+        parent[last] = _changed_json(value, chance)
+    else:
+        parent[last] = _other(value, chance)
+
+
+def _changed_json(text: str, chance: Random) -> str:
+    try:
+        inner = {"x": json.loads(text)}
+    except (ValueError, RecursionError):
+        return text
+    if inner["x"]:
+        _change(inner, chance)
+    return json.dumps(inner.get("x"))
+
+
+def _other(value: Any, chance: Random) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return chance.choice(NUMBERS)
+    if isinstance(value, str):
+        return chance.choice(TEXTS)
+    if isinstance(value, list) and value and all(isinstance(one, int | float) for one in value):
+        same = chance.choice(NUMBERS)
+        return [same if chance.random() < 0.5 else chance.choice(NUMBERS) for _ in value]
+    if isinstance(value, dict):
+        return value | {chance.choice(TEXTS[:-1]): chance.choice((*NUMBERS, *TEXTS))}
+    return chance.choice((*NUMBERS, *TEXTS))
