@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import stepscope
 from stepscope.cli.messages import say
-from stepscope.errors import StepscopeError, unknown_name
+from stepscope.errors import StepscopeError, in_one_line, unknown_name
 
 COMMANDS = {
     "run": "measure: a preset, or one study with your own cases; then write the report",
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StepscopeError as error:
-        say(error)
+        say(in_one_line(error))
         return error.exit_code
     except KeyboardInterrupt:
         say("interrupted")
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        say(error)
+        say(in_one_line(error))
         return StepscopeError.exit_code
 
 

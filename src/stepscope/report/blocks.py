@@ -66,6 +66,10 @@ class Curve(Data, frozen=True):
     """Which colour and marker it has, so that a name looks alike in several figures; by its place
     in the figure where it is not said."""
 
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"curve {self.label!r} has {len(self.x)} x and {len(self.y)} y")
+
 
 class Mark(Data, frozen=True):
     """A horizontal line that says where a limit lies."""

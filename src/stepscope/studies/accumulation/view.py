@@ -206,6 +206,12 @@ def _dot_figure(dots: Sequence[Record]) -> Figure:
         for name, words in (("device", "on the device"), ("in_format", "added in the format")):
             series = record.find(name)
             if series is not None:
+                if len(series.values) != len(lengths):
+                    raise StepscopeError(
+                        f"record {record.id} has {len(series.values)} samples of {name} for"
+                        f" {len(lengths)} lengths",
+                        "record it again",
+                    )
                 # A logarithmic axis has no zero.
                 y = tuple(max(value, 1e-9) for value in series.values)
                 curves.append(Curve(label=f"{record.config['format']} {words}", x=lengths, y=y))

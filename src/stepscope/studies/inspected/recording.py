@@ -55,4 +55,4 @@ def record_script(order: Order) -> Record:
             why = why_nothing(read_progress(folder), order.name, ending, stepped, _MEND)
         log.seek(0)
         said = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        raise StepscopeError("\n  ".join((why, *(said if status else ()))))
+        raise StepscopeError(" | ".join((why, *(said if status else ()))))
