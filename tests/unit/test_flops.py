@@ -134,3 +134,23 @@ def test_the_dtype_of_float32_matmuls_where_a_program_sets_fp32_precision(
         assert counting.counted.main_format() == name
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_of_fused_attention_is_twice_its_forward(causal: bool) -> None:
+    q, k, v = (torch.randn(4, 4, 128, 48, requires_grad=True) for _ in range(3))
+    with CountingFlops() as forward:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    with CountingFlops() as backward:
+        out.sum().backward()
+    assert forward.counted.total == 4 * 4 * 4 * 128 * 128 * 48 // (2 if causal else 1)
+    assert backward.counted.total == 2 * forward.counted.total
+
+
+def test_head_dimensions_that_differ_are_counted_each() -> None:
+    q, k = (torch.empty(2, 3, 8, 16, device="meta") for _ in range(2))
+    v = torch.empty(2, 3, 8, 32, device="meta")
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    given = (torch.empty_like(v), q, k, v, v, q, None, None, 8, 8, 0.0, False, q, q)
+    expected = 2 * 2 * 3 * 8 * 8 * (2 * 16 + 2 * 32)
+    assert operator_flops(backward, given, {}, None) == expected

@@ -2,7 +2,8 @@
 
 Counted as everywhere here: two for each multiply-add of the matrix products and convolutions,
 those inside of recurrent layers too, causal attention at half, nothing for anything else. What a
-checkpointed stretch computes again in the backward is counted apart: it is no part of the model's.
+checkpointed segment computes again in the backward is counted apart, and what fused attention
+computes again not at all: neither is part of the model's.
 """
 
 from __future__ import annotations
@@ -46,8 +47,18 @@ def operator_flops(
         if formula is None:
             return 0
         counted = formula(*arguments, **keywords, out_val=result)
+    if "attention" in name and name.endswith("_backward"):
+        counted = _without_recomputed_scores(counted, arguments)
     causal = bool(_by_name(function, arguments, keywords).get("is_causal"))
     return int(counted) // 2 if causal else int(counted)
+
+
+def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
+    """torch counts the scores that the backward of fused attention computes a second time."""
+    _, q, _, v, *_ = arguments
+    head, value = q.shape[-1], v.shape[-1]
+    # dQ, dK and the recomputed scores have `head`; dV and the gradient of the scores `value`.
+    return counted * (2 * head + 2 * value) // (3 * head + 2 * value)
 
 
 def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
