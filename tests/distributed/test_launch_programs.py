@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -102,14 +103,15 @@ UsageError: the function <lambda> cannot be sent to the ranks: lock: a lock (can
 def program(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a program; at the end no process of it may be left."""
     mark = str(tmp_path)
-    (tmp_path / "tmp").mkdir()
-    yield {**os.environ, MARK: mark, "TMPDIR": str(tmp_path / "tmp")}
-    until = time.monotonic() + 30.0
-    while (left := processes_of(mark)) and time.monotonic() < until:
-        time.sleep(0.1)
-    for process in left:
-        process.kill()
-    assert not left
+    # The path of a socket has 107 bytes at most: that of a test would be too long.
+    with tempfile.TemporaryDirectory() as short:
+        yield {**os.environ, MARK: mark, "TMPDIR": short}
+        until = time.monotonic() + 30.0
+        while (left := processes_of(mark)) and time.monotonic() < until:
+            time.sleep(0.1)
+        for process in left:
+            process.kill()
+        assert not left
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
@@ -273,7 +275,7 @@ def test_a_signal_ends_ranks_and_what_they_started(
     # A rank that is being started may still report that it has lost its launcher.
     assert not said or number == signal.SIGKILL or when == "starting", said
     if number != signal.SIGKILL:
-        assert not list((tmp_path / "tmp").glob("stepscope-ranks-*"))
+        assert not list(Path(program["TMPDIR"]).glob("stepscope-ranks-*"))
 
 
 def test_children_of_a_rank_that_died_are_ended(program: dict[str, str], tmp_path: Path) -> None:
