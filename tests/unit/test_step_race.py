@@ -281,10 +281,10 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
     nearest = {"peer: a": 3.0, "ours: b": 2.0, "ours: d": 2.0, "ours: e": 2.0}
     records = [
         step_race_record("tiny-64", nearest, id="nearest"),
-        step_race_record("tiny-64", most, id="most peers"),
+        step_race_record("tiny-64", most, id="most-peers"),
     ]
     (only,) = races(records)
-    assert only.record.id == "most peers"
+    assert only.record.id == "most-peers"
     assert [other.record.id for other in only.others] == ["nearest"]
 
 
@@ -302,7 +302,7 @@ def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> N
     most = {"peer: c": 4.0, "peer: e": 4.0, "peer: a": 3.0, "ours: b": 2.0}
     slower = {"peer: tuned": 4.5, "peer: a": 4.0, "ours: b": 2.0}
     records = [
-        step_race_record("tiny-64", most, id="most peers"),
+        step_race_record("tiny-64", most, id="most-peers"),
         step_race_record("tiny-64", slower, id="other"),
     ]
     (table,) = heat_table(races(records))
