@@ -63,6 +63,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     bench = Bench(Counting(clock, broken))
     # No form is as close to another that they take turns.
     monkeypatch.setattr("stepscope.studies.step.race._NEAR", 1.0)
+    monkeypatch.setattr("stepscope.studies.step.race._RUN_OFF_S", 0.0)
     return measure_race(tiny_race_config(), bench), bench
 
 

@@ -58,7 +58,7 @@ def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
     _, q, _, v, *_ = arguments
     head, value = q.shape[-1], v.shape[-1]
     # dQ, dK and the recomputed scores have `head`; dV and the gradient of the scores `value`.
-    return counted * (2 * head + 2 * value) // (3 * head + 2 * value)
+    return int(counted * (2 * head + 2 * value) // (3 * head + 2 * value))
 
 
 def _by_name(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
