@@ -68,12 +68,13 @@ def causal_lm() -> tuple[nn.Module, Any]:
 
 
 def causal_lm_flops(batch: int, layers: int = 2) -> int:
-    """Of a step: the embedding has no product, attention is causal, and runs again in backward."""
+    """FLOPs of a step: the embedding has no matmul, attention is causal, and its scores that the
+    backward computes again are not counted."""
     rows = batch * LENGTH
     linear = 2 * rows * WIDTH * (3 * WIDTH + WIDTH + 8 * WIDTH)
     scores = 2 * batch * HEADS * LENGTH**2 * (WIDTH // HEADS)
-    # Two products forward and, with the scores made again, five backward; half of each is masked.
-    attention = (2 * scores) // 2 + (5 * scores) // 2
+    # Two matmuls forward and four backward; half of each is masked.
+    attention = (2 * scores) // 2 + (4 * scores) // 2
     head = 2 * rows * WIDTH * VOCAB
     return 3 * (layers * linear + head) + layers * attention
 
