@@ -18,6 +18,8 @@ from stepscope.records.store import Store
 TESTS = Path(__file__).parent
 STUDIES = "planted_study,planted_fresh_study"
 GONE_WITHIN_S = 20.0
+HANGS_AFTER_S = 400.0
+"""Far above what any command here takes with all tests beside it on two cores."""
 
 
 class CommandLine:
@@ -49,7 +51,7 @@ class CommandLine:
     def command(self, words: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", "stepscope", *words]
 
-    def __call__(self, *words: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str, timeout: float = HANGS_AFTER_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(words),
             env=self.environment, capture_output=True, text=True, timeout=timeout,

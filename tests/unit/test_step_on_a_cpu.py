@@ -63,7 +63,8 @@ def test_a_ladder_with_its_loss_and_its_race_from_the_command_line(tmp_path: Pat
     done = cli(
         "run", "step", "--device", "cpu", "--part", "ladder", "loss", "race", "--size", "tiny",
         "--context", "8", "--batch", "1", "--vocab", "32", "--rungs", "flash", "fused-optimizer",
-        "--race", "tiny-64", "--rounds", "1", "--warmup", "0", "--steps", "1", "--min-seconds", "0",
+        "--race", "tiny-64", "--blocks", "2", "--block-seconds", "0.05", "--rounds", "1",
+        "--warmup", "0", "--steps", "1", "--min-seconds", "0",
         "--loss-size", "tiny", "--loss-context", "8", "--loss-steps", "4", "--loss-rungs", "flash",
         "--seeds", "0", "--json",
     )  # fmt: skip
