@@ -63,7 +63,7 @@ def steps_page() -> str:
 
 
 def _blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
-    findings = [block.text for block in blocks if isinstance(block, Finding)]
+    findings = [block.sentence for block in blocks if isinstance(block, Finding)]
     yield "\n".join(f"- {text}" for text in findings)
     for block in blocks:
         if isinstance(block, Table):

@@ -50,7 +50,7 @@ def _drawn(block: Figure | Timeline) -> str:
 
 
 def bullets(blocks: Iterable[Block]) -> str:
-    return "\n".join(f"- {block.text}" for block in blocks if isinstance(block, Finding))
+    return "\n".join(f"- {block.sentence}" for block in blocks if isinstance(block, Finding))
 
 
 def shown(blocks: Iterable[Block]) -> Iterator[str]:

@@ -54,7 +54,7 @@ def _studies(records: tuple[Record, ...], name: str) -> Iterator[str]:
 
 
 def _text(blocks: tuple[Block, ...]) -> Iterator[str]:
-    yield "\n".join(f"- {block.text}" for block in blocks if isinstance(block, Finding))
+    yield "\n".join(f"- {block.sentence}" for block in blocks if isinstance(block, Finding))
     for block in blocks:
         if isinstance(block, Table):
             yield markdown(block).strip()

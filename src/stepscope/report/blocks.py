@@ -134,11 +134,28 @@ class Timeline(Data, tag="timeline", frozen=True):
     caption: str = ""
 
 
+Value = str | int | float | bool | None
+
+
 class Finding(Data, tag="finding", frozen=True):
-    """A sentence with numbers that answers a study's question."""
+    """An answer to a study's question: a code, its values, and the sentence made from them.
+
+    `text` states what was measured. `conclusion` is what follows from it only where the
+    measurements are good: a cause, a ranking, a recommendation. `records` are the ids of the
+    records that both rest on.
+    """
 
     text: str
     tone: Tone = "info"
+    code: str = ""
+    """What is said, for programs and tests: `memory.prediction-off`."""
+    values: dict[str, Value] = {}
+    conclusion: str = ""
+    records: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.text} {self.conclusion}".rstrip()
 
 
 Block = Table | Figure | Timeline | Finding

@@ -55,7 +55,7 @@ def print_findings(findings: Iterable[Finding], console: Console | None = None) 
     grid.add_column(overflow="fold")
     for finding in findings:
         sign, colour = _TONES[finding.tone]
-        grid.add_row(_text(sign, f"bold {colour}"), _text(finding.text))
+        grid.add_row(_text(sign, f"bold {colour}"), _text(finding.sentence))
     console.print(grid)
 
 

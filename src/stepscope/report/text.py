@@ -115,7 +115,7 @@ def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
     for block in blocks:
         match block:
             case Finding():
-                yield f"> {_TONES[block.tone]} {_md_prose(block.text)}"
+                yield f"> {_TONES[block.tone]} {_md_prose(block.sentence)}"
             case Table():
                 yield markdown(block)
             case Figure():
