@@ -82,7 +82,7 @@ def pairs(files: Sequence[tuple[str, Sequence[Record]]]) -> Iterator[Pair]:
         for record in records
         if record.status == "ok" and record.study in ("profile", "benchmark")
     }
-    for record in (one for _, records in files for one in records if "profile" in one.notes):
+    for record in (one for _, records in files for one in records if "profile" in one.attachments):
         facts = replace(facts_of(record), blocks=_BLOCKS)
         advised = {one.advice.code: one.advice.gain_ms for one in judged(facts)}
         for code, settings in (

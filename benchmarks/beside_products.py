@@ -121,9 +121,13 @@ def main() -> None:
         if series.clock != "device":
             continue
         ms = statistics.median(series.values)
-        rate = f", {backward.moved / ms * 1e-9:.2f} TB/s" if series.name == "updates alone" else ""
-        more = f", {fills(graphs[series.name])} fills" if series.name == "products alone" else ""
-        print(f"{series.name}: {ms:.3f} ms{rate}{more}")
+        rate = (
+            f", {backward.moved / ms * 1e-9:.2f} TB/s" if series.variant == "updates alone" else ""
+        )
+        more = (
+            f", {fills(graphs[series.variant])} fills" if series.variant == "products alone" else ""
+        )
+        print(f"{series.variant}: {ms:.3f} ms{rate}{more}")
 
 
 if __name__ == "__main__":

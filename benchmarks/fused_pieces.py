@@ -319,7 +319,7 @@ def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
             device.release()
             yield {"way": name, "lost": said}
     timing = time_in_turns(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
-    held = {(one.name, one.clock): one.values for one in timing.series}
+    held = {(one.variant, one.clock): one.values for one in timing.series}
     for name in race.ways:
         host_ms = summarize(held[name, "host"]).median
         yield {"way": name, "ms": held[name, "device"], "host_ms": host_ms,

@@ -96,7 +96,7 @@ PIECES: dict[str, Callable[[torch.device], Iterator[tuple[str, dict[str, Call]]]
 
 def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
     timing = time_in_turns(found, device, warmup=4, rounds=ROUNDS, host_ahead=True)
-    held = {one.name: one.values for one in timing.series if one.clock == "device"}
+    held = {one.variant: one.values for one in timing.series if one.clock == "device"}
     for name, values in held.items():
         ratio = paired_ratio(held["compiled"], values)
         yield (

@@ -56,7 +56,7 @@ def main() -> None:
         watcher = Watcher(Path(folder), Effort(warmup=FOREVER), "benchmark", [], stop=False)
         watched = _watched(watcher, step)
         timing = time_in_turns(ways, pick_device("cpu"), rounds=200)
-        medians = {s.name: statistics.median(s.values) for s in timing.series}
+        medians = {s.variant: statistics.median(s.values) for s in timing.series}
         bare = medians["bare"]
         print(f"a step takes {bare:.3f} ms")
         for name, ms in medians.items():

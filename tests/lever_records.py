@@ -29,7 +29,7 @@ def lever_record(
 ) -> Record:
     study = find_study("levers")
     (case,) = study.cases(study.flags(lever=(lever,)))
-    found = {"work": Quantity(value=work[0], unit=work[1])}
+    found = (Quantity(name="work", value=work[0], unit=work[1]),)
     for place, form in enumerate(("slow", "fast")):
         found[f"moved.{form}"] = Quantity(value=moved[place], unit="B")
         found[f"flops.{form}"] = Quantity(value=flops[place], unit="FLOP")
@@ -52,12 +52,12 @@ def lever_record(
 
 
 def card_record(**changes: Any) -> Record:
-    facts = {
-        "sms": Quantity(value=132, unit="1"),
-        "shared_bytes_per_sm": Quantity(value=233472, unit="B"),
-        "bus_bits": Quantity(value=6144, unit="bit"),
-        "clock_hz": Quantity(value=1.98e9, unit="Hz"),
-    }
+    facts = (
+        Quantity(name="sms", value=132, unit="1"),
+        Quantity(name="shared_bytes_per_sm", value=233472, unit="B"),
+        Quantity(name="bus_bits", value=6144, unit="bit"),
+        Quantity(name="clock_hz", value=1.98e9, unit="Hz"),
+    )
     return record(
         study="levers",
         case="card",

@@ -26,7 +26,7 @@ def own_record(
         study="own", case=case.key,
         **{
             "series": () if failed else step_series(step),
-            "quantities": {} if failed else {"peak_bytes": Quantity(value=peak, unit="B")},
+            "quantities": {} if failed else (Quantity(name="peak_bytes", value=peak, unit="B"),),
             "config": msgspec.to_builtins(case),
         }
         | changes,

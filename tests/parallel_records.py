@@ -42,9 +42,9 @@ def collective_record(
         config=case.config,
         **{
             "series": () if failed else series,
-            "quantities": {
-                f"wrong.{size}": Quantity(value=wrong, unit="elements") for size in SIZES
-            },
+            "quantities": tuple(
+                Quantity(name=f"wrong.{size}", value=wrong, unit="elements") for size in SIZES
+            ),
             "notes": {} if failed else {"backend": "gloo"},
         }
         | changes,
@@ -88,7 +88,7 @@ def ddp_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": {"gradient_bytes": Quantity(value=2**29, unit="B")},
+            "quantities": (Quantity(name="gradient_bytes", value=2**29, unit="B"),),
             "notes": {} if failed else {
                 "backend": "gloo", "timeline": msgspec.json.encode(lanes).decode(),
             },

@@ -144,7 +144,7 @@ class Planted(Study[PlantedFlags]):
         value = {"nan": float("nan"), "huge": 1e308}.get(config["does"], 1.0)
         return Measurement(
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
-            quantities={"pid": Quantity(value=os.getpid(), unit="process")},
+            quantities=(Quantity(name="pid", value=os.getpid(), unit="process"),),
             notes={"did": config["does"]},
         )
 

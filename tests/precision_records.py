@@ -31,7 +31,9 @@ def _record(case: Any, series: Sequence[Series], found: dict[str, float], **chan
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": {name: Quantity(value=v, unit="1") for name, v in found.items()},
+            "quantities": tuple(
+                Quantity(name=name, value=v, unit="1") for name, v in found.items()
+            ),
         }
         | changes,
     )
@@ -99,7 +101,9 @@ def autocast_record(
         config=case.config,
         **{
             "series": () if failed else (times("step", 10.0, "host"), times("casts", 1.0, "host")),
-            "quantities": {name: Quantity(value=v, unit="1") for name, v in found.items()},
+            "quantities": tuple(
+                Quantity(name=name, value=v, unit="1") for name, v in found.items()
+            ),
             "notes": {}
             if failed
             else {

@@ -122,7 +122,7 @@ def _record(
         config=config,
         **{
             "series": () if failed else series,
-            "quantities": {"flops": Quantity(value=9e12, unit="FLOP")},
+            "quantities": (Quantity(name="flops", value=9e12, unit="FLOP"),),
             "notes": {}
             if failed
             else {NOTE: encode_times(ready_times()), "compute": "waits", "backend": "gloo"},

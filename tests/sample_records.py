@@ -77,12 +77,12 @@ def record(**changes: Any) -> Record:
         "mode": "train-step",
     } | changes.pop("config", {})
     case = "-".join(str(value) for value in config.values())
-    quantities = {
-        "flops": Quantity(value=28e12, unit="FLOP"),
-        "tokens": Quantity(value=2048, unit="tokens"),
-        "peak_bytes": Quantity(value=40 << 30, unit="B"),
-        "gradients_missing": Quantity(value=0, unit="parameters"),
-    } | changes.pop("quantities", {})
+    quantities = (
+        Quantity(name="flops", value=28e12, unit="FLOP"),
+        Quantity(name="tokens", value=2048, unit="tokens"),
+        Quantity(name="peak_bytes", value=40 << 30, unit="B"),
+        Quantity(name="gradients_missing", value=0, unit="parameters"),
+    ) | changes.pop("quantities", {})
     fields: dict[str, Any] = {
         "run": "run-1",
         "study": "benchmark",

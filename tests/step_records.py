@@ -99,7 +99,7 @@ def step_race_record(
         notes[f"best.{side}"] = racer
         heat = {"ms": ms, "first_s": 10.0, "peak_bytes": (peaks or {}).get(side, 50.0) * 2**30}
         notes[f"heat.{racer}"] = msgspec.json.encode(heat).decode()
-    quantities = {"flops": Quantity(value=28e12, unit="FLOP")}
+    quantities = (Quantity(name="flops", value=28e12, unit="FLOP"),)
     for side, (watts, ms, mhz) in (drawn or {}).items():
         taken = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
         held, _ = energy_quantities(taken, None)
@@ -154,7 +154,7 @@ def compile_record(
             ),
             "quantities": {}
             if failed
-            else {name: Quantity(value=value, unit="1") for name, value in values.items()},
+            else tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items()),
             "notes": dict(notes or {}),
             "case": case.key,
         }

@@ -53,7 +53,7 @@ def benchmark_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": {"flops": Quantity(value=flops, unit="FLOP")},
+            "quantities": (Quantity(name="flops", value=flops, unit="FLOP"),),
             "ceilings": (matrix_ceiling(precision(dtype).compute, ceiling),),
         }
         | changes,
@@ -159,7 +159,9 @@ def memory_record(
         config=case.config,
         **{
             "series": () if failed else (times("step", 10.0, "host"), times("recorded", 20.0)),
-            "quantities": {name: Quantity(value=value, unit="B") for name, value in values.items()},
+            "quantities": tuple(
+                Quantity(name=name, value=value, unit="B") for name, value in values.items()
+            ),
             "notes": {}
             if failed
             else {
@@ -205,7 +207,9 @@ def checkpointing_record(
             "series": () if failed else (times("step", step),),
             "quantities": {}
             if failed
-            else {name: Quantity(value=value, unit="B") for name, value in values.items()},
+            else tuple(
+                Quantity(name=name, value=value, unit="B") for name, value in values.items()
+            ),
             "notes": {} if failed else {"strategy": strategy},
         }
         | changes,
@@ -273,12 +277,14 @@ def flash_record(
     )  # fmt: skip
     (case,) = study.cases(flags)
     workload = msgspec.convert(case.config, AttentionWorkload)
-    quantities = workload.quantities() | {
-        f"flops.{mode}": Quantity(
-            value=msgspec.structs.replace(workload, mode=mode).flops(), unit="FLOP"
+    quantities = workload.quantities() | tuple(
+        Quantity(
+            name=f"flops.{mode}",
+            value=msgspec.structs.replace(workload, mode=mode).flops(),
+            unit="FLOP",
         )
         for mode in ("forward", "backward")
-    }
+    )
     if peak is not None:
         quantities["peak_bytes"] = Quantity(value=peak, unit="B")
     for name in RESULTS if error is not None else ():
@@ -290,10 +296,10 @@ def flash_record(
             "tile_m": 64, "tile_n": 128, "warps": 4, "stages": 3, "registers": registers,
             "spills": 0, "shared_bytes": 98304,
         }  # fmt: skip
-        quantities |= {
-            f"{kernel}.{name}": Quantity(value=value or 0, unit="1")
+        quantities |= tuple(
+            Quantity(name=f"{kernel}.{name}", value=value or 0, unit="1")
             for name, value in facts.items()
-        }
+        )
     took = {"both": both, "forward": both / 3, "backward": both * 2 / 3}
     series = [times(name, ms) for name, ms in took.items()]
     early = 0.2 if issued is None else issued / both
@@ -376,7 +382,9 @@ def tiles_record(
             "series": ()
             if failed
             else tuple(times(name, ms, count=7) for name, ms in took.items()),
-            "quantities": {k: Quantity(value=value, unit="1") for k, value in values.items()},
+            "quantities": tuple(
+                Quantity(name=k, value=value, unit="1") for k, value in values.items()
+            ),
             "notes": dict(out or {}),
         }
         | changes,

@@ -91,8 +91,10 @@ def test_formats_of_one_subject_are_told_together() -> None:
 
 def test_it_says_why_a_norm_reduces_in_float32() -> None:
     errors = {"float16": 0.005, "bfloat16": 0.037, "float32": 2e-7}
-    held = {f"norm_error.{form}": Quantity(value=v, unit="1") for form, v in errors.items()}
-    lost_less = {name: Quantity(value=q.value / 2, unit="1") for name, q in held.items()}
+    held = tuple(
+        Quantity(name=f"norm_error.{form}", value=v, unit="1") for form, v in errors.items()
+    )
+    lost_less = tuple(Quantity(name=name, value=q.value / 2, unit="1") for name, q in held.items())
     said = findings(
         [autocast_record(quantities=lost_less), autocast_record("tiny", quantities=held)]
     )

@@ -169,7 +169,7 @@ def test_failures_are_told_with_the_first_reason() -> None:
 def test_doubts_are_told() -> None:
     flat = [
         benchmark_record(
-            size=size, step=100.0, quantities={"flops": Quantity(value=f, unit="FLOP")}
+            size=size, step=100.0, quantities=(Quantity(name="flops", value=f, unit="FLOP"),)
         )
         for size, f in (("small", 1e12), ("medium", 4e12))
     ]

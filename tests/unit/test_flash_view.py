@@ -206,7 +206,7 @@ class TestGrid:
         def saving(extra: float, name: str) -> Record:
             made = flash_record(name)
             predicted = made.quantity("predicted_saved_bytes") or 0.0
-            held = {"saved_bytes": Quantity(value=predicted + extra, unit="B")}
+            held = (Quantity(name="saved_bytes", value=predicted + extra, unit="B"),)
             return msgspec.structs.replace(made, quantities=made.quantities | held)
 
         exact = [saving(0.0, "triton"), saving(0.0, "flex")]

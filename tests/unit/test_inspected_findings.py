@@ -157,7 +157,7 @@ def test_loading_is_no_more_than_the_step() -> None:
 
 
 def test_a_rate_above_its_ceiling_says_why() -> None:
-    quantities = {"flops": Quantity(value=2e9, unit="FLOP")}
+    quantities = (Quantity(name="flops", value=2e9, unit="FLOP"),)
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
         made = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))

@@ -31,11 +31,11 @@ def waits(*seconds: float | None) -> tuple[Reading, ...]:
 
 
 def count(value: float) -> dict[str, Quantity]:
-    return {"gradients_missing": Quantity(value=value, unit="parameters")}
+    return (Quantity(name="gradients_missing", value=value, unit="parameters"),)
 
 
 def flops(value: float) -> dict[str, Quantity]:
-    return {"flops": Quantity(value=value, unit="FLOP")}
+    return (Quantity(name="flops", value=value, unit="FLOP"),)
 
 
 STEADY = (100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8)
@@ -193,7 +193,7 @@ def test_a_clean_group_raises_nothing(records: list[Record]) -> None:
 
 
 def test_forward_alone_cannot_need_more_than_the_whole_step() -> None:
-    peak = {"peak_bytes": Quantity(value=41 << 30, unit="B")}
+    peak = (Quantity(name="peak_bytes", value=41 << 30, unit="B"),)
     forward = record(config={"mode": "forward"}, quantities=peak)
     (lint,) = lint_group([record(), forward])[forward.id]
     assert lint.code == "forward-peak-above-step"

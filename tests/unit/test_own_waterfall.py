@@ -24,10 +24,10 @@ KNOWN = (
 
 
 def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes: object) -> Record:
-    quantities = {
-        "flops": Quantity(value=flops, unit="FLOP"),
-        "parameters": Quantity(value=1e7, unit="parameters"),
-    }
+    quantities = (
+        Quantity(name="flops", value=flops, unit="FLOP"),
+        Quantity(name="parameters", value=1e7, unit="parameters"),
+    )
     return inspected_record(step=10.0, quantities=quantities, ceilings=ceilings, **changes)
 
 

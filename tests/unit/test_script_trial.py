@@ -173,7 +173,7 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
 def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
     idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
     assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"
-    lost = tried(30.0, quantities={"loss_lost.changed": Quantity(value=3, unit="steps")})
+    lost = tried(30.0, quantities=(Quantity(name="loss_lost.changed", value=3, unit="steps"),))
     assert Tried(lost).verdict == "dropped: the loss is no number from step 3 on"
     bare = tried(30.0)
     series = tuple(one for one in bare.series if not one.name.startswith("loss."))

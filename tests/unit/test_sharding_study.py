@@ -74,18 +74,12 @@ def test_bad_flags_are_refused(how: dict[str, Any]) -> None:
 def on_gpu(driver: dict[str, float]) -> Record:
     """With counters of a GPU: rank 1 has a byte more of everything."""
     base = sharding_record()
-    held = {
-        f"{way}.after {place}.{counter}.rank{rank}": Quantity(value=value + rank, unit="B")
-        for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
+    held = tuple(Quantity(name=f"{way}.after {place}.{counter}.rank{rank}", value=value + rank, unit="B") for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
         for place in ("model", "forward", "backward", "step")
         for counter, value in (
             ("allocated", allocated), ("reserved", 5 * GIB), ("driver", driver[way]),
         )
-        for rank in (0, 1)
-    } | {
-        f"{way}.peak.allocated.rank0": Quantity(value=6 * GIB, unit="B")
-        for way in ("unsharded", "broadcast")
-    }  # fmt: skip
+        for rank in (0, 1)) | tuple(Quantity(name=f"{way}.peak.allocated.rank0", value=6 * GIB, unit="B") for way in ("unsharded", "broadcast"))  # fmt: skip
     return msgspec.structs.replace(base, quantities={**base.quantities, **held})
 
 

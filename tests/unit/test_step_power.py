@@ -172,7 +172,7 @@ def test_the_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> N
 
 def test_a_model_of_one_s_own_is_told_of_its_cap_too() -> None:
     values = {"joules": 41.5, "joules_resolution": 0.5, "power_w": 690.0, "unbroken_step_ms": 60.1}
-    quantities = {name: Quantity(value=value, unit="1") for name, value in values.items()}
+    quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
     (told,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
     assert told.text.endswith(
         "It runs at 690 of 700 W: step after step it takes as long as that energy lasts, at the"

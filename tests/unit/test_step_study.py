@@ -208,7 +208,7 @@ class TestPage:
 
     def test_what_a_process_grew_by_is_no_peak(self) -> None:
         on_host = environment(device_kind="cpu", device_name="Xeon")
-        peak = {"peak_bytes": Quantity(value=8192, unit="B")}
+        peak = (Quantity(name="peak_bytes", value=8192, unit="B"),)
         shown = []
         for here in (on_host, environment()):
             held = self.blocks(

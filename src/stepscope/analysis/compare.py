@@ -19,8 +19,8 @@ from stepscope.records.stats import (
 )
 
 _TIME_UNITS = ("s", "ms", "us", "ns")
-_WHOLE = ("step", "both", "first")
-_STEP_OF, _WALL_OF, _WAY_OF_STEP = ".step", ".wall", "step."
+_STEPS = ("step", "consecutive")
+"""Series that variants are compared by; the last one that a record has decides."""
 _DECIDING_FIELDS = (
     "device_kind",
     "device_name",
@@ -183,23 +183,16 @@ def _subjects(record: Record) -> dict[str, Series]:
     if record.status != "ok" or not record.series:
         return {}
     first = record.series[0]
-    if first.name in _WHOLE or first.unit not in _TIME_UNITS:
-        ways = [one.name for one in record.series if one.name.startswith(_WAY_OF_STEP)]
-        names = {first.name: first.name} | {way: way for way in ways}
-    elif first.name.endswith(_STEP_OF):
-        names = {
-            one.name.removesuffix(_STEP_OF): one.name
-            for one in record.series
-            if one.name.endswith(_STEP_OF)
-        }
-    else:
-        # In a race a side keeps its name, whichever of its forms was the fastest.
-        names = {
-            one.name.partition(": ")[0]: one.name
-            for one in record.series
-            if one.unit in _TIME_UNITS and not one.name.endswith(_WALL_OF)
-        }
-    found = {of: record.find(name) for of, name in names.items()}
+    wanted = {} if first.variant or first.size else {first.name: first}
+    for one in record.series:
+        if one.variant and one.name in _STEPS:
+            # In a race a side keeps its name, whichever of its forms was the fastest.
+            wanted[one.variant.partition(": ")[0]] = one
+        elif one.size and first.size:
+            wanted[str(one.size)] = one
+    found = {
+        of: record.find(one.name, variant=one.variant, size=one.size) for of, one in wanted.items()
+    }
     return {of: series for of, series in found.items() if series is not None and series.values}
 
 
@@ -219,7 +212,7 @@ def _why_without_samples(base: Record, new: Record) -> str:
 
 
 def _kind(series: Series) -> str:
-    return f"{series.name} in {series.unit} by the {series.clock}'s clock"
+    return f"{series.label} in {series.unit} by the {series.clock}'s clock"
 
 
 def _unsteady(side: str, series: Series) -> list[str]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from stepscope.analysis.kernel_names import describe
 from stepscope.records.schema import Record
 
-NOTE = "kernels."
-"""Begins the notes that name kernels: of a pass, or of an implementation that raced."""
 SEPARATOR = "; "
 _PASSES = ("forward", "backward")
 
@@ -48,11 +46,8 @@ def foreign_kernels(record: Record) -> str | None:
 
 def _seen(record: Record) -> Iterator[tuple[str, str, list[str]]]:
     """Implementation, where it ran, and its kernels."""
-    for key, text in record.notes.items():
-        if not key.startswith(NOTE):
-            continue
+    for what, text in (record.attachment("kernels", dict[str, str]) or {}).items():
         kernels = text.split(SEPARATOR) if text else []
-        what = key.removeprefix(NOTE)
         if what in _PASSES:
             yield str(record.config.get("attention")), f" in the {what}", kernels
         else:

@@ -34,9 +34,11 @@ class HostShare(Part, frozen=True):
     phases: tuple[str, ...]
 
 
-def median_ms(record: Record, name: str, clock: Clock | None = None) -> float | None:
+def median_ms(
+    record: Record, name: str, clock: Clock | None = None, *, variant: str = ""
+) -> float | None:
     """Median of a time series, on that clock or on the device's where there is one."""
-    series = record.find(name, clock)
+    series = record.find(name, clock, variant=variant)
     if series is None or series.unit != "ms" or not series.values:
         return None
     return summarize(series.values).median
@@ -78,7 +80,7 @@ def products_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     Kernels that cut float32 into planes make each product of six in bfloat16, on matrix units that
     float32 itself does not use.
     """
-    cut = any(_SPLIT_KERNEL in text for name, text in record.notes.items() if "kernels." in name)
+    cut = any(_SPLIT_KERNEL in text for text in record.attachments.get("kernels", {}).values())
     narrow = record.ceiling("matmul.bfloat16", measured=measured) if cut else None
     if narrow is None:
         return matrix_ceiling(record, measured)
@@ -104,7 +106,7 @@ def phase_sums(record: Record) -> tuple[float, ...]:
     return tuple(sum(parts) for parts in zip(*(series.values for series in held), strict=False))
 
 
-def host_bound(record: Record, form: str = "") -> HostShare | None:
+def host_bound(record: Record, variant: str = "") -> HostShare | None:
     """Whether the device waited for the host. On a CPU there is no queue, so no answer. Where a
     record holds several forms of a step, of the one that is named.
 
@@ -114,7 +116,7 @@ def host_bound(record: Record, form: str = "") -> HostShare | None:
     """
 
     def found(name: str, clock: Clock) -> Series | None:
-        return record.find(f"{form}.{name}" if form else name, clock)
+        return record.find(name, clock, variant=variant)
 
     pairs = [
         (name, on_device.values, on_host.values)

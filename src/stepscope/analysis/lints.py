@@ -106,7 +106,7 @@ def _few_samples(record: Record) -> str | None:
     if record.study in _NOT_ABOUT_TIME:
         return None
     return (
-        f"{series.name} has {len(series.values)} of the {MIN_SAMPLES} samples that a spread needs;"
+        f"{series.label} has {len(series.values)} of the {MIN_SAMPLES} samples that a spread needs;"
         " measure with more steps"
     )
 
@@ -129,11 +129,11 @@ def _wide_spread(record: Record) -> str | None:
     if every is not None and every > 1:
         longer = summarize([values[place] for place in far]).median
         return (
-            f"one in {every} samples of {series.name} takes {longer:.4g} ms, the others"
+            f"one in {every} samples of {series.label} takes {longer:.4g} ms, the others"
             f" {summary.median:.4g} ms: something comes every {every} steps, such as a checkpoint"
         )
     return (
-        f"{series.name} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the median"
+        f"{series.label} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the median"
         f" of {summary.median:.4g} ms; end other work on this machine and measure again"
     )
 
@@ -147,7 +147,7 @@ def _first_call_inside(record: Record) -> str | None:
     if first <= FIRST_ABOVE_REST * max(rest.median, rest.q3 + 3 * rest.iqr):
         return None
     return (
-        f"the first sample of {series.name} took {first:.4g} ms, the others {rest.median:.4g} ms:"
+        f"the first sample of {series.label} took {first:.4g} ms, the others {rest.median:.4g} ms:"
         " a first call or a compilation is inside the samples; warm up longer"
     )
 

@@ -15,8 +15,6 @@ from stepscope.records.schema import Record, Series
 
 LARGEST, SMALLEST = 1e45, 1e-45
 """Products of a few such numbers and the squares of their differences are still finite floats."""
-_MAY_BE_ZERO = ("loading", "issue.")
-"""Times of what some steps do not do."""
 _ABOVE_ZERO = ("ms", "s", "terms")
 _NEVER_NEGATIVE = (*_ABOVE_ZERO, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
 
@@ -32,18 +30,19 @@ def plausible(record: Record) -> Record:
 
 
 def _complaints(record: Record) -> Iterator[str]:
-    lengths: dict[tuple[str, str], int] = {}
+    lengths: dict[tuple[object, ...], int] = {}
     for series in record.series:
         if why := _of_samples(series):
-            yield f"series {series.name!a} {why}"
-        same = lengths.setdefault((series.name, series.clock), len(series.values))
+            yield f"series {series.label!a} {why}"
+        key = (series.name, series.variant, series.phase, series.size, series.clock)
+        same = lengths.setdefault(key, len(series.values))
         if same != len(series.values):
-            yield f"series {series.name!a} has {same} samples on one rank and others on another"
-    for name, quantity in record.quantities.items():
+            yield f"series {series.label!a} has {same} samples on one rank and others on another"
+    for quantity in record.quantities:
         if quantity.value < 0 and quantity.unit in _NEVER_NEGATIVE:
-            yield f"{name!a} is {quantity.value:g} {quantity.unit}"
+            yield f"{quantity.name!a} is {quantity.value:g} {quantity.unit}"
         elif _extreme(quantity.value):
-            yield f"{name!a} is {quantity.value:g}"
+            yield f"{quantity.name!a} is {quantity.value:g}"
     for ceiling in record.ceilings:
         if ceiling.value <= 0 or _extreme(ceiling.value):
             yield f"the ceiling {ceiling.name!a} is {ceiling.value:g} {ceiling.unit}"
@@ -55,12 +54,17 @@ def _of_samples(series: Series) -> str:
     if not series.values:
         return "has no samples"
     low, high = min(series.values), max(series.values)
-    above_zero = series.unit in _ABOVE_ZERO and not series.name.startswith(_MAY_BE_ZERO)
+    above_zero = series.unit in _ABOVE_ZERO and not _may_be_zero(series)
     if (low < 0 and series.unit in _ABOVE_ZERO) or (low == 0 and above_zero):
         return f"has a sample of {low:g} {series.unit}"
     if any(map(_extreme, (*series.values, *series.warmup))):
         return f"has samples from {low:g} to {high:g}"
     return ""
+
+
+def _may_be_zero(series: Series) -> bool:
+    """Times of what some steps do not do."""
+    return series.name == "loading" or (series.name == "issue" and series.phase != "")
 
 
 def _extreme(value: float) -> bool:

@@ -41,16 +41,16 @@ class Draw(NamedTuple):
         return 1e3 * self.joules / self.limit_w
 
 
-def draw(record: Record, prefix: str = "") -> Draw | None:
+def draw(record: Record, variant: str = "") -> Draw | None:
     joules, resolution, watts, step_ms = (
-        record.quantity(prefix + name)
+        record.quantity(name, variant=variant)
         for name in ("joules", "joules_resolution", "power_w", "unbroken_step_ms")
     )
     if joules is None or resolution is None or watts is None or step_ms is None:
         return None
     here = record.environment
     return Draw(
-        joules, resolution, watts, step_ms, record.quantity(f"{prefix}sm_clock_mhz"),
+        joules, resolution, watts, step_ms, record.quantity("sm_clock_mhz", variant=variant),
         here.power_limit_w, here.max_sm_clock_mhz,
     )  # fmt: skip
 

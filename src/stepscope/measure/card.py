@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepscope.measure.device import CudaDevice, Device
-from stepscope.records.schema import Quantity
 
 # Numbers of CUdevice_attribute in the CUDA driver's interface; unit and factor of what it answers.
 _ATTRIBUTES: dict[str, tuple[int, str, float]] = {
@@ -32,40 +31,42 @@ _ATTRIBUTES: dict[str, tuple[int, str, float]] = {
 _VECTORS = (("avx512f", 512), ("avx2", 256), ("avx", 256), ("asimd", 128), ("sse2", 128))
 _MATRIX_FLAGS = ("amx_tile", "avx512_bf16", "avx_vnni", "sme", "sve", "i8mm", "bf16")
 
+Facts = dict[str, tuple[float, str]]
+"""Values with their units."""
 Ask = Callable[[int], int | None]
 """A driver's answer to an attribute's number."""
 
 
-def device_card(device: Device) -> tuple[dict[str, Quantity], dict[str, str]]:
+def device_card(device: Device) -> tuple[Facts, dict[str, str]]:
     """Facts with a unit, and facts in words."""
     if isinstance(device, CudaDevice):
         major, minor = device.capability
         words = {"name": device.name, "compute capability": f"{major}.{minor}"}
         facts = cuda_facts(_driver(device.torch_device.index or 0))
-        facts["memory_bytes"] = Quantity(value=float(device.memory_bytes), unit="B")
+        facts["memory_bytes"] = (float(device.memory_bytes), "B")
         watts = device.telemetry.power_limit_w()
         if watts is not None:
-            facts["power_limit_w"] = Quantity(value=watts, unit="W")
+            facts["power_limit_w"] = (watts, "W")
         return facts, words
     facts, words = cpu_facts(Path("/"))
-    facts["cores"] = Quantity(value=float(_cores()), unit="1")
-    facts["memory_bytes"] = Quantity(value=float(device.memory_bytes), unit="B")
+    facts["cores"] = (float(_cores()), "1")
+    facts["memory_bytes"] = (float(device.memory_bytes), "B")
     return facts, {"name": device.name} | words
 
 
-def cuda_facts(ask: Ask) -> dict[str, Quantity]:
-    facts = {}
+def cuda_facts(ask: Ask) -> Facts:
+    facts: Facts = {}
     for name, (number, unit, factor) in _ATTRIBUTES.items():
         answer = ask(number)
         if answer:
-            facts[name] = Quantity(value=answer * factor, unit=unit)
+            facts[name] = (answer * factor, unit)
     if "threads_per_sm" in facts and "lanes_per_warp" in facts:
-        warps = facts["threads_per_sm"].value / facts["lanes_per_warp"].value
-        facts["warps_per_sm"] = Quantity(value=warps, unit="1")
+        warps = facts["threads_per_sm"][0] / facts["lanes_per_warp"][0]
+        facts["warps_per_sm"] = (warps, "1")
     if "memory_clock_hz" in facts and "bus_bits" in facts:
         # Two transfers a clock, as every memory of a GPU makes them.
-        rate = 2 * facts["memory_clock_hz"].value * facts["bus_bits"].value / 8
-        facts["memory_rate"] = Quantity(value=rate, unit="B/s")
+        rate = 2 * facts["memory_clock_hz"][0] * facts["bus_bits"][0] / 8
+        facts["memory_rate"] = (rate, "B/s")
     return facts
 
 
@@ -87,28 +88,28 @@ def _driver(ordinal: int) -> Ask:
     return ask
 
 
-def cpu_facts(root: Path) -> tuple[dict[str, Quantity], dict[str, str]]:
+def cpu_facts(root: Path) -> tuple[Facts, dict[str, str]]:
     """From the system's files below `root`; without them (no Linux) nothing is known."""
-    facts: dict[str, Quantity] = {}
+    facts: Facts = {}
     cpu = root / "sys/devices/system/cpu/cpu0"
     for index in sorted(cpu.glob("cache/index*")):
         level, kind = _text(index / "level"), _text(index / "type")
         size, line = _size(_text(index / "size")), _text(index / "coherency_line_size")
         if kind in ("Data", "Unified") and size is not None:
-            facts[f"l{level}_bytes"] = Quantity(value=size, unit="B")
+            facts[f"l{level}_bytes"] = (size, "B")
         if kind in ("Data", "Unified") and line.isdigit():
-            facts["line_bytes"] = Quantity(value=float(line), unit="B")
+            facts["line_bytes"] = (float(line), "B")
     kilohertz = _text(cpu / "cpufreq/cpuinfo_max_freq")
     listed = _cpuinfo(root)
     megahertz = listed.get("cpu MHz", "")
     if kilohertz.isdigit():
-        facts["clock_hz"] = Quantity(value=float(kilohertz) * 1e3, unit="Hz")
+        facts["clock_hz"] = (float(kilohertz) * 1e3, "Hz")
     elif megahertz.replace(".", "", 1).isdigit():
-        facts["clock_hz"] = Quantity(value=float(megahertz) * 1e6, unit="Hz")
+        facts["clock_hz"] = (float(megahertz) * 1e6, "Hz")
     flags = (listed.get("flags") or listed.get("Features") or "").split()
     bits = next((width for flag, width in _VECTORS if flag in flags), None)
     if bits is not None:
-        facts["vector_bits"] = Quantity(value=float(bits), unit="bit")
+        facts["vector_bits"] = (float(bits), "bit")
     matrix = [flag for flag in _MATRIX_FLAGS if flag in flags]
     return facts, {"matrix instructions": ", ".join(matrix) or "none told"} if flags else {}
 

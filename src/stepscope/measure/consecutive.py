@@ -18,8 +18,8 @@ from stepscope.measure.device import Device, Mark
 from stepscope.measure.timer import Samples, Timing, no_collection
 from stepscope.records.schema import Clock
 
-CONSECUTIVE = ".consecutive"
-"""Suffix of the series that holds the median step of each block."""
+CONSECUTIVE = "consecutive"
+"""Name of the series that holds the median step of each block."""
 _LEAST_STEPS = 3
 _MOST_QUEUED, _QUEUED_S = 8, 0.1
 """Steps queued at most, fewer where they take longer than these seconds together but always two:
@@ -38,8 +38,9 @@ def time_consecutive(
 ) -> Timing:
     """Time each contestant in `blocks` blocks of at least `block_seconds` of consecutive steps.
 
-    Each value of the series `NAME.consecutive` is the median step of one block, on the device's
-    clock where the device has a queue. `before[name]` runs ahead of each block of that contestant.
+    Each value of the series `consecutive` of a contestant, its variant, is the median step of one
+    block, on the device's clock where the device has a queue. `before[name]` runs ahead of each
+    block of that contestant.
     """
     samples = Samples()
     readings = [device.read()]
@@ -50,12 +51,12 @@ def time_consecutive(
                 if before and name in before:
                     before[name]()
                 clock, steps = consecutive_steps(contestants[name], device, block_seconds)
-                samples.add(name + CONSECUTIVE, clock, statistics.median(steps), warm=True)
+                samples.add(CONSECUTIVE, clock, statistics.median(steps), warm=True, variant=name)
                 readings.append(device.read())
             if progress:
                 progress(block + 1, blocks)
-    order = {name + CONSECUTIVE: index for index, name in enumerate(contestants)}
-    series = sorted(samples.series(), key=lambda one: order[one.name])
+    order = {name: index for index, name in enumerate(contestants)}
+    series = sorted(samples.series(), key=lambda one: order[one.variant])
     return Timing(tuple(series), tuple(readings))
 
 

@@ -14,14 +14,14 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
 from stepscope.measure.device import Device, Mark
 from stepscope.measure.timer import no_collection
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Quantity, quantities
 
 LEAD_S, WINDOW_S = 0.5, 2.0
 MOST_S = 18.0
@@ -186,20 +186,20 @@ def _steps(each_s: float, spent_s: float, seconds: float) -> int:
 
 def energy_quantities(
     found: Energy | str, tokens: float | None, samples: float | None = None
-) -> tuple[Mapping[str, Quantity], dict[str, str]]:
+) -> tuple[tuple[Quantity, ...], dict[str, str]]:
     """For a record: joules with the counter's resolution, power, the step's time and clock in that
     stretch; or a note why there are none."""
     if isinstance(found, str):
-        return {}, {"no_energy": found}
-    quantities = {
-        "joules": Quantity(value=found.joules, unit="J"),
-        "joules_resolution": Quantity(value=found.resolution, unit="J"),
-        "power_w": Quantity(value=found.watts, unit="W"),
-        "unbroken_step_ms": Quantity(value=found.step_ms, unit="ms"),
+        return (), {"no_energy": found}
+    values = {
+        "joules": (found.joules, "J"),
+        "joules_resolution": (found.resolution, "J"),
+        "power_w": (found.watts, "W"),
+        "unbroken_step_ms": (found.step_ms, "ms"),
     }
     if found.sm_clock_mhz is not None:
-        quantities["sm_clock_mhz"] = Quantity(value=found.sm_clock_mhz, unit="MHz")
+        values["sm_clock_mhz"] = (found.sm_clock_mhz, "MHz")
     for name, count in (("token", tokens), ("sample", samples)):
         if count:
-            quantities[f"joules_per_{name}"] = Quantity(value=found.joules / count, unit="J")
-    return quantities, {}
+            values[f"joules_per_{name}"] = (found.joules / count, "J")
+    return quantities(values), {}

@@ -41,17 +41,20 @@ class Samples:
     """Collects values by name and clock; warm-up samples are kept apart."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, Clock], tuple[list[float], list[float]]] = {}
+        self.held: dict[tuple[str, str, Clock], tuple[list[float], list[float]]] = {}
 
-    def add(self, name: str, clock: Clock, value: float, *, warm: bool) -> None:
-        values, warmup = self.held.setdefault((name, clock), ([], []))
+    def add(self, name: str, clock: Clock, value: float, *, warm: bool, variant: str = "") -> None:
+        values, warmup = self.held.setdefault((name, variant, clock), ([], []))
         (values if warm else warmup).append(value)
 
     def series(self) -> tuple[Series, ...]:
         return tuple(
-            Series(name=name, unit="ms", clock=clock, values=tuple(values), warmup=tuple(warmup))
-            for (name, clock), (values, warmup) in self.held.items()
-        )
+            Series(
+                name=name, variant=variant, unit="ms", clock=clock,
+                values=tuple(values), warmup=tuple(warmup),
+            )
+            for (name, variant, clock), (values, warmup) in self.held.items()
+        )  # fmt: skip
 
 
 def time_step(

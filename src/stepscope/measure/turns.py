@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from stepscope.measure.device import Device
 from stepscope.measure.timer import READING_EVERY_S, Samples, Timing, no_collection
 
-WALL = ".wall"
-"""Ends the name of a series of calls that follow each other without a wait."""
+STEP, WALL = "step", "wall"
+"""Names of the series of each contestant: single calls, and calls that follow each other without a
+wait."""
 MOST_ROUNDS = 200
 _LEAD = 2.0
 """Times what the host took so far: that of a busy machine varies."""
@@ -34,7 +35,8 @@ def time_in_turns(
     before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Timing:
-    """A series for each contestant: by the device's queue, and how long the host took to issue it.
+    """A series for each contestant, its variant: by the device's queue, and how long the host took
+    to issue it.
 
     `before` has what a contestant does ahead of its sample, outside of it.
 
@@ -42,7 +44,7 @@ def time_in_turns(
     is the device's own time, without the gaps that a slow host leaves.
 
     With `back_to_back`, each round also times that many calls in a row by the host's clock, from an
-    idle device to an idle device, and keeps the time of one (`NAME.wall`): what a caller sees where
+    idle device to an idle device, and keeps the time of one (`wall`): what a caller sees where
     the host is slower than the device.
     """
     samples = Samples()
@@ -71,17 +73,13 @@ def time_in_turns(
                 readings.append(device.read())
     readings.append(device.read())
     # Shuffled rounds mix up who came first: the series stand in the order that was asked for.
-    place = {name: number for number, name in enumerate((*contestants, *_walls(contestants)))}
-    series = sorted(samples.series(), key=lambda held: place[held.name])
+    index = {name: number for number, name in enumerate(contestants)}
+    series = sorted(samples.series(), key=lambda one: (one.name == WALL, index[one.variant]))
     return Timing(tuple(series), tuple(readings))
 
 
-def _walls(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name + WALL for name in names)
-
-
 def _lead(samples: Samples, name: str) -> float:
-    values, warmup = samples.held.get((name, "host"), ([], []))
+    values, warmup = samples.held.get((STEP, name, "host"), ([], []))
     issued = values or warmup
     return min(_MOST_LEAD_MS, _LEAD * statistics.median(issued)) if issued else 0.0
 
@@ -99,8 +97,8 @@ def _alone(
     device.synchronize()
     on_device = device.device_ms(start, end)
     if on_device is not None:
-        samples.add(name, "device", on_device, warm=warm)
-    samples.add(name, "host", (end.host_s - start.host_s) * 1e3, warm=warm)
+        samples.add(STEP, "device", on_device, warm=warm, variant=name)
+    samples.add(STEP, "host", (end.host_s - start.host_s) * 1e3, warm=warm, variant=name)
 
 
 def _in_a_row(
@@ -112,4 +110,5 @@ def _in_a_row(
     for _ in range(calls):
         run()
     device.synchronize()
-    samples.add(name + WALL, "host", (time.perf_counter() - start_s) * 1e3 / calls, warm=warm)
+    each_ms = (time.perf_counter() - start_s) * 1e3 / calls
+    samples.add(WALL, "host", each_ms, warm=warm, variant=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.records.decoding import Int64, from_json
+from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part
 
 PARAMETERS = "parameters"
@@ -107,24 +107,9 @@ class PostMortem(Part, frozen=True):
         return max(0, self.needed - self.limit)
 
 
-def decode_post_mortem(note: str) -> PostMortem:
-    return from_json(note, PostMortem)
-
-
-def decode_peaks(note: str) -> tuple[PhasePeak, ...]:
-    return from_json(note, tuple[PhasePeak, ...])
-
-
-def decode_saved(note: str) -> tuple[SavedTensor, ...]:
-    return from_json(note, tuple[SavedTensor, ...])
-
-
-def decode_course(note: str) -> tuple[Point, ...]:
-    return from_json(note, tuple[Point, ...])
-
-
-def decode_standing(note: str) -> dict[str, Standing]:
-    return from_json(note, dict[str, Standing])
+Peaks = tuple[PhasePeak, ...]
+Saved = tuple[SavedTensor, ...]
+Course = tuple[Point, ...]
 
 
 def kind_of(line: str) -> str:

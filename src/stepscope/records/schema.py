@@ -3,12 +3,14 @@
 Format history
   1  first published form
   2  notes: what is neither a number nor a sample
+  3  quantities and series carry variant, phase, rank and size as fields; what is structured is an
+     attachment; the rules that upgrade older records are in `upgrades`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -16,8 +18,9 @@ from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import Named, check_config
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
+from stepscope.records.upgrades import upgrade_from_2
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Status = Literal["ok", "oom", "error", "timeout", "skipped"]
 Clock = Literal["device", "host"]
@@ -25,6 +28,7 @@ Clock = Literal["device", "host"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """What SQLite and a float can hold; JSON has integers of any length."""
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+T = TypeVar("T")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,10 +36,24 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Quantity(Part, frozen=True):
-    """One number that is not sampled, with its unit."""
+    """One number that is not sampled, with its unit and what it belongs to."""
 
+    name: str
     value: float
     unit: str
+    variant: str = ""
+    """Which of several things that were measured together: a strategy, a side of a race."""
+    phase: str = ""
+    rank: Count = 0
+    size: Count = 0
+    """Bytes or elements, where the same thing is measured for several."""
+
+
+def quantities(values: Mapping[str, tuple[float, str]]) -> tuple[Quantity, ...]:
+    """From names to values and units."""
+    return tuple(
+        Quantity(name=name, value=value, unit=unit) for name, (value, unit) in values.items()
+    )
 
 
 class Series(Part, frozen=True):
@@ -49,6 +67,15 @@ class Series(Part, frozen=True):
     clock: Clock = "host"
     """`device`: between events on the device's queue. `host`: by the host's clock."""
     rank: Count = 0
+    variant: str = ""
+    phase: str = ""
+    size: Count = 0
+
+    @property
+    def label(self) -> str:
+        """The name with what it belongs to, in words."""
+        of = " ".join(filter(None, (self.variant, self.phase, str(self.size or ""))))
+        return f"{self.name} of {of}" if of else self.name
 
 
 class Ceiling(Part, frozen=True):
@@ -141,9 +168,11 @@ class Record(Part, frozen=True):
     reason: str = ""
     attempt: Attempt = 1
     series: tuple[Series, ...] = ()
-    quantities: dict[str, Quantity] = {}
+    quantities: tuple[Quantity, ...] = ()
     notes: dict[str, str] = {}
-    """What was seen and is no number: names of the kernels that ran, why a part was left out."""
+    """Text: why a part was left out, names of files beside the store."""
+    attachments: dict[str, Any] = {}
+    """What is structured: a ledger, a profile; `attachment` decodes it."""
     ceilings: tuple[Ceiling, ...] = ()
     readings: tuple[Reading, ...] = ()
     lints: tuple[Lint, ...] = ()
@@ -154,20 +183,58 @@ class Record(Part, frozen=True):
         require_name("run", self.run)
         require_name("study", self.study)
         require_case("case", self.case)
-        for part in ("config", "notes"):
+        for part in ("config", "notes", "attachments"):
             held = getattr(self, part)
             if not isinstance(held, Named):
                 where = f"the {part} of record {self.id} ({self.study} {self.case})"
                 msgspec.structs.force_setattr(self, part, Named(held, where))
 
-    def find(self, name: str, clock: Clock | None = None) -> Series | None:
-        """The series of that name: of that clock, or the device's where there is one."""
-        found = [s for s in self.series if s.name == name and clock in (None, s.clock)]
-        return min(found, key=lambda s: s.clock, default=None)
+    def find(
+        self,
+        name: str,
+        clock: Clock | None = None,
+        *,
+        variant: str = "",
+        phase: str = "",
+        rank: int | None = None,
+        size: int = 0,
+    ) -> Series | None:
+        """The series with these dimensions: of that clock, or the device's where there is one.
 
-    def quantity(self, name: str) -> float | None:
-        held = self.quantities.get(name)
-        return None if held is None else held.value
+        Without a rank: the first rank's that has one.
+        """
+        matches = [
+            one
+            for one in self.series
+            if (one.name, one.variant, one.phase, one.size) == (name, variant, phase, size)
+            and clock in (None, one.clock)
+            and rank in (None, one.rank)
+        ]
+        return min(matches, key=lambda one: one.clock, default=None)
+
+    def quantity(
+        self, name: str, *, variant: str = "", phase: str = "", rank: int = 0, size: int = 0
+    ) -> float | None:
+        wanted = (name, variant, phase, rank, size)
+        for one in self.quantities:
+            if (one.name, one.variant, one.phase, one.rank, one.size) == wanted:
+                return one.value
+        return None
+
+    def attachment(self, name: str, kind: type[T]) -> T | None:
+        """The attachment of that name as `kind`; None where the record has none."""
+        return self.required(name, kind) if name in self.attachments else None
+
+    def required(self, name: str, kind: type[T]) -> T:
+        """An attachment that every such record has."""
+        try:
+            return msgspec.convert(self.attachments[name], kind)
+        except msgspec.ValidationError as error:
+            raise StepscopeError(
+                f"attachment {name!a} of record {self.id} ({self.study} {self.case}) is invalid:"
+                f" {in_one_line(error)}",
+                "record it again",
+            ) from error
 
     def ceiling(self, name: str, *, measured: bool = True) -> Ceiling | None:
         """The measured ceiling of that name, or the data sheet's."""
@@ -177,7 +244,10 @@ class Record(Part, frozen=True):
         return None
 
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda raw: raw}
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: lambda raw: raw,
+    2: upgrade_from_2,
+}
 """From a version to the next one, on the decoded JSON."""
 
 

@@ -20,7 +20,7 @@ from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
-from stepscope.records.schema import Quantity, Record, Series
+from stepscope.records.schema import Record, Series, quantities
 from stepscope.scope.energy import ENERGY_MOVES_S
 from stepscope.scope.issue import PHASES
 from stepscope.scope.recorder import Recorder
@@ -36,12 +36,14 @@ _MOST_SAVED = 200
 def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: float) -> Record:
     """`name` and `words` are the script and its arguments, or whatever names the program."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    notes = recorder.notes | _evaluations(recorder)
+    notes = dict(recorder.notes)
+    found: dict[str, tuple[float, str]] = {}
+    attachments: dict[str, Any] = {"setting": _setting(recorder)}
+    _evaluations(recorder, notes, attachments)
     if recorder.cut_short:
         notes["cut_short"] = recorder.cut_short
-    quantities: dict[str, Quantity] = {}
-    _put(quantities, "B", resident_bytes=psutil.Process().memory_info().rss)
-    _put(quantities, "B", peak_bytes=recorder.peak_bytes)
+    _put(found, "B", resident_bytes=psutil.Process().memory_info().rss)
+    _put(found, "B", peak_bytes=recorder.peak_bytes)
     if recorder.energy.joules is not None and "left_out" in notes:
         notes["no_energy"] = (
             f"{notes['left_out']} of the timed steps do more than the others, and the counter ran"
@@ -49,28 +51,27 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         )
     elif recorder.energy.joules is not None:
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
-        _put(quantities, "J", joules=recorder.energy.joules)
-        _put(quantities, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
+        _put(found, "J", joules=recorder.energy.joules)
+        _put(found, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
     parameters = sum(_numbers(parameter) for parameter in recorder.parameters)
-    _put(quantities, "parameters", parameters=parameters)
+    _put(found, "parameters", parameters=parameters)
     dtype = str(next((p.dtype for p in recorder.parameters), "")).removeprefix("torch.")
     ledger = recorder.count.ledger
     if ledger is not None:
         # Counted on a CPU, where no allocator could be asked; then also what the page shows.
         peak = max((p.allocated for p in ledger.peaks), default=0)
         if recorder.peak_bytes is None:
-            _put(quantities, "B", peak_bytes=peak)
-        _put(quantities, "FLOP", flops=ledger.flops.total or None)
+            _put(found, "B", peak_bytes=peak)
+        _put(found, "FLOP", flops=ledger.flops.total or None)
         dtype = ledger.flops.main_format() or dtype
         if "memory_missing" not in notes:
-            notes["ledger"] = _json(ledger.peaks)
-            notes["saved"] = _json(_largest(ledger.saved))
+            attachments["ledger"] = ledger.peaks
+            attachments["saved"] = _largest(ledger.saved)
     if recorder.trace.steps:
         notes["trace"] = recorder.trace.path.name
-        _put(quantities, "forwards", forwards=recorder.trace.forwards / recorder.trace.steps)
+        _put(found, "forwards", forwards=recorder.trace.forwards / recorder.trace.steps)
     if recorder.count.snapshot.exists():
         notes["snapshot"] = recorder.count.snapshot.name
-    notes["setting"] = _json(_setting(recorder))
     environment = describe(recorder.device)
     return Record(
         id=secrets.token_hex(6),
@@ -88,8 +89,9 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         elapsed_s=elapsed_s,
         series=_series(recorder),
-        quantities=quantities,
+        quantities=quantities(found),
         notes=notes,
+        attachments=msgspec.to_builtins(attachments),
         readings=tuple(recorder.readings),
     )  # fmt: skip
 
@@ -114,7 +116,7 @@ def _series(recorder: Recorder) -> tuple[Series, ...]:
     for phase in PHASES:
         values = tuple(step[phase] for step in issued)
         if any(values):
-            found.append(Series(name=f"issue.{phase}", unit="ms", values=values))
+            found.append(Series(name="issue", phase=phase, unit="ms", values=values))
     return tuple(found)
 
 
@@ -126,19 +128,18 @@ def usual_steps(evaluations: Sequence[int]) -> list[int]:
     return found if len(found) >= len(evaluations) / 2 else list(range(len(evaluations)))
 
 
-def _evaluations(recorder: Recorder) -> dict[str, str]:
-    """How many timed steps hold more of them than the others, and which of the traced."""
+def _evaluations(recorder: Recorder, notes: dict[str, str], attachments: dict[str, Any]) -> None:
+    """Note how many timed steps evaluate more often than the others, and which of the traced."""
     odd = len(recorder.evaluations) - len(usual_steps(recorder.evaluations))
-    found = {"left_out": str(odd)} if odd else {}
+    if odd:
+        notes["left_out"] = str(odd)
     if recorder.trace.steps:
-        counts = recorder.trace.evaluations
         usual = recorder.usual_evaluations
-        places = [place for place, count in enumerate(counts) if count > usual]
-        if len(places) < recorder.trace.steps:
-            found |= {"traced_validations": _json(places)} if places else {}
-        else:
-            found["validates_throughout"] = "yes"
-    return found
+        longer = [i for i, count in enumerate(recorder.trace.evaluations) if count > usual]
+        if len(longer) == recorder.trace.steps:
+            notes["validates_throughout"] = "yes"
+        elif longer:
+            attachments["traced_validations"] = longer
 
 
 def _setting(recorder: Recorder) -> Setting:
@@ -198,11 +199,7 @@ def _case(name: str, rank: int | None) -> str:
     return stem if rank is None else f"{stem}.rank{rank}"
 
 
-def _put(held: dict[str, Quantity], unit: str, **values: float | None) -> None:
+def _put(held: dict[str, tuple[float, str]], unit: str, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None:
-            held[name] = Quantity(value=value, unit=unit)
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+            held[name] = (value, unit)

@@ -117,18 +117,20 @@ class Attention(Study[AttentionFlags]):
             before=step.reset,
             progress=lambda done, total: bench.progress(done, total, "steps"),
         )
-        quantities = workload.quantities()
+        quantities = list(workload.quantities())
         peak = bench.device.peak_bytes()
         # Where tensors are not counted, the resident set is too coarse for one operation.
         if saved is not None and peak is not None:
-            quantities["saved_bytes"] = Quantity(value=saved, unit="B")
-            quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+            quantities.append(Quantity(name="saved_bytes", value=saved, unit="B"))
+            quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
         if bench.device.kind == "cuda":
             from stepscope.measure.allocator import CudaAllocator
 
             held = CudaAllocator(bench.device.torch_device).library_bytes()
-            quantities["library_bytes"] = Quantity(value=held, unit="B")
-        return Measurement(series=timing.series, quantities=quantities, readings=timing.readings)
+            quantities.append(Quantity(name="library_bytes", value=held, unit="B"))
+        return Measurement(
+            series=timing.series, quantities=tuple(quantities), readings=timing.readings
+        )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         return (

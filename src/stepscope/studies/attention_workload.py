@@ -84,12 +84,12 @@ class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
             return saved + cost.mask_bytes(self.shape, causal=self.causal)
         return saved + cost.log_sum_exp_bytes(self.shape)
 
-    def quantities(self) -> dict[str, Quantity]:
-        return {
-            "flops": Quantity(value=self.flops(), unit="FLOP"),
-            "tokens": Quantity(value=self.batch * self.seq, unit="tokens"),
-            "predicted_saved_bytes": Quantity(value=self.predicted_saved_bytes(), unit="B"),
-        }
+    def quantities(self) -> tuple[Quantity, ...]:
+        return (
+            Quantity(name="flops", value=self.flops(), unit="FLOP"),
+            Quantity(name="tokens", value=self.batch * self.seq, unit="tokens"),
+            Quantity(name="predicted_saved_bytes", value=self.predicted_saved_bytes(), unit="B"),
+        )
 
 
 class AttentionStep:

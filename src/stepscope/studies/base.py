@@ -36,9 +36,11 @@ class Measurement(Part, frozen=True):
     """What measuring a case gave. The first series is what the case is about."""
 
     series: tuple[Series, ...] = ()
-    quantities: dict[str, Quantity] = msgspec.field(default_factory=dict)
+    quantities: tuple[Quantity, ...] = ()
     readings: tuple[Reading, ...] = ()
     notes: dict[str, str] = msgspec.field(default_factory=dict)
+    attachments: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Structured results: plain data or structs, as JSON can hold them."""
 
 
 class CaseSkipped(Exception):  # noqa: N818
@@ -100,8 +102,8 @@ class Study(ABC, Generic[Flags]):
         config: dict[str, Any],  # noqa: ARG002
         bench: Bench,  # noqa: ARG002
         said: str,  # noqa: ARG002
-    ) -> dict[str, str]:
-        """Notes on a case that ran out of memory; `said` is the error's text."""
+    ) -> dict[str, Any]:
+        """Attachments of a case that ran out of memory; `said` is the error's text."""
         return {}
 
     @abstractmethod

@@ -38,7 +38,7 @@ _SHOWN = {
     "dirty": "uncommitted changes",
 }
 
-_LONGEST_NOTE = 2_000
+_LONGEST = 2_000
 _LAST_RESORT: tuple[type[Exception], ...] = (
     ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
@@ -226,17 +226,19 @@ def _details(record: Record) -> str:
     for name in record.__struct_fields__:
         value = getattr(record, name)
         if name == "series":
-            lines += [f"series {s.name}, {s.clock} clock: {_json(s)}" for s in record.series]
+            lines += [f"series {s.label}, {s.clock} clock: {_json(s)}" for s in record.series]
         elif name == "notes":
             lines += [f"note {key}: {_short(text)}" for key, text in record.notes.items()]
+        elif name == "attachments":
+            lines += [f"{key}: {_short(_json(held))}" for key, held in record.attachments.items()]
         elif name not in ("environment", "ceilings"):
             lines.append(f"{name}: {_json(value)}")
     return "\n".join(lines)
 
 
-def _short(note: str) -> str:
-    """A note may hold a whole profile, which the page shows in a better form."""
-    return note if len(note) <= _LONGEST_NOTE else f"{len(note):,} characters, see the record"
+def _short(text: str) -> str:
+    """An attachment may be an entire profile, which the page shows in a better form."""
+    return text if len(text) <= _LONGEST else f"{len(text):,} characters, see the record"
 
 
 def _json(value: object) -> str:

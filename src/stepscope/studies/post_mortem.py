@@ -45,14 +45,14 @@ def read_refusal(said: str) -> Refusal:
     )
 
 
-def step_post_mortem(config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+def step_post_mortem(config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
     workload = msgspec.convert(config, Workload)
     if not can_be_predicted(workload, bench.device.kind):
         return {}
     refusal = read_refusal(said)
     limit = _room(bench.device)
     found = examined(workload, bench.device.kind, min(limit, refusal.allowed or limit), refusal)
-    return {NOTE: msgspec.json.encode(found).decode()}
+    return {NOTE: found}
 
 
 def examined(workload: Workload, device_kind: str, limit: int, refusal: Refusal) -> PostMortem:

@@ -67,7 +67,7 @@ class Failed(Message, frozen=True):
     usage: bool = False
     noise: bool = False
     """A line came that is not a message."""
-    notes: dict[str, str] = msgspec.field(default_factory=dict)
+    attachments: dict[str, Any] = {}
 
 
 class Dismissed(Message, frozen=True):

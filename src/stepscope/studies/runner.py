@@ -210,7 +210,10 @@ class Runner:
             elapsed_s=elapsed_s,
             series=measurement.series,
             quantities=measurement.quantities,
-            notes=outcome.notes if isinstance(outcome, Failed) else measurement.notes,
+            notes=measurement.notes,
+            attachments=outcome.attachments
+            if isinstance(outcome, Failed)
+            else measurement.attachments,
             readings=measurement.readings,
             ceilings=ceilings,
         )

@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.records.memory import INPUTS, Standing
-from stepscope.records.schema import Series
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.plans import prediction_for
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
     from stepscope.studies.base import Bench
     from stepscope.studies.training_step import TrainingStep
+    from stepscope.studies.workload import Workload
 
 
 class PlainSteps(NamedTuple):
@@ -92,6 +94,21 @@ def steps_in_turns(
                 took[name].append(one_step(step, device))
         order = [*order[1:], order[0]]
     return took
+
+
+def peak_quantities(
+    peaks: Mapping[str, int], workload: Workload, device_kind: str
+) -> tuple[Quantity, ...]:
+    """Measured and predicted peaks, of each phase and of the step."""
+    sizes: list[tuple[str, str, int]] = [("peak_bytes", phase, at) for phase, at in peaks.items()]
+    sizes.append(("peak_bytes", "", max(peaks.values())))
+    predicted = prediction_for(workload, device_kind)
+    if predicted is not None:
+        sizes += [("predicted_bytes", each.phase, each.allocated) for each in predicted.phases]
+        sizes.append(("predicted_bytes", "", predicted.peak.allocated))
+    return tuple(
+        Quantity(name=name, phase=phase, value=size, unit="B") for name, phase, size in sizes
+    )
 
 
 def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:

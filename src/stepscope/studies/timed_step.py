@@ -29,13 +29,13 @@ def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Me
         before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
     )
-    quantities = step.quantities()
+    quantities = list(step.quantities())
     peak = _peak(step, device)
     if peak is not None:
-        quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+        quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
     if workload.mode != "forward":
         missing = step.gradients_missing()
-        quantities["gradients_missing"] = Quantity(value=missing, unit="parameters")
+        quantities.append(Quantity(name="gradients_missing", value=missing, unit="parameters"))
     notes: dict[str, str] = {}
     if effort.get("energy"):
         from stepscope.measure.energy import energy_quantities, measure_energy
@@ -45,13 +45,14 @@ def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Me
             step.reset()
             run_phases(step.phases())
 
-        tokens = quantities.get("tokens")
-        energy, notes = energy_quantities(
-            measure_energy(whole, device), tokens.value if tokens else None, workload.batch
-        )
-        quantities |= energy
+        tokens = next((one.value for one in quantities if one.name == "tokens"), None)
+        energy, notes = energy_quantities(measure_energy(whole, device), tokens, workload.batch)
+        quantities += energy
     return Measurement(
-        series=timing.series, quantities=quantities, readings=timing.readings, notes=notes
+        series=timing.series,
+        quantities=tuple(quantities),
+        readings=timing.readings,
+        notes=notes,
     )
 
 

@@ -6,10 +6,10 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.analysis.trace.summarize import summarize_file
-from stepscope.analysis.trace.summary import encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Series
 
@@ -20,6 +20,14 @@ TRACES = "STEPSCOPE_TRACES"
 """The environment variable that names the folder in which traces are kept."""
 
 
+class Traced(NamedTuple):
+    """What a record keeps of traced steps."""
+
+    series: Series
+    notes: dict[str, str]
+    attachments: dict[str, Summary]
+
+
 def trace_step(
     run: Callable[[], object],
     device: Device,
@@ -27,9 +35,9 @@ def trace_step(
     *,
     steps: int,
     before: Callable[[], None] | None = None,
-) -> tuple[Series, dict[str, str]]:
-    """The lengths of the traced steps, and the notes of a record: `profile`, and `trace` where it
-    was kept."""
+) -> Traced:
+    """One step traced several times, its trace read; the note `trace` names the file where it was
+    kept."""
     from stepscope.measure.capture import capture
     from stepscope.measure.packing import pack
 
@@ -48,5 +56,5 @@ def trace_step(
         if kept := os.environ.get(TRACES):
             notes["trace"] = f"{name}.json.gz"
             pack(plain, Path(kept) / notes["trace"])
-    notes["profile"] = encode(summary)
-    return Series(name="traced", unit="ms", values=summary.steps), notes
+    series = Series(name="traced", unit="ms", values=summary.steps)
+    return Traced(series, notes, {"profile": summary})

@@ -114,7 +114,7 @@ class TrainingStep:
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.tokens, self.targets
 
-    def quantities(self) -> dict[str, Quantity]:
+    def quantities(self) -> tuple[Quantity, ...]:
         """What the step is made of, before it is measured."""
         return self.workload.quantities()
 

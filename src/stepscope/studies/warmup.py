@@ -83,7 +83,7 @@ class Warmup(Study[WarmupFlags]):
             series=timing.series, quantities=step.quantities(), readings=timing.readings
         )
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
         return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

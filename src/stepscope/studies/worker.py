@@ -92,12 +92,12 @@ class Worker:
 
     def _with_post_mortem(self, failed: Failed, request: MeasureCase, said: str) -> Failed:
         try:
-            notes = find_study(request.study).post_mortem(request.config, self, said)
+            attachments = find_study(request.study).post_mortem(request.config, self, said)
         except Exception:
             # What is known of the failure is worth more than why it happened.
             traceback.print_exc()
             return failed
-        return msgspec.structs.replace(failed, notes=notes)
+        return msgspec.structs.replace(failed, attachments=attachments)
 
     def _measure(self, request: MeasureCase) -> Measurement:
         self.device.release()

@@ -187,16 +187,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         layers = self.model().n_layers
         return blocks_again(self.stretches(), layers) / layers
 
-    def quantities(self) -> dict[str, Quantity]:
+    def quantities(self) -> tuple[Quantity, ...]:
         """What is known of the step before it runs."""
         config = self.model()
         flops = cost.flops(config, self.batch, self.context)
         counted = flops.forward if self.mode == "forward" else flops.step
-        return {
-            "flops": Quantity(value=counted, unit="FLOP"),
-            "tokens": Quantity(value=self.batch * self.context, unit="tokens"),
-            "parameters": Quantity(value=cost.parameters(config).total, unit="parameters"),
-        }
+        return (
+            Quantity(name="flops", value=counted, unit="FLOP"),
+            Quantity(name="tokens", value=self.batch * self.context, unit="tokens"),
+            Quantity(name="parameters", value=cost.parameters(config).total, unit="parameters"),
+        )
 
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:

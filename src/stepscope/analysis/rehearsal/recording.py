@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import StatisticsError, median
 
-import msgspec
-
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.parallel.buckets import Item
-from stepscope.records.decoding import Int64, from_json
+from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part, Record, Series
 
 NOTE = "recording"
@@ -53,7 +51,11 @@ class Recording(Part, frozen=True):
 
     @classmethod
     def of_samples(cls, series: Sequence[Series], times: Sequence[ReadyTimes]) -> Recording:
-        taken = {held.name: median(held.values) for held in series if held.name in PHASES}
+        taken = {
+            held.name: median(held.values)
+            for held in series
+            if held.name in PHASES and not held.variant
+        }
         gradients = tuple(
             Gradient(
                 item=Item(held.name, held.elements, held.element_bytes, held.kind),
@@ -109,19 +111,14 @@ class Recording(Part, frozen=True):
         )
 
 
-def encode_times(times: Sequence[ReadyTimes]) -> str:
-    return msgspec.json.encode(times).decode()
-
-
 def recording_of(record: Record) -> Recording | None:
     """The recording that a record holds."""
-    note = record.notes.get(NOTE)
-    if record.status != "ok" or note is None:
+    if record.status != "ok" or NOTE not in record.attachments:
         return None
     try:
-        times = from_json(note, tuple[ReadyTimes, ...])
+        times = record.required(NOTE, tuple[ReadyTimes, ...])
         return Recording.of_samples(record.series, times)
-    except (msgspec.DecodeError, KeyError, StatisticsError) as error:
+    except (StepscopeError, KeyError, StatisticsError) as error:
         raise StepscopeError(
             f"record {record.id} holds no whole recording: {in_one_line(error)}"
         ) from error

@@ -7,8 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.decoding import Int64, from_json
+from stepscope.records.decoding import Int64
 
 Cut = Literal["marks", "optimizer", "nothing"]
 """What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
@@ -193,17 +192,3 @@ class Summary(Piece, frozen=True):
         return self.line_ms(
             lambda line: line.kind == kind and line.phase != "idle" and phase in (None, line.phase)
         )
-
-
-def encode(summary: Summary) -> str:
-    return msgspec.json.encode(summary).decode()
-
-
-def decode(text: str) -> Summary:
-    try:
-        return from_json(text, Summary)
-    except msgspec.DecodeError as error:
-        raise StepscopeError(
-            f"the profile in a record is not of this form: {in_one_line(error)}",
-            "was it made by another version of Stepscope?",
-        ) from error

@@ -134,5 +134,5 @@ def _finite(values: torch.Tensor) -> list[float]:
     return [OVERFLOWED if not torch.isfinite(value) else float(value) for value in values]
 
 
-def _quantities(found: dict[str, float]) -> dict[str, Quantity]:
-    return {name: Quantity(value=value, unit="1") for name, value in found.items()}
+def _quantities(found: dict[str, float]) -> tuple[Quantity, ...]:
+    return tuple(Quantity(name=name, value=value, unit="1") for name, value in found.items())

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.analysis.advice.rule import Advice
-from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 
-_NOTE = "advice"
+_NAME = "advice"
 
 
 def with_advice(record: Record, advice: Sequence[Advice]) -> Record:
-    note = msgspec.json.encode(list(advice)).decode()
-    return msgspec.structs.replace(record, notes={**record.notes, _NOTE: note})
+    given = msgspec.to_builtins(list(advice))
+    return msgspec.structs.replace(record, attachments={**record.attachments, _NAME: given})
 
 
 def advice_given(record: Record) -> tuple[Advice, ...] | None:
     """None where none was kept."""
-    note = record.notes.get(_NOTE)
-    return None if note is None else from_json(note, tuple[Advice, ...])
+    return record.attachment(_NAME, tuple[Advice, ...])

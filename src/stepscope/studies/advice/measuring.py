@@ -87,7 +87,7 @@ def _in_blocks(
             held[name, one.clock] = held.get((name, one.clock), ()) + one.values
         readings += found.readings
     series = [
-        Series(name=name, unit="ms", values=values, clock=clock)
+        Series(name="step", variant=name, unit="ms", values=values, clock=clock)
         for (name, clock), values in held.items()
     ]
     return Timing(tuple(series), tuple(readings))
@@ -100,7 +100,7 @@ def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, .
         for name, values in losses.items()
     }
     return tuple(
-        Series(name=f"loss.{name}", unit="nats", values=values)  # type: ignore[arg-type]
+        Series(name="loss", variant=name, unit="nats", values=values)  # type: ignore[arg-type]
         for name, values in sound.items()
         if values
     )
@@ -108,17 +108,19 @@ def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, .
 
 def trial_quantities(
     losses: Mapping[str, Sequence[float | None]], peaks: Mapping[str, int | None]
-) -> dict[str, Quantity]:
-    found = {
-        f"peak.{name}": Quantity(value=peak, unit="B")
+) -> tuple[Quantity, ...]:
+    highest = (
+        Quantity(name="peak_bytes", variant=name, value=peak, unit="B")
         for name, peak in peaks.items()
         if peak is not None
-    }
-    for name, values in losses.items():
-        # A program without a loss that we could see has none at all.
-        if None in values and any(v is not None for v in values):
-            found[f"loss_lost.{name}"] = Quantity(value=values.index(None), unit="steps")
-    return found
+    )
+    # A program without a loss that we could see has none at all.
+    lost = (
+        Quantity(name="loss_lost", variant=name, value=values.index(None), unit="steps")
+        for name, values in losses.items()
+        if None in values and any(v is not None for v in values)
+    )
+    return (*highest, *lost)
 
 
 def _in_its_format(step: OwnStep) -> Callable[[], None]:

@@ -63,7 +63,7 @@ def measure_script_trial(trial: Trial, script: Script, bench: Bench) -> Measurem
     clock: Clock = "device" if bench.device.kind == "cuda" else "host"
     return Measurement(
         series=(
-            *(Series(name=name, unit="ms", values=tuple(values), clock=clock)
+            *(Series(name="step", variant=name, unit="ms", values=tuple(values), clock=clock)
               for name, values in times.ms.items()),
             *loss_series(times.losses),
         ),

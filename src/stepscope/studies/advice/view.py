@@ -45,7 +45,9 @@ class Tried:
 
     def _times(self, name: str) -> tuple[float, ...]:
         """By the wall: the host's clock includes what it takes to issue."""
-        found = {s.clock: s.values for s in self.record.series if s.name == name}
+        found = {
+            s.clock: s.values for s in self.record.series if (s.name, s.variant) == ("step", name)
+        }
         order: tuple[Clock, ...] = ("device", "host")
         return next((found[clock] for clock in order if clock in found), ())
 
@@ -102,7 +104,7 @@ class Tried:
     @property
     def loss_off(self) -> float | None:
         """Between the means of the last quarter of the steps."""
-        base, changed = (self.record.find(f"loss.{name}") for name in (BASE, CHANGED))
+        base, changed = (self.record.find("loss", variant=name) for name in (BASE, CHANGED))
         if base is None or changed is None or self.trial.more_samples != 1:
             return None
         steps = min(len(base.values), len(changed.values))
@@ -121,13 +123,15 @@ class Tried:
             return f"not tried: {self.record.reason or self.record.status}"
         if self.without_effect:
             return f"dropped: {self.without_effect}"
-        lost = self.record.quantity("loss_lost.changed")
-        if lost is not None and self.record.quantity("loss_lost.base") is None:
+        lost = self.record.quantity("loss_lost", variant=CHANGED)
+        if lost is not None and self.record.quantity("loss_lost", variant=BASE) is None:
             return f"dropped: the loss is no number from step {lost:.0f} on"
         if not self.same_loss:
             return "dropped: the loss differs"
         if self.ratio.high < 1:
-            seen = self.trial.more_samples != 1 or self.record.find("loss.base") is not None
+            seen = (
+                self.trial.more_samples != 1 or self.record.find("loss", variant=BASE) is not None
+            )
             return "kept" if seen else "kept, without a loss to compare"
         return "dropped: slower" if self.ratio.low > 1 else NO_GAIN
 
@@ -274,7 +278,7 @@ def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
 
 def _trial_table(tried: Sequence[Tried]) -> Table:
     def row(one: Tried) -> tuple[Cell, ...]:
-        peaks = [one.record.quantity(f"peak.{name}") for name in (BASE, CHANGED)]
+        peaks = [one.record.quantity("peak_bytes", variant=name) for name in (BASE, CHANGED)]
         return (
             " + ".join(a.title for a in one.trial.advice),
             one.base_ms,

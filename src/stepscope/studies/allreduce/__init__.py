@@ -89,17 +89,20 @@ class AllReduce(Study[AllReduceFlags]):
             (config["collective"], tuple(config["sizes"]), config["rounds"]),
         )
         series = tuple(
-            Series(name=str(size), unit="ms", rank=rank, values=values, warmup=warmup)
+            Series(name="collective", size=size, unit="ms", rank=rank, values=values, warmup=warmup)
             for size in config["sizes"]
             for rank, result in enumerate(ranks)
             for values, warmup in (result.times[size],)
         )
-        wrong = {
-            f"wrong.{size}": Quantity(
-                value=sum(result.wrong[size] for result in ranks), unit="elements"
+        wrong = tuple(
+            Quantity(
+                name="wrong",
+                size=size,
+                value=sum(result.wrong[size] for result in ranks),
+                unit="elements",
             )
             for size in config["sizes"]
-        }
+        )
         return Measurement(series=series, quantities=wrong, notes={"backend": ranks[0].backend})
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

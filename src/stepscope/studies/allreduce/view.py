@@ -90,11 +90,11 @@ def collective_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 def sweep_of(record: Record) -> Sweep:
     points = []
     for size in record.config["sizes"]:
-        held = [series.values for series in record.series if series.name == str(size)]
+        held = [series.values for series in record.series if series.size == size]
         if not held:
             continue
         slowest = [max(samples) for samples in zip(*held, strict=True)]
-        wrong = record.quantity(f"wrong.{size}") or 0.0
+        wrong = record.quantity("wrong", size=size) or 0.0
         # Every rank has as many elements: a few at the end may be left out.
         ranks = record.config["ranks"]
         carried = size // 4 // ranks * ranks * 4

@@ -1,8 +1,7 @@
-"""How a record's notes keep the formats of operators."""
+"""How a record keeps the dtypes of operators."""
 
 from __future__ import annotations
 
-from stepscope.records.decoding import from_json
 from stepscope.records.schema import Part
 
 
@@ -15,9 +14,6 @@ class OperatorFormats(Part, frozen=True):
     count: int
 
 
-def decode_operators(note: str) -> tuple[OperatorFormats, ...]:
-    return from_json(note, tuple[OperatorFormats, ...])
-
-
-def decode_formats(note: str) -> dict[str, str]:
-    return from_json(note, dict[str, str])
+Operators = tuple[OperatorFormats, ...]
+Formats = dict[str, str]
+"""By name of a tensor or a module."""

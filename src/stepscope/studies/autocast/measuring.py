@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,19 +52,18 @@ def measure_autocast(config: dict[str, Any], bench: Bench) -> Measurement:
         count * _elements(shape) * (_width(source) + _width(target))
         for (shape, source, target), count in casts.items()
     )
-    found = {"casts": float(sum(casts.values())), "cast_bytes": float(size)}
-    found |= _reduction_errors(norm_inputs)
     return Measurement(
         series=(
             _timed("step", _step(model, inputs, loss_of, form, device.kind), device),
             _timed("casts", _replay(casts, device.torch_device), device),
         ),
-        quantities={
-            name: Quantity(value=value, unit="B" if name == "cast_bytes" else "1")
-            for name, value in found.items()
-        },
-        notes={
-            "formats": msgspec.json.encode(named).decode(),
+        quantities=(
+            Quantity(name="casts", value=float(sum(casts.values())), unit="1"),
+            Quantity(name="cast_bytes", value=float(size), unit="B"),
+            *_reduction_errors(norm_inputs),
+        ),
+        attachments={
+            "formats": named,
             "forward": _table(forward.operators),
             "backward": _table(backward.operators),
         },
@@ -138,11 +137,10 @@ def _watch_modules(
     return outputs, norm_inputs, stop
 
 
-def _reduction_errors(norm_inputs: list[torch.Tensor]) -> dict[str, float]:
+def _reduction_errors(norm_inputs: list[torch.Tensor]) -> Iterator[Quantity]:
     """A norm's mean square, with the sum kept in each format, against float64."""
     import torch
 
-    found: dict[str, float] = {}
     for form in _REDUCTIONS:
         worst = 0.0
         for x in norm_inputs:
@@ -155,8 +153,7 @@ def _reduction_errors(norm_inputs: list[torch.Tensor]) -> dict[str, float]:
             mean = total.double() / rows.shape[-1]
             error = ((mean - exact) / exact).abs()
             worst = max(worst, float(error[torch.isfinite(error)].max()))
-        found[f"norm_error.{form}"] = worst
-    return found
+        yield Quantity(name="norm_error", variant=form, value=worst, unit="1")
 
 
 def _step(
@@ -204,12 +201,13 @@ def _timed(name: str, run: Callable[[], None], device: Device) -> Series:
     return msgspec.structs.replace(series, name=name)
 
 
-def _table(operators: Mapping[tuple[str, tuple[str, ...], tuple[str, ...]], int]) -> str:
-    rows = [
+def _table(
+    operators: Mapping[tuple[str, tuple[str, ...], tuple[str, ...]], int],
+) -> list[OperatorFormats]:
+    return [
         OperatorFormats(operator=name, inputs=read, output=written, count=count)
         for (name, read, written), count in sorted(operators.items())
     ]
-    return msgspec.json.encode(rows).decode()
 
 
 def _name(tensor: torch.Tensor) -> str:

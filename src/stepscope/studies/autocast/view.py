@@ -8,7 +8,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
 from stepscope.report.format import bytes_, count, percent
-from stepscope.studies.autocast.dtype_rows import decode_formats, decode_operators
+from stepscope.studies.autocast.dtype_rows import Formats, Operators
 
 _ENDS = ("parameters", "logits", "loss", "gradients")
 _FORMATS = ("float16", "bfloat16", "float32")
@@ -16,7 +16,7 @@ _CAST = "_to_copy"
 
 
 def autocast_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    done = [r for r in records if r.status == "ok" and "formats" in r.notes]
+    done = [r for r in records if r.status == "ok" and "formats" in r.attachments]
     lost = [record for record in records if record.status != "ok"]
     blocks: list[Block] = []
     for subject in dict.fromkeys(record.config["subject"] for record in done):
@@ -48,7 +48,7 @@ def _title(record: Record) -> str:
 
 def kept_wide(record: Record) -> list[str]:
     """Operators of the forward that read float32 and have more than casting to do."""
-    operators = decode_operators(record.notes["forward"])
+    operators = record.required("forward", Operators)
     return sorted(
         {o.operator for o in operators if o.inputs == ("float32",) and o.operator != _CAST}
     )
@@ -58,7 +58,7 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
     """Of one subject, its formats of autocast together."""
     under = " and ".join(record.config["dtype"] for record in records)
     subject = _subject(records[0])
-    held = [decode_formats(record.notes["formats"]) for record in records]
+    held = [record.required("formats", Formats) for record in records]
     named = {
         name: " / ".join(dict.fromkeys(formats.get(name, "") for formats in held))
         for name in held[0]
@@ -101,12 +101,12 @@ def _norm_finding(records: Sequence[Record]) -> Iterator[Finding]:
     judged = [
         record
         for record in records
-        if all(record.quantity(f"norm_error.{form}") is not None for form in _FORMATS)
+        if all(record.quantity("norm_error", variant=form) is not None for form in _FORMATS)
     ]
     if not judged:
         return
-    worst = max(judged, key=lambda record: record.quantity("norm_error.bfloat16") or 0)
-    half, brain, wide = (worst.quantity(f"norm_error.{form}") or 0.0 for form in _FORMATS)
+    worst = max(judged, key=lambda record: record.quantity("norm_error", variant="bfloat16") or 0)
+    half, brain, wide = (worst.quantity("norm_error", variant=form) or 0.0 for form in _FORMATS)
     yield Finding(
         text=f"A norm's reductions need float32: the mean square of what the norms of"
         f" {_subject(worst)} really read is off by {percent(brain)} at most when the sum is kept in"
@@ -116,7 +116,7 @@ def _norm_finding(records: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _formats_table(records: Sequence[Record]) -> Table:
-    held = [decode_formats(record.notes["formats"]) for record in records]
+    held = [record.required("formats", Formats) for record in records]
     names = list(dict.fromkeys(name for formats in held for name in formats))
     return Table(
         name="autocast-formats",
@@ -133,7 +133,7 @@ def _formats_table(records: Sequence[Record]) -> Table:
 
 def _reductions_table(records: Sequence[Record]) -> Table:
     rows: list[tuple[Cell, ...]] = [
-        (_title(record), *(record.quantity(f"norm_error.{form}") for form in _FORMATS))
+        (_title(record), *(record.quantity("norm_error", variant=form) for form in _FORMATS))
         for record in records
     ]
     return Table(
@@ -151,7 +151,7 @@ def _reductions_table(records: Sequence[Record]) -> Table:
 
 def _operators_table(record: Record) -> Table:
     def rows(phase: str) -> Iterator[tuple[Cell, ...]]:
-        for held in decode_operators(record.notes[phase]):
+        for held in record.required(phase, Operators):
             yield phase, held.operator, _words(held.inputs), _words(held.output), held.count
 
     return Table(

@@ -73,7 +73,7 @@ class Benchmark(Study[BenchmarkFlags]):
 
         return measure_step(msgspec.convert(config, Workload), config, bench)
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
         return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

@@ -85,7 +85,7 @@ class Checkpointing(Study[CheckpointingFlags]):
 
         return measure_checkpointing(config, bench)
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, str]:
+    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
         return step_post_mortem(config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.strategies import chosen_for
-from stepscope.studies.plans import prediction_for
-from stepscope.studies.step_peaks import counted_peaks, plain_steps
+from stepscope.studies.step_peaks import counted_peaks, peak_quantities, plain_steps
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
 
@@ -32,16 +30,9 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
         step = TrainingStep(workload, device)
         plain = plain_steps(step, device, allocator, config["steps"], bench)
         peaks = plain.peaks or counted_peaks(step, device)
-    found = {f"peak.{phase}": size for phase, size in peaks.items()}
-    found["peak_bytes"] = max(peaks.values())
-    told = prediction_for(workload, device.kind)
-    if told is not None:
-        found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
-        found["predicted_bytes"] = told.peak.allocated
     return Measurement(
         series=plain.series(),
-        quantities=step.quantities()
-        | {name: Quantity(value=value, unit="B") for name, value in found.items()},
+        quantities=(*step.quantities(), *peak_quantities(peaks, workload, device.kind)),
         notes={"strategy": workload.checkpoint},
     )
 

@@ -62,9 +62,9 @@ class Tried:
     @property
     def peak_phase(self) -> str:
         phases = [
-            (quantity.value, name.removeprefix("peak."))
-            for name, quantity in self.record.quantities.items()
-            if name.startswith("peak.")
+            (quantity.value, quantity.phase)
+            for quantity in self.record.quantities
+            if quantity.name == "peak_bytes" and quantity.phase
         ]
         return max(phases)[1] if phases else ""
 

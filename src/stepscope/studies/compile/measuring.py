@@ -119,24 +119,27 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     series = _in_turns((eager, compiled), device, config["rounds"], bench)
     # Not by their number: torch keeps the last so many of them.
     late = sum(all(one is not known for known in before) for one in compilations())
-    quantities = {
-        "load_s": Quantity(value=load_s, unit="s"),
-        "cold_s": Quantity(value=cold_s, unit="s"),
-        "recompiled_while_timed": Quantity(value=late, unit="graphs"),
-        **_counted(),
-        **_memory((eager, compiled), device),
-    }
-    notes = _named()
+    quantities = [
+        Quantity(name="load_s", value=load_s, unit="s"),
+        Quantity(name="cold_s", value=cold_s, unit="s"),
+        Quantity(name="recompiled_while_timed", value=late, unit="graphs"),
+        *_counted(),
+        *_memory((eager, compiled), device),
+    ]
+    notes: dict[str, str] = {}
     if config["warm"]:
         bench.progress(2, 3, "compiling again from the cache")
         del eager, compiled, source
         gc.collect()
         device.release()
         try:
-            quantities["warm_s"] = Quantity(value=_again(config, device), unit="s")
+            warm_s = _again(config, device)
+            quantities.append(Quantity(name="warm_s", value=warm_s, unit="s"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             notes["warm"] = f"{type(error).__name__}: {error}"[:500]
-    return Measurement(series=series, quantities=quantities, notes=notes)
+    return Measurement(
+        series=series, quantities=tuple(quantities), notes=notes, attachments=_named()
+    )
 
 
 def _again(config: dict[str, Any], device: Device) -> float:
@@ -159,37 +162,35 @@ def _in_turns(
     """A step of each in every round; phases are marked in all of them."""
     from stepscope.measure.timer import time_step
 
-    held: dict[tuple[str, Clock], list[float]] = {}
+    held: dict[tuple[str, str, Clock], list[float]] = {}
     for number in range(rounds):
         for form in forms if number % 2 == 0 else forms[::-1]:
             timing = time_step(
                 form.phases, device, warmup=0, steps=1, inner_marks="always", before=form.reset
             )
             for one in timing.series:
-                held.setdefault((f"{form.name}.{one.name}", one.clock), []).extend(one.values)
+                held.setdefault((form.name, one.name, one.clock), []).extend(one.values)
         bench.progress(number + 1, rounds, "rounds")
     order = {form.name: place for place, form in enumerate(forms)}
     return tuple(
-        Series(name=name, unit="ms", clock=clock, values=tuple(values))
-        for (name, clock), values in sorted(
-            held.items(), key=lambda item: order[item[0][0].partition(".")[0]]
-        )
+        Series(name=name, variant=form, unit="ms", clock=clock, values=tuple(values))
+        for (form, name, clock), values in sorted(held.items(), key=lambda item: order[item[0][0]])
     )
 
 
-def _memory(forms: tuple[Form, ...], device: Device) -> dict[str, Quantity]:
+def _memory(forms: tuple[Form, ...], device: Device) -> tuple[Quantity, ...]:
     """Of each form: what the forward leaves in use, and the peak of a step.
 
     A replayed graph allocates nothing, so what a step writes is then the memory that was set aside
     for it, as a whole: it is in the peak, and what the forward leaves of it is not known.
     """
-    found: dict[str, Quantity] = {}
+    found: list[tuple[str, str, int]] = []
     for form in forms:
         form.reset()
         device.release()
         before = device.held_bytes()
         if before is None:
-            return {}
+            return ()
         device.reset_peak()
         left = 0
         for phase in form.phases:
@@ -201,10 +202,13 @@ def _memory(forms: tuple[Form, ...], device: Device) -> dict[str, Quantity]:
         if form.replays:
             replayed = device.replayed_bytes()
         else:
-            found[f"{form.name}.before_backward"] = Quantity(value=left, unit="B")
-        found[f"{form.name}.peak_bytes"] = Quantity(value=peak + replayed, unit="B")
+            found.append(("before_backward", form.name, left))
+        found.append(("peak_bytes", form.name, peak + replayed))
         form.reset()
-    return found
+    return tuple(
+        Quantity(name=name, variant=form_name, value=size, unit="B")
+        for name, form_name, size in found
+    )
 
 
 def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
@@ -223,8 +227,11 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
         raise CaseSkipped("torch's tracer was not asked: is TORCHDYNAMO_DISABLE set?")
     return Measurement(
         series=(Series(name="first", unit="ms", values=(first_s * 1e3, again_s * 1e3)),),
-        quantities={"trace_s": Quantity(value=first_s - again_s, unit="s"), **_counted()},
-        notes=_named(),
+        quantities=(
+            Quantity(name="trace_s", value=first_s - again_s, unit="s"),
+            *_counted(),
+        ),
+        attachments=_named(),
     )
 
 
@@ -235,16 +242,16 @@ def compilations() -> list[Any]:
     return list(get_compilation_metrics())
 
 
-def _counted() -> dict[str, Quantity]:
+def _counted() -> tuple[Quantity, ...]:
     from torch._dynamo.utils import counters
 
     stats, again = counters["stats"], _recompiled()
-    return {
-        "graphs": Quantity(value=stats.get("unique_graphs", 0), unit="graphs"),
-        "operators": Quantity(value=stats.get("calls_captured", 0), unit="operators"),
-        "breaks": Quantity(value=sum(counters["graph_break"].values()), unit="breaks"),
-        "recompilations": Quantity(value=len(again), unit="graphs"),
-    }
+    return (
+        Quantity(name="graphs", value=stats.get("unique_graphs", 0), unit="graphs"),
+        Quantity(name="operators", value=stats.get("calls_captured", 0), unit="operators"),
+        Quantity(name="breaks", value=sum(counters["graph_break"].values()), unit="breaks"),
+        Quantity(name="recompilations", value=len(again), unit="graphs"),
+    )
 
 
 def _recompiled() -> list[str]:
@@ -268,12 +275,12 @@ def _cause(graph_break: str) -> str:
     return told.removeprefix(_EXPLAINED)
 
 
-def _named() -> dict[str, str]:
+def _named() -> dict[str, list[str]]:
+    """Reasons of graph breaks and recompilations, the most frequent first."""
     from torch._dynamo.utils import counters
 
-    found = {}
-    for place, (reason, times) in enumerate(counters["graph_break"].most_common(_MOST_NAMED)):
-        found[f"break.{place + 1}"] = f"{times}× {_cause(str(reason))}"
-    for place, reason in enumerate(_recompiled()[:_MOST_NAMED]):
-        found[f"recompiled.{place + 1}"] = reason
-    return found
+    breaks = counters["graph_break"].most_common(_MOST_NAMED)
+    return {
+        "breaks": [f"{times}× {_cause(str(reason))}" for reason, times in breaks],
+        "recompiled": _recompiled()[:_MOST_NAMED],
+    }

@@ -19,7 +19,7 @@ PHASES = ("forward", "backward", "step")
 FORMS = ("eager", "compiled")
 _SLOWER = 0.97
 """Below this a compiled form is slower, above it may be noise."""
-_LEFT = "compiled.before_backward"
+_LEFT = "before_backward"
 
 
 class Row(NamedTuple):
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     mode: str
 
     def ms(self, form: str, phase: str) -> float | None:
-        return median_ms(self.record, f"{form}.{phase}")
+        return median_ms(self.record, phase, variant=form)
 
     def gain(self, phase: str) -> float | None:
         """How many times as fast compiled as eager."""
@@ -117,7 +117,7 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
     broken = [row for row in ok if row.record.quantity("breaks")]
     if broken:
         first = broken[0]
-        reason = first.record.notes.get("break.1", "no reason given")
+        reason = next(iter(_reasons(first, "breaks")), "no reason given")
         yield Finding(
             text=f"The graph breaks in {len(broken)} of {len(ok)} cases; in {_told(first)} first"
             f" by: {reason}",
@@ -273,12 +273,12 @@ def _times_table(timed: Sequence[Row]) -> Table:
 
 
 def _has_memory(row: Row) -> bool:
-    return row.record.quantity("eager.peak_bytes") is not None
+    return row.record.quantity("peak_bytes", variant="eager") is not None
 
 
 def _memory_table(timed: Sequence[Row]) -> Table:
     what = ("before_backward", "peak_bytes")
-    names = [f"{form}.{each}" for each in what for form in FORMS]
+    names = [(form, each) for each in what for form in FORMS]
     replayed = any(row.replayed for row in timed)
     return Table(
         name="compile-memory",
@@ -293,7 +293,7 @@ def _memory_table(timed: Sequence[Row]) -> Table:
             Column(title="peak, compiled", kind="bytes"),
         ),
         rows=tuple(
-            (row.name, row.scope, row.mode, *(_bytes(row, name) for name in names))
+            (row.name, row.scope, row.mode, *(_bytes(row, form, name) for form, name in names))
             for row in timed
             if _has_memory(row)
         ),
@@ -304,11 +304,15 @@ def _memory_table(timed: Sequence[Row]) -> Table:
     )
 
 
-def _bytes(row: Row, name: str) -> float | None:
+def _bytes(row: Row, form: str, name: str) -> float | None:
     # A replay that was counted by what it allocates was not counted at all.
-    if row.replayed and name.startswith("compiled.") and row.record.quantity(_LEFT) is not None:
+    if row.replayed and form == "compiled" and row.record.quantity(_LEFT, variant=form) is not None:
         return None
-    return row.record.quantity(name)
+    return row.record.quantity(name, variant=form)
+
+
+def _reasons(row: Row, what: str) -> list[str]:
+    return row.record.attachment(what, list[str]) or []
 
 
 def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
@@ -316,8 +320,7 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
         return
 
     def named(row: Row, what: str) -> str | None:
-        found = [text for key, text in row.record.notes.items() if key.startswith(f"{what}.")]
-        return "; ".join(found) or None
+        return "; ".join(_reasons(row, what)) or None
 
     yield Table(
         name="compile-graphs",
@@ -340,7 +343,7 @@ def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
                 row.name, row.kind, row.scope, row.mode,
                 *(row.record.quantity(name) for name in ("graphs", "operators", "trace_s",
                                                          "breaks")),
-                named(row, "break"), row.record.quantity("recompilations"),
+                named(row, "breaks"), row.record.quantity("recompilations"),
                 named(row, "recompiled"),
             )
             for row in ok

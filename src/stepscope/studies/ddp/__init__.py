@@ -93,21 +93,24 @@ class DataParallel(Study[DDPFlags]):
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         ranks = on_ranks(self.name, config, bench, time_ways, (config,))
         series = tuple(
-            Series(name=name, unit="ms", rank=rank, values=tuple(values))
-            for name in ranks[0].samples
+            Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(values))
+            for way, phase in ranks[0].samples
             for rank, result in enumerate(ranks)
-            for values in (result.samples[name],)
+            for values in (result.samples[way, phase],)
         )
-        quantities = {
-            "gradient_bytes": Quantity(value=ranks[0].gradient_bytes, unit="B"),
-            **{
-                f"reductions.{way}": Quantity(value=count, unit="messages")
+        quantities = (
+            Quantity(name="gradient_bytes", value=ranks[0].gradient_bytes, unit="B"),
+            *tuple(
+                Quantity(name="reductions", variant=way, value=count, unit="messages")
                 for way, count in ranks[0].reductions.items()
-            },
-        }
-        lanes = msgspec.json.encode(ranks[0].lanes).decode()
-        notes = {"backend": ranks[0].backend, "timeline": lanes}
-        return Measurement(series=series, quantities=quantities, notes=notes)
+            ),
+        )
+        return Measurement(
+            series=series,
+            quantities=quantities,
+            notes={"backend": ranks[0].backend},
+            attachments={"timeline": ranks[0].lanes},
+        )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         return ddp_blocks(records)

@@ -27,7 +27,8 @@ Lanes = dict[str, list[tuple[float, float, str]]]
 
 
 class RankSteps(NamedTuple):
-    samples: dict[str, list[float]]
+    samples: dict[tuple[str, str], list[float]]
+    """By way and phase."""
     """`WAY.PHASE` to times in ms."""
     gradient_bytes: int
     reductions: dict[str, int]
@@ -57,7 +58,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
 
     subject = make_subject_of(world, config)
     ways, fed = make_ways(subject.model, config), subject.fed
-    samples: dict[str, list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
     shuffle = random.Random(0).shuffle
     order = list(ways)
     step = 0
@@ -68,7 +69,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
             step += 1
             marks = one_step(world, way, fed)
             for phase, ms in marks.items() if taken >= 0 else ():
-                samples.setdefault(f"{way.name}.{phase}", []).append(ms)
+                samples.setdefault((way.name, phase), []).append(ms)
     reductions = {}
     for way in ways:
         if not way.averages_itself:
@@ -82,9 +83,9 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
         for _ in range(config["rounds"]):
             world.step(step)
             step += 1
-            samples.setdefault(f"{way.name}.communication", []).append(_alone(world, way, held))
+            samples.setdefault((way.name, "communication"), []).append(_alone(world, way, held))
     lanes = {
-        way.name: _typical_lanes(world, way, fed, statistics.median(samples[f"{way.name}.step"]))
+        way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
         for way in ways
         if way.averages_itself
     }
@@ -94,9 +95,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
     names = [way.name for way in ways]
     order_of = {name: place for place, name in enumerate(names)}
     dist.barrier()
-    sorted_samples = dict(
-        sorted(samples.items(), key=lambda item: order_of[item[0].rpartition(".")[0]])
-    )
+    sorted_samples = dict(sorted(samples.items(), key=lambda item: order_of[item[0][0]]))
     return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
 
 

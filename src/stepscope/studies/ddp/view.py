@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
@@ -41,7 +40,7 @@ class Ways(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        found = (s.name.rpartition(".")[0] for s in self.record.series if s.rank == 0)
+        found = (s.variant for s in self.record.series if s.rank == 0)
         return list(dict.fromkeys(found))
 
     @property
@@ -58,7 +57,7 @@ class Ways(NamedTuple):
         held = [
             series.values
             for series in self.record.series
-            if series.name == f"{way}.{phase}" and rank in (None, series.rank)
+            if (series.variant, series.name) == (way, phase) and rank in (None, series.rank)
         ]
         return summarize([max(values) for values in zip(*held, strict=True)]) if held else None
 
@@ -68,8 +67,10 @@ class Ways(NamedTuple):
 
     def typical(self, way: str, phase: str) -> float | None:
         """In the round whose step is the median, of its slowest rank: phases add up to the step."""
-        ranks = {s.rank: s.values for s in self.record.series if s.name == f"{way}.step"}
-        own = {s.rank: s.values for s in self.record.series if s.name == f"{way}.{phase}"}
+        ranks = {
+            s.rank: s.values for s in self.record.series if (s.variant, s.name) == (way, "step")
+        }
+        own = {s.rank: s.values for s in self.record.series if (s.variant, s.name) == (way, phase)}
         if not ranks or ranks.keys() != own.keys():
             return None
         slowest = [
@@ -94,7 +95,7 @@ class Ways(NamedTuple):
         return step - alone if step is not None and alone is not None else None
 
     def samples(self, way: str) -> list[float]:
-        held = [s.values for s in self.record.series if s.name == f"{way}.step"]
+        held = [s.values for s in self.record.series if (s.variant, s.name) == (way, "step")]
         return [max(values) for values in zip(*held, strict=True)]
 
 
@@ -207,7 +208,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         " backward.",
     )
     lanes = []
-    steps = from_json(ways.record.notes.get("timeline", "{}"), Lanes)
+    steps = ways.record.attachment("timeline", Lanes) or {}
     for name, held in steps.items():
         for lane, stretches in held.items():
             if stretches:
@@ -262,7 +263,7 @@ def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
                     *ways.phases(name),
                     ways.median(name, "communication"),
                     None if name == ALONE else ways.exposed(name),
-                    record.quantity(f"reductions.{name}"),
+                    record.quantity("reductions", variant=name),
                 )
             )
     return Table(

@@ -31,25 +31,25 @@ class Truth(NamedTuple):
     """One unit in the last place of the largest value: no format can do better."""
 
 
-def errors(step: AttentionStep, device: Device) -> dict[str, Quantity]:
+def errors(step: AttentionStep, device: Device) -> tuple[Quantity, ...]:
     """Largest errors of output and gradients; nothing where float64 would cost too much."""
     work = step.workload
     if work.seq > LONGEST or work.batch * work.heads * work.seq**2 > _MOST_SCORES:
-        return {}
+        return ()
     plain = msgspec.structs.replace(work, attention="reference", mode="both")
     truth = _truth(plain, device)
-    found = {}
-    for name, value in step.results().items():
-        exact = truth.exact[name].to(value.device)
-        found[f"error.{name}"] = _largest(value.double() - exact)
-        found[f"reference_error.{name}"] = truth.reference_error[name]
-        found[f"last_place.{name}"] = truth.last_place[name]
+    found: dict[tuple[str, str], float] = {}
+    for result, value in step.results().items():
+        exact = truth.exact[result].to(value.device)
+        found["error", result] = _largest(value.double() - exact)
+        found["reference_error", result] = truth.reference_error[result]
+        found["last_place", result] = truth.last_place[result]
     # A record holds finite numbers only: what is not a number has no distance from the truth.
-    return {
-        name: Quantity(value=value, unit="1")
-        for name, value in found.items()
+    return tuple(
+        Quantity(name=name, variant=result, value=value, unit="1")
+        for (name, result), value in found.items()
         if math.isfinite(value)
-    }
+    )
 
 
 @lru_cache(maxsize=_KEPT)

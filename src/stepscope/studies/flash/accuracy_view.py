@@ -74,7 +74,7 @@ def _misses(rows: Sequence[GridRow]) -> Table:
         rows=tuple(
             (
                 row.attention, row.shape.sizes, row.work.dtype, _NAMES[name],
-                row.record.quantity(f"error.{name}"), row.allowed_error(name),
+                row.record.quantity("error", variant=name), row.allowed_error(name),
                 row.error_ratio(name),
             )
             for row in sorted(rows, key=lambda row: row.attention)

@@ -13,6 +13,7 @@ from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import bytes_, duration, number, percent, rate
 from stepscope.studies.attention_workload import RESULTS
 from stepscope.studies.flash.accuracy_view import POLICY
+from stepscope.studies.flash.kernels_view import kernels_of
 from stepscope.studies.flash.overview import HOST_MARK, rivals
 from stepscope.studies.flash.rows import OURS, GridRow
 
@@ -203,7 +204,7 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
 
 
 def _proof(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    seen = [row for row in rows if row.record.notes.get("kernels.forward")]
+    seen = [row for row in rows if kernels_of(row.record).get("forward")]
     ours = [row for row in seen if row.attention == OURS]
     foreign = [row for row in seen if _ran_another(row.record)]
     if ours and not any(row in foreign for row in ours):

@@ -38,7 +38,7 @@ def measure_grid(config: dict[str, Any], bench: Bench) -> Measurement:
     step.results()
     device.synchronize()
     device.reset_peak()
-    quantities = _flops(work) | _memory(step, held_before, device)
+    quantities = [*_flops(work), *_memory(step, held_before, device)]
     series: dict[AttentionMode, tuple[Series, ...]] = {}
     readings: list[Reading] = []
     for mode in MODES:
@@ -48,15 +48,15 @@ def measure_grid(config: dict[str, Any], bench: Bench) -> Measurement:
     peak = device.peak_bytes()
     # Where tensors are not counted, the resident set is too coarse for one operation.
     if held_before is not None and peak is not None:
-        quantities["peak_bytes"] = Quantity(value=peak - held_before, unit="B")
-    quantities |= errors(step, device)
+        quantities.append(Quantity(name="peak_bytes", value=peak - held_before, unit="B"))
+    quantities += errors(step, device)
     if work.attention == "triton":
-        quantities |= launch_facts(step.results)
+        quantities += launch_facts(step.results)
     return Measurement(
         series=(*series["both"], *series["forward"], *series["backward"]),
-        quantities=quantities,
+        quantities=tuple(quantities),
         readings=tuple(readings),
-        notes=kernel_notes(step, device),
+        attachments={"kernels": kernels_of(step, device)},
     )
 
 
@@ -68,40 +68,44 @@ def refuse_long_on_a_cpu(work: AttentionWorkload, device: Device) -> None:
         )
 
 
-def kernel_notes(step: AttentionStep, device: Device) -> dict[str, str]:
+def kernels_of(step: AttentionStep, device: Device) -> dict[str, str]:
     """Names of the kernels of one forward and one backward; none on a CPU."""
     from stepscope.measure.kernels import kernel_names, profile_kernels
 
-    notes = {}
+    kernels = {}
     for mode in ("forward", "backward"):
         one = step.variant(mode=mode)
         one.reset()
         (phase,) = one.phases()
         runs = profile_kernels(phase.run, device)
         if runs is not None:
-            notes[f"kernels.{mode}"] = kernel_names(runs)
-    return notes
+            kernels[mode] = kernel_names(runs)
+    return kernels
 
 
-def _flops(work: AttentionWorkload) -> dict[str, Quantity]:
+def _flops(work: AttentionWorkload) -> tuple[Quantity, ...]:
     alone: tuple[AttentionMode, ...] = ("forward", "backward")
-    return work.quantities() | {
-        f"flops.{mode}": Quantity(
-            value=msgspec.structs.replace(work, mode=mode).flops(), unit="FLOP"
+    passes = (
+        Quantity(
+            name="flops",
+            phase=mode,
+            value=msgspec.structs.replace(work, mode=mode).flops(),
+            unit="FLOP",
         )
         for mode in alone
-    }
+    )
+    return (*work.quantities(), *passes)
 
 
-def _memory(step: AttentionStep, held_before: int | None, device: Device) -> dict[str, Quantity]:
+def _memory(step: AttentionStep, held_before: int | None, device: Device) -> tuple[Quantity, ...]:
     saved = step.saved_bytes()
     held = device.held_bytes()
     if saved is None or held is None or held_before is None:
-        return {}
-    return {
-        "saved_bytes": Quantity(value=saved, unit="B"),
-        "input_bytes": Quantity(value=held - held_before, unit="B"),
-    }
+        return ()
+    return (
+        Quantity(name="saved_bytes", value=saved, unit="B"),
+        Quantity(name="input_bytes", value=held - held_before, unit="B"),
+    )
 
 
 def _time(step: AttentionStep, config: dict[str, Any], bench: Bench) -> Timing:

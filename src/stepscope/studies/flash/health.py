@@ -73,14 +73,14 @@ def _card(kernel: Pass, head: int, dtype: str, ours: Sequence[GridRow]) -> tuple
     alike = [row for row in ours if (row.work.head, row.work.dtype) == (head, dtype)]
     longest = max(alike, key=lambda row: row.work.seq)
     record, seq = longest.record, longest.work.seq
-    m, n = record.quantity(f"{kernel}.tile_m"), record.quantity(f"{kernel}.tile_n")
+    m, n = record.quantity("tile_m", variant=kernel), record.quantity("tile_n", variant=kernel)
     skipped = skipped_tiles(seq, int(m), int(n)) if m and n and longest.work.causal else None
     judged = [row for row in alike if row.error_ratio(*_RESULTS[kernel]) is not None]
     exact = max(judged, key=lambda row: row.work.seq, default=None)
     return (
         kernel.replace("_", "-"), head, dtype, _tile(record, kernel),
-        _count(record, f"{kernel}.registers"), _count(record, f"{kernel}.spills"),
-        record.quantity(f"{kernel}.shared_bytes"), skipped, seq,
+        _count(record, kernel, "registers"), _count(record, kernel, "spills"),
+        record.quantity("shared_bytes", variant=kernel), skipped, seq,
         _not_slower(longest, _MODE[kernel], ours),
         exact.error_ratio(*_RESULTS[kernel]) if exact else None,
         exact.work.seq if exact else None,
@@ -106,7 +106,7 @@ def _place(row: GridRow) -> tuple[int, int]:
 
 def _tile(record: Record, kernel: Pass) -> Cell:
     parts = [
-        record.quantity(f"{kernel}.{what}") for what in ("tile_m", "tile_n", "warps", "stages")
+        record.quantity(what, variant=kernel) for what in ("tile_m", "tile_n", "warps", "stages")
     ]
     if None in parts:
         return None
@@ -114,6 +114,6 @@ def _tile(record: Record, kernel: Pass) -> Cell:
     return f"{m} × {n}, {warps} warps, {stages} stages"
 
 
-def _count(record: Record, name: str) -> int | None:
-    value = record.quantity(name)
+def _count(record: Record, kernel: Pass, name: str) -> int | None:
+    value = record.quantity(name, variant=kernel)
     return None if value is None else int(value)

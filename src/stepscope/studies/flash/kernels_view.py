@@ -15,9 +15,14 @@ _PASSES = ("forward", "backward")
 _LONGEST = 48
 
 
+def kernels_of(record: Record) -> dict[str, str]:
+    """Names of the kernels that ran, by pass or implementation."""
+    return record.attachment("kernels", dict[str, str]) or {}
+
+
 def kernels_seen(record: Record, mode: str) -> str | None:
     """The attention kernels among those that ran, else how many there were."""
-    text = record.notes.get(f"kernels.{mode}")
+    text = kernels_of(record).get(mode)
     if not text:
         return None
     names = text.split(SEPARATOR)
@@ -34,7 +39,7 @@ def kernels_table(rows: Sequence[GridRow]) -> Table | None:
     counted = Counter(
         (row.attention, row.work.dtype, *(_attention_kernels(row.record, mode) for mode in _PASSES))
         for row in rows
-        if row.record.notes.get("kernels.forward")
+        if kernels_of(row.record).get("forward")
     )
     if not counted:
         return None

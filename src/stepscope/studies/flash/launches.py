@@ -7,38 +7,42 @@ from typing import Any
 
 from stepscope.records.schema import Quantity
 
+Facts = dict[str, tuple[float, str]]
+"""Values with their units."""
 
-def launch_facts(run: Callable[[], object]) -> dict[str, Quantity]:
-    """Of each kernel of ours that `run` launches, by the pass it is for."""
+
+def launch_facts(run: Callable[[], object]) -> tuple[Quantity, ...]:
+    """Of each kernel of ours that `run` launches; the variant is the pass it is for."""
     from stepscope.attention import triton_launch
 
     with triton_launch.recorded_launches() as launches:
         run()
-    facts: dict[str, Quantity] = {}
-    for launch in launches:
-        held = tile_facts(launch.tile) | compiled_facts(launch.kernel)
-        facts |= {f"{launch.kind}.{name}": quantity for name, quantity in held.items()}
-    return facts
+    facts = {one.kind: tile_facts(one.tile) | compiled_facts(one.kernel) for one in launches}
+    return tuple(
+        Quantity(name=name, variant=kind, value=value, unit=unit)
+        for kind, held in facts.items()
+        for name, (value, unit) in held.items()
+    )
 
 
-def tile_facts(tile: Any) -> dict[str, Quantity]:
+def tile_facts(tile: Any) -> Facts:
     """The delta kernel has rows and no tile."""
     if tile is None:
         return {}
     return {
-        "tile_m": Quantity(value=tile.m, unit="rows"),
-        "tile_n": Quantity(value=tile.n, unit="rows"),
-        "warps": Quantity(value=tile.warps, unit="warps"),
-        "stages": Quantity(value=tile.stages, unit="stages"),
+        "tile_m": (tile.m, "rows"),
+        "tile_n": (tile.n, "rows"),
+        "warps": (tile.warps, "warps"),
+        "stages": (tile.stages, "stages"),
     }
 
 
-def compiled_facts(kernel: Any) -> dict[str, Quantity]:
+def compiled_facts(kernel: Any) -> Facts:
     """Triton's interpreter compiles nothing, so there are none."""
     if kernel is None:
         return {}
     return {
-        "registers": Quantity(value=kernel.n_regs, unit="registers"),
-        "spills": Quantity(value=kernel.n_spills, unit="registers"),
-        "shared_bytes": Quantity(value=kernel.metadata.shared, unit="B"),
+        "registers": (kernel.n_regs, "registers"),
+        "spills": (kernel.n_spills, "registers"),
+        "shared_bytes": (kernel.metadata.shared, "B"),
     }

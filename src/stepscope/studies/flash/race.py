@@ -24,21 +24,21 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     refuse_long_on_a_cpu(work, device)
     shared = AttentionStep(work, device)
     racers: dict[str, AttentionStep] = {}
-    notes: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     for name in config["racers"]:
         step = shared.variant(attention=name)
         reason = _first_call(step)
         if reason is not None:
-            notes[f"out.{name}"] = reason
+            excluded[name] = reason
             device.release()
             continue
         racers[name] = step
     if not racers:
-        said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in notes.items())
-        broken = any(why.startswith("failed") for why in notes.values())
+        said = "; ".join(f"{name}: {why}" for name, why in excluded.items())
+        broken = any(why.startswith("failed") for why in excluded.values())
         raise RuntimeError(said) if broken else CaseSkipped(said)
-    if "auto" in racers:
-        notes["auto"] = _choice(shared)
+    notes = {"auto": _choice(shared)} if "auto" in racers else {}
+    kernels: dict[str, str] = {}
     timing = time_in_turns(
         {name: step.results for name, step in racers.items()},
         device,
@@ -53,12 +53,13 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     for name, step in racers.items() if not is_short(shape) else ():
         runs = profile_kernels(step.results, device)
         if runs is not None:
-            notes[f"kernels.{name}"] = kernel_names(runs)
+            kernels[name] = kernel_names(runs)
     return Measurement(
         series=timing.series,
-        quantities={"flops": Quantity(value=work.flops(), unit="FLOP")},
+        quantities=(Quantity(name="flops", value=work.flops(), unit="FLOP"),),
         readings=timing.readings,
         notes=notes,
+        attachments={"excluded": excluded, "kernels": kernels},
     )
 
 

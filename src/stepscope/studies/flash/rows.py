@@ -15,7 +15,6 @@ from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
 from stepscope.studies.flash.cases import Shape, shape_of
 
 OURS = "triton"
-WALL = ".wall"
 """Ends the name of a series of calls in a row, timed by the host's clock."""
 GRADIENTS = RESULTS[1:]
 HOST_FROM = 0.5
@@ -65,7 +64,7 @@ class GridRow:
 
     def rate(self, mode: str = "both") -> float | None:
         """FLOP/s of the median, a causal mask counted as half."""
-        flops = self.record.quantity("flops" if mode == "both" else f"flops.{mode}")
+        flops = self.record.quantity("flops", phase="" if mode == "both" else mode)
         time = self.time(mode)
         return flops / (time.median * 1e-3) if flops and time and time.median > 0.0 else None
 
@@ -77,8 +76,8 @@ class GridRow:
         """The largest of these errors in units of the reference's own."""
         ratios = []
         for name in results:
-            error = self.record.quantity(f"error.{name}")
-            own = self.record.quantity(f"reference_error.{name}")
+            error = self.record.quantity("error", variant=name)
+            own = self.record.quantity("reference_error", variant=name)
             if error is None or not own:
                 return None
             ratios.append(error / own)
@@ -88,8 +87,8 @@ class GridRow:
         """What the policy allows: so many times the reference's own error, plus one unit in the
         last place."""
         of_output, of_gradients = _FACTORS.get(self.work.dtype, _SIXTEEN_BIT_FACTORS)
-        own = self.record.quantity(f"reference_error.{name}") or 0.0
-        place = self.record.quantity(f"last_place.{name}") or 0.0
+        own = self.record.quantity("reference_error", variant=name) or 0.0
+        place = self.record.quantity("last_place", variant=name) or 0.0
         return (of_output if name == "output" else of_gradients) * own + place
 
     @cached_property
@@ -98,7 +97,7 @@ class GridRow:
         return tuple(
             name
             for name in RESULTS
-            if (error := self.record.quantity(f"error.{name}")) is not None
+            if (error := self.record.quantity("error", variant=name)) is not None
             and error > self.allowed_error(name)
         )
 
@@ -131,10 +130,10 @@ class Race:
 
     def out(self, name: str) -> str | None:
         """Why it did not run."""
-        return self.record.notes.get(f"out.{name}")
+        return (self.record.attachment("excluded", dict[str, str]) or {}).get(name)
 
     def _series(self, name: str, *, in_a_row: bool) -> Series | None:
-        return self.record.find(name + WALL if in_a_row else name)
+        return self.record.find("wall" if in_a_row else "step", variant=name)
 
 
 def grid_rows(records: Sequence[Record]) -> tuple[GridRow, ...]:

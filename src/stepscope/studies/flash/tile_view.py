@@ -60,6 +60,11 @@ class TileStudy:
         """The sizes that ran, without the chosen tile's own entry."""
         return {name: ms for name in self.names if (ms := self.ms(name)) is not None}
 
+    @cached_property
+    def refused(self) -> dict[str, str]:
+        """Why a size did not run."""
+        return self.record.attachment("refused", dict[str, str]) or {}
+
     @property
     def shape(self) -> Shape:
         return shape_of(self.record.config)
@@ -74,11 +79,11 @@ class TileStudy:
         return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
 
     def ms(self, name: str) -> float | None:
-        series = self.record.find(name)
+        series = self.record.find("step", variant=name)
         return summarize(series.values).median if series and series.values else None
 
     def fact(self, name: str, what: str) -> int | None:
-        value = self.record.quantity(f"{name}.{what}")
+        value = self.record.quantity(what, variant=name)
         return None if value is None else int(value)
 
     def blocks(self, name: str) -> int | None:
@@ -96,7 +101,7 @@ class TileStudy:
     def cell(self, name: str) -> Cell:
         ms = self.ms(name)
         if ms is None:
-            return self.record.notes.get(name, "").partition(":")[0] or None
+            return self.refused.get(name, "").partition(":")[0] or None
         spills = self.fact(name, "spills")
         return f"{number(ms)} (spills {spills})" if spills else ms
 
@@ -205,7 +210,7 @@ def _facts(studies: Sequence[TileStudy]) -> Table:
         return (
             study.kernel, study.head, _sized(name), study.ms(name),
             *(study.fact(name, what) for what in ("stages", "registers", "spills")),
-            study.fact(name, "shared_bytes"), study.blocks(name), study.record.notes.get(name),
+            study.fact(name, "shared_bytes"), study.blocks(name), study.refused.get(name),
         )  # fmt: skip
 
     return Table(

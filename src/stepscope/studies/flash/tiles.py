@@ -13,7 +13,7 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.attention_workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.cases import shape_of
-from stepscope.studies.flash.launches import compiled_facts, tile_facts
+from stepscope.studies.flash.launches import Facts, compiled_facts, tile_facts
 
 CHOSEN = "chosen"
 """The series of the tile that the table of tiles gives, with its own warps."""
@@ -35,23 +35,27 @@ def measure_tiles(config: dict[str, Any], bench: Bench) -> Measurement:
         for n in config["sizes"]
     }
     series: list[Series] = []
-    quantities = _processor(torch.cuda.get_device_properties(bench.device.torch_device))
-    notes: dict[str, str] = {}
+    found_facts = _processor(torch.cuda.get_device_properties(bench.device.torch_device))
+    refused: dict[str, str] = {}
     for done, (name, tile) in enumerate(wanted.items()):
         bench.progress(done, len(wanted), "tiles")
         found = measure_tile(which, tile, step.results, config["samples"], bench)
         if isinstance(found, str):
-            notes[name] = found
+            refused[name] = found
             continue
         times, facts = found
-        series.append(Series(name=name, unit="ms", values=times, clock="device"))
-        quantities |= {f"{name}.{fact}": quantity for fact, quantity in facts.items()}
-    return Measurement(series=tuple(series), quantities=quantities, notes=notes)
+        series.append(Series(name="step", variant=name, unit="ms", values=times, clock="device"))
+        found_facts += [
+            Quantity(name=fact, variant=name, value=v, unit=u) for fact, (v, u) in facts.items()
+        ]
+    return Measurement(
+        series=tuple(series), quantities=tuple(found_facts), attachments={"refused": refused}
+    )
 
 
 def measure_tile(
     which: Pass, tile: Tile, run: Callable[[], object], samples: int, bench: Bench
-) -> tuple[tuple[float, ...], dict[str, Quantity]] | str:
+) -> tuple[tuple[float, ...], Facts] | str:
     """Times and compiler's facts of a tile, or why there are none.
 
     Fewer stages of the pipeline need less shared memory, so they are tried before giving up.
@@ -97,14 +101,15 @@ def _with_fewer_stages(tile: Tile) -> Iterator[Tile]:
         yield tile._replace(stages=stages)
 
 
-def _processor(properties: Any) -> dict[str, Quantity]:
+def _processor(properties: Any) -> list[Quantity]:
     """What one streaming multiprocessor has for all blocks that run on it at a time."""
-    return {
-        "sm.registers": Quantity(value=_registers(properties), unit="registers"),
-        "sm.shared_bytes": Quantity(value=properties.shared_memory_per_multiprocessor, unit="B"),
-        "sm.threads": Quantity(value=properties.max_threads_per_multi_processor, unit="threads"),
-        "sm.count": Quantity(value=properties.multi_processor_count, unit="multiprocessors"),
+    facts: Facts = {
+        "registers": (_registers(properties), "registers"),
+        "shared_bytes": (properties.shared_memory_per_multiprocessor, "B"),
+        "threads": (properties.max_threads_per_multi_processor, "threads"),
+        "count": (properties.multi_processor_count, "multiprocessors"),
     }
+    return [Quantity(name=name, variant="sm", value=v, unit=u) for name, (v, u) in facts.items()]
 
 
 def _registers(properties: Any) -> int:

@@ -13,7 +13,7 @@ from stepscope.analysis.trace.collectives import collective_starts
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.model import Trace
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Summary, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
@@ -26,6 +26,7 @@ PART = "rank-*.jsonl"
 def with_profile(record: Record, folder: Path) -> Record:
     """The record with what its trace says, judged."""
     notes, series = dict(record.notes), record.series
+    attachments = dict(record.attachments)
     trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes and not trace.is_file():
         notes["trace_missing"] = "the profiler left no file of its trace"
@@ -34,17 +35,16 @@ def with_profile(record: Record, folder: Path) -> Record:
             events = read_trace(trace)
             summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
             if longer:
-                notes["traced_longer"] = msgspec.json.encode(longer).decode()
+                attachments["traced_longer"] = longer
             if record.config["ranks"] > 1:
-                starts = collective_starts(events)
-                notes["collectives"] = msgspec.json.encode(starts).decode()
+                attachments["collectives"] = collective_starts(events)
         except StepscopeError as error:
             # The folder is a temporary one, which is gone when somebody reads this.
             notes["trace_missing"] = str(error).replace(f"{folder}{os.sep}", "")
         else:
-            notes["profile"] = encode(summary)
+            attachments["profile"] = msgspec.to_builtins(summary)
             series = (*series, Series(name="traced", unit="ms", values=summary.steps))
-    whole = msgspec.structs.replace(record, notes=notes, series=series)
+    whole = msgspec.structs.replace(record, notes=notes, series=series, attachments=attachments)
     return msgspec.structs.replace(whole, lints=lint_record(whole))
 
 

@@ -7,15 +7,13 @@ from functools import cached_property
 
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.collectives import lateness_ms, times_last
-from stepscope.analysis.trace.summary import Summary, decode
-from stepscope.records.decoding import from_json
+from stepscope.analysis.trace.summary import Summary
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.inspected.setting import Setting, setting_of
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.trace_findings import host_idle
 
-_ISSUE = "issue."
 _WORTH = 0.03
 """Ranks that come to their collectives within this share of the step are alike."""
 _CLEARLY = 2.0
@@ -38,8 +36,7 @@ class Watched:
 
     @cached_property
     def summary(self) -> Summary | None:
-        note = self.record.notes.get("profile")
-        return None if note is None else decode(note)
+        return self.record.attachment("profile", Summary)
 
     @cached_property
     def setting(self) -> Setting | None:
@@ -47,7 +44,7 @@ class Watched:
 
     @cached_property
     def account(self) -> Account | None:
-        return _OwnAccount(self.record) if "ledger" in self.record.notes else None
+        return _OwnAccount(self.record) if "ledger" in self.record.attachments else None
 
     @property
     def step_ms(self) -> float | None:
@@ -76,9 +73,9 @@ class Watched:
         """By phase, what the host takes to issue it to an idle device; empty where that was not
         timed."""
         return {
-            series.name.removeprefix(_ISSUE): summarize(series.values).median
+            series.phase: summarize(series.values).median
             for series in self.record.series
-            if series.name.startswith(_ISSUE)
+            if series.name == "issue" and series.phase
         }
 
     @property
@@ -108,8 +105,7 @@ class Watched:
     @cached_property
     def collectives(self) -> tuple[tuple[int, ...], ...] | None:
         """When each collective of each traced step began."""
-        note = self.record.notes.get("collectives")
-        return None if note is None else from_json(note, tuple[tuple[int, ...], ...])
+        return self.record.attachment("collectives", tuple[tuple[int, ...], ...])
 
 
 class _OwnAccount(Account):
@@ -164,9 +160,9 @@ def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
 
 def traced_validations(record: Record) -> list[int]:
     """Places of traced steps that also ran the model without gradients, where others did not."""
-    return from_json(record.notes.get("traced_validations", "[]"), list[int])
+    return record.attachment("traced_validations", list[int]) or []
 
 
 def traced_longer(record: Record) -> list[float]:
     """Milliseconds of traced steps that took far longer than the others."""
-    return from_json(record.notes.get("traced_longer", "[]"), list[float])
+    return record.attachment("traced_longer", list[float]) or []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.records.decoding import Int64, from_json
+from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part, Record
 
 
@@ -33,5 +33,4 @@ class Setting(Part, frozen=True):
 
 
 def setting_of(record: Record) -> Setting | None:
-    note = record.notes.get("setting")
-    return None if note is None else from_json(note, Setting)
+    return record.attachment("setting", Setting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 
 FORMS = ("slow", "fast")
@@ -17,9 +17,7 @@ def measure_card(bench: Bench) -> Measurement:
     from stepscope.measure.card import device_card
 
     facts, words = device_card(bench.device)
-    return Measurement(
-        quantities=facts, notes={f"card.{name}": said for name, said in words.items()}
-    )
+    return Measurement(quantities=quantities(facts), attachments={"card": words})
 
 
 def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
@@ -32,7 +30,7 @@ def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
         raise CaseSkipped("on a GPU both forms are Triton kernels, and Triton is not here")
     elements = (config["mib"] or _MIB[device.kind]) << 18
     pair = make_pair(config["lever"], device, elements, config["rows"] or _ROWS[device.kind])
-    found: dict[str, Quantity] = {"work": Quantity(value=pair.work, unit=pair.unit)}
+    found = [Quantity(name="work", value=pair.work, unit=pair.unit)]
     truth = pair.truth()
     for name, form in zip(FORMS, (pair.slow, pair.fast), strict=True):
         form.run()
@@ -41,11 +39,13 @@ def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
             raise RuntimeError(
                 f"the {name} form is wrong: off by {off:.2g}, at most {form.tolerance:.2g} is right"
             )
-        found[f"error.{name}"] = Quantity(value=off, unit="1")
-        found[f"moved.{name}"] = Quantity(value=form.moved, unit="B")
-        found[f"flops.{name}"] = Quantity(value=form.flops, unit="FLOP")
+        facts = {"error": (off, "1"), "moved": (form.moved, "B"), "flops": (form.flops, "FLOP")}
         if form.kept is not None:
-            found[f"kept.{name}"] = Quantity(value=form.kept, unit="B")
+            facts["kept"] = (form.kept, "B")
+        found += [
+            Quantity(name=fact, variant=name, value=value, unit=unit)
+            for fact, (value, unit) in facts.items()
+        ]
     del truth
     timing = time_in_turns(
         {"slow": pair.slow.run, "fast": pair.fast.run},
@@ -56,11 +56,8 @@ def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
     )
     return Measurement(
         series=timing.series,
-        quantities=found,
+        quantities=tuple(found),
         readings=timing.readings,
-        notes={
-            "format.slow": pair.slow.format,
-            "format.fast": pair.fast.format,
-            "elements": str(elements),
-        },
+        notes={"elements": str(elements)},
+        attachments={"dtypes": {"slow": pair.slow.format, "fast": pair.fast.format}},
     )

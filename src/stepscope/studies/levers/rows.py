@@ -30,10 +30,10 @@ class LeverRow:
     @property
     def unit(self) -> str:
         """Of its rate."""
-        return f"{self.record.quantities['work'].unit}/s"
+        return next(f"{one.unit}/s" for one in self.record.quantities if one.name == "work")
 
     def ms(self, form: str) -> float:
-        series = self.record.find(form)
+        series = self.record.find("step", variant=form)
         assert series is not None
         return summarize(series.values).median
 
@@ -55,7 +55,8 @@ class LeverRow:
         """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
         where the arithmetic is the same and the traffic that of caches."""
         arithmetic = {
-            (self._format(form), self.record.quantity(f"flops.{form}")) for form in ("slow", "fast")
+            (self._format(form), self.record.quantity("flops", variant=form))
+            for form in ("slow", "fast")
         }
         if LEVERS[self.lever].cached and len(arithmetic) == 1:
             return None
@@ -63,15 +64,15 @@ class LeverRow:
         return None if slow is None or fast is None else slow / fast
 
     def error(self, form: str) -> float | None:
-        return self.record.quantity(f"error.{form}")
+        return self.record.quantity("error", variant=form)
 
     def kept(self, form: str) -> float | None:
-        return self.record.quantity(f"kept.{form}")
+        return self.record.quantity("kept", variant=form)
 
     def _ideal_s(self, form: str) -> float | None:
         arithmetic = self._limit(f"matmul.{self._format(form)}")
         memory = self._limit("memory.copy")
-        flops, moved = (self.record.quantity(f"{what}.{form}") for what in ("flops", "moved"))
+        flops, moved = (self.record.quantity(what, variant=form) for what in ("flops", "moved"))
         if arithmetic is None or memory is None or flops is None or moved is None:
             return None
         if LEVERS[self.lever].cached:
@@ -79,7 +80,7 @@ class LeverRow:
         return max(flops / arithmetic, moved / memory)
 
     def _format(self, form: str) -> str:
-        return self.record.notes.get(f"format.{form}", "float32")
+        return (self.record.attachment("dtypes", dict[str, str]) or {}).get(form, "float32")
 
     def _limit(self, name: str) -> float | None:
         held = self.record.ceiling(name)
@@ -92,6 +93,8 @@ def lever_rows(records: Sequence[Record]) -> list[LeverRow]:
     done = [
         LeverRow(record)
         for record in records
-        if record.status == "ok" and record.config.get("lever") in LEVERS and record.find("fast")
+        if record.status == "ok"
+        and record.config.get("lever") in LEVERS
+        and record.find("step", variant="fast")
     ]
     return sorted(done, key=lambda row: place[row.lever])

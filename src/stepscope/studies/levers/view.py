@@ -169,14 +169,13 @@ def _hardware_table(rows: Sequence[LeverRow]) -> Table:
 
 def _card_table(record: Record, place: int) -> Table:
     told: list[tuple[Cell, ...]] = [
-        (name.removeprefix("card."), said, "")
-        for name, said in record.notes.items()
-        if name.startswith("card.")
+        (name, said, "") for name, said in (record.attachment("card", dict[str, str]) or {}).items()
     ]
+    facts = {one.name: one for one in record.quantities}
     told += [
-        (title, _fact(record.quantities[name]), meaning)
+        (title, _fact(facts[name]), meaning)
         for name, (title, meaning) in CARD.items()
-        if name in record.quantities
+        if name in facts
     ]
     told += [
         (f"measured: {held.name}", rate(held.value, held.unit), held.detail)

@@ -15,10 +15,9 @@ from stepscope.errors import one_line
 from stepscope.model.checkpointing import NONE
 from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Series, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.plans import prediction_for
-from stepscope.studies.step_peaks import one_step, plain_steps, steps_in_turns
+from stepscope.studies.step_peaks import one_step, peak_quantities, plain_steps, steps_in_turns
 from stepscope.studies.traced import TRACES
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload
@@ -65,23 +64,17 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     if allocator is not None:
         ledger.library_bytes = found["library_bytes"] = allocator.library_bytes()
     peaks = plain.peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
-    found |= {f"peak.{phase}": size for phase, size in peaks.items()}
-    found["peak_bytes"] = max(peaks.values())
-    told = prediction_for(workload, device.kind)
-    if told is not None:
-        found |= {f"predicted.{moment.phase}": moment.allocated for moment in told.phases}
-        found["predicted_bytes"] = told.peak.allocated
     size, operator, code = ledger.largest
     found["largest_bytes"] = size
-    notes = {
-        "ledger": msgspec.json.encode(ledger.peaks).decode(),
-        "ends": msgspec.json.encode(ledger.ends).decode(),
-        "saved": msgspec.json.encode(_of_one_block(ledger.saved)).decode(),
-        "largest": f"{operator} at {code}",
-        "course": msgspec.json.encode(ledger.course.points()).decode(),
+    notes = {"largest": f"{operator} at {code}"}
+    attachments: dict[str, Any] = {
+        "ledger": ledger.peaks,
+        "ends": ledger.ends,
+        "saved": _of_one_block(ledger.saved),
+        "course": ledger.course.points(),
     }
     if standing:
-        notes["standing"] = msgspec.json.encode(standing).decode()
+        attachments["standing"] = standing
     series = [*plain.series(), Series(name="recorded", unit="ms", values=(recorded,))]
     if config.get("snapshot", "yes") == "yes":
         noted, turns = _snapshot(step, device, workload)
@@ -89,9 +82,13 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         series += turns
     return Measurement(
         series=tuple(series),
-        quantities=step.quantities()
-        | {name: Quantity(value=value, unit="B") for name, value in found.items()},
+        quantities=(
+            *step.quantities(),
+            *peak_quantities(peaks, workload, device.kind),
+            *quantities({name: (size, "B") for name, size in found.items()}),
+        ),
         notes=notes,
+        attachments=attachments,
     )
 
 

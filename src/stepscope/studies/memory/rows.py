@@ -12,14 +12,13 @@ from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    Course,
+    Peaks,
     PhasePeak,
     Point,
+    Saved,
     SavedTensor,
     Standing,
-    decode_course,
-    decode_peaks,
-    decode_saved,
-    decode_standing,
     kind_of,
     saved_bytes,
 )
@@ -37,11 +36,11 @@ class Account:
 
     @cached_property
     def phases(self) -> tuple[PhasePeak, ...]:
-        return decode_peaks(self.record.notes["ledger"])
+        return self.record.required("ledger", Peaks)
 
     @cached_property
     def saved(self) -> tuple[SavedTensor, ...]:
-        return decode_saved(self.record.notes["saved"])
+        return self.record.required("saved", Saved)
 
     @property
     def name(self) -> str:
@@ -55,8 +54,8 @@ class Account:
     def peak(self) -> float:
         return self.bytes("peak_bytes") or 0.0
 
-    def bytes(self, name: str) -> float | None:
-        return self.record.quantity(name)
+    def bytes(self, name: str, phase: str = "") -> float | None:
+        return self.record.quantity(name, phase=phase)
 
     @cached_property
     def highest(self) -> PhasePeak:
@@ -65,14 +64,12 @@ class Account:
     @cached_property
     def ends(self) -> tuple[PhasePeak, ...]:
         """What is live at the end of each phase; empty in records from before it was kept."""
-        note = self.record.notes.get("ends")
-        return decode_peaks(note) if note else ()
+        return self.record.attachment("ends", Peaks) or ()
 
     @cached_property
     def standing(self) -> dict[str, Standing]:
         """What CUDA's allocator and driver hold at those moments of a plain step."""
-        note = self.record.notes.get("standing")
-        return decode_standing(note) if note else {}
+        return self.record.attachment("standing", dict[str, Standing]) or {}
 
     @property
     def residual_share(self) -> float:
@@ -118,8 +115,7 @@ class Accounted(Account):
     @cached_property
     def course(self) -> tuple[Point, ...]:
         """The memory over the recorded step; empty in records from before it was kept."""
-        note = self.record.notes.get("course")
-        return decode_course(note) if note else ()
+        return self.record.attachment("course", Course) or ()
 
     @property
     def name(self) -> str:
@@ -174,7 +170,7 @@ def accounted(records: Sequence[Record]) -> list[Accounted]:
     return [
         Accounted(record)
         for record in records
-        if record.status == "ok" and "ledger" in record.notes and "saved" in record.notes
+        if record.status == "ok" and {"ledger", "saved"} <= record.attachments.keys()
     ]
 
 

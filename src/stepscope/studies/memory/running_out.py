@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.records.memory import PostMortem, decode_post_mortem
+from stepscope.records.memory import PostMortem
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count
@@ -48,9 +48,8 @@ def post_mortem_findings(lost: Sequence[Record]) -> Iterator[Finding]:
         )
     ]
     for record, workload in full[:_MOST_POST_MORTEMS]:
-        if NOTE in record.notes:
-            found = decode_post_mortem(record.notes[NOTE])
-        else:
+        found = record.attachment(NOTE, PostMortem)
+        if found is None:
             room = record.environment.device_memory_bytes
             kind = record.environment.device_kind
             found = examined(workload, kind, room, read_refusal(record.reason))

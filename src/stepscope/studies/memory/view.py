@@ -57,7 +57,7 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         return (
             *identity_cells(case, columns),
             case.workload.mode,
-            *(case.bytes(f"peak.{phase}") for phase in _PHASES),
+            *(case.bytes("peak_bytes", phase) for phase in _PHASES),
             case.peak,
             case.bytes("predicted_bytes"),
             case.prediction_off,

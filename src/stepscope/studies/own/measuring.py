@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.records.decoding import from_json
 from stepscope.records.memory import INPUTS
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import quantities
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own import OwnCase
 from stepscope.studies.own.changing import blocks_of
@@ -16,6 +15,7 @@ from stepscope.studies.traced import trace_step
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
+    from stepscope.measure.ledger import StorageLedger
     from stepscope.studies.own.step import OwnStep
 
 _MOST_SAVED = 200
@@ -49,14 +49,17 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
     }
     peak = device.peak_bytes()
     bench.progress(0, 1, "energy")
+    attachments: dict[str, Any] = {}
     energy, notes = energy_quantities(
         measure_energy(lambda: _whole(step), device), step.tokens(), case.batch
     )
     bench.progress(0, 1, "memory")
     if case.compile == "no":
-        _account(step, device, notes)
+        ledger = _account(step, device)
+        largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+        attachments = {"ledger": ledger.peaks, "saved": largest}
         if device.kind == "cpu":
-            peak = max(p["allocated"] for p in from_json(notes["ledger"]))
+            peak = max(each.allocated for each in ledger.peaks)
     else:
         notes["memory_missing"] = (
             "the model is compiled: what its kernels keep is not seen from outside"
@@ -65,15 +68,13 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
         found["peak_bytes"] = (peak, "B")
     bench.progress(0, 1, "trace")
     with ModuleRanges([step.model]).entered():
-        traced, noted = trace_step(
-            step.run, device, case.key, steps=config["traced"], before=step.reset
-        )
+        traced = trace_step(step.run, device, case.key, steps=config["traced"], before=step.reset)
     return Measurement(
-        series=(*timing.series, traced),
-        quantities={name: Quantity(value=v, unit=unit) for name, (v, unit) in found.items()}
-        | dict(energy),
+        series=(*timing.series, traced.series),
+        quantities=(*quantities(found), *energy),
         readings=timing.readings,
-        notes=notes | noted,
+        notes=notes | traced.notes,
+        attachments=attachments | traced.attachments,
     )
 
 
@@ -93,7 +94,7 @@ def _count_flops(step: OwnStep) -> int:
     return counting.counted.total
 
 
-def _account(step: OwnStep, device: Device, notes: dict[str, str]) -> None:
+def _account(step: OwnStep, device: Device) -> StorageLedger:
     """One step with every storage on its line."""
     import torch
     from torch.utils._pytree import tree_leaves
@@ -109,6 +110,4 @@ def _account(step: OwnStep, device: Device, notes: dict[str, str]) -> None:
         for phase in step.phases():
             ledger.phase(phase.name, phase.run)
     step.reset()
-    notes["ledger"] = msgspec.json.encode(ledger.peaks).decode()
-    largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
-    notes["saved"] = msgspec.json.encode(largest).decode()
+    return ledger

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own.building import build, call, loss_of
 from stepscope.studies.own.changing import blocks_of, checkpoint_blocks
@@ -83,7 +83,7 @@ class OwnTrainingStep(TrainingStep):
 
         return ModuleRanges([self.model]).entered()
 
-    def quantities(self) -> dict[str, Quantity]:
+    def quantities(self) -> tuple[Quantity, ...]:
         """FLOPs are counted at the dispatcher in one eager step of a copy without compiling."""
         import msgspec
 
@@ -102,7 +102,7 @@ class OwnTrainingStep(TrainingStep):
             for phase in step.eager_phases():
                 phase.run()
         found["flops"] = (counting.counted.total, "FLOP")
-        return {name: Quantity(value=value, unit=unit) for name, (value, unit) in found.items()}
+        return quantities(found)
 
     def eager_phases(self) -> tuple[Phase, ...]:
         from stepscope.measure.timer import Phase

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
 from stepscope.model.memory import ALL
@@ -142,10 +142,10 @@ class Group(NamedTuple):
 def groups(records: Sequence[Record]) -> list[Group]:
     found: dict[tuple[str, int, int, str, str], Group] = {}
     for record in records:
-        if record.status != "ok" or "profile" not in record.notes:
+        if record.status != "ok" or "profile" not in record.attachments:
             continue
         workload = msgspec.convert(record.config, Workload)
-        traced = Traced(record, workload, decode(record.notes["profile"]))
+        traced = Traced(record, workload, record.required("profile", Summary))
         group = Group(workload, {})
         found.setdefault(group.key(), group).modes[workload.mode] = traced
     ordered = sorted(found.values(), key=_order)

@@ -33,7 +33,7 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
         before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
     )
-    series, quantities = list(timing.series), step.quantities()
+    series, found = list(timing.series), list(step.quantities())
     notes: dict[str, str] = {}
     if config["experiments"] and device.kind == "cuda":
         for name, experiment in experiments(workload):
@@ -49,10 +49,11 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
                 continue
             series += _renamed(tried.timing, name)
             if tried.times > 1:
-                quantities[name] = Quantity(value=tried.times * workload.batch, unit="sequences")
+                sequences = tried.times * workload.batch
+                found.append(Quantity(name=name, value=sequences, unit="sequences"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
-        traced, noted = trace_step(
+        traced = trace_step(
             lambda: run_phases(step.phases()),
             device,
             workload.key,
@@ -60,10 +61,11 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
             before=step.reset,
         )
     return Measurement(
-        series=(*series, traced),
-        quantities=quantities,
+        series=(*series, traced.series),
+        quantities=tuple(found),
         readings=timing.readings,
-        notes=notes | noted,
+        notes=notes | traced.notes,
+        attachments=traced.attachments,
     )
 
 

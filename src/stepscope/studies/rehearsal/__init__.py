@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from stepscope.analysis.rehearsal.cluster import LINKS
-from stepscope.analysis.rehearsal.recording import NOTE, Recording, encode_times
+from stepscope.analysis.rehearsal.recording import NOTE, Recording
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
@@ -118,7 +118,7 @@ class Rehearsal(Study[RehearsalFlags]):
             return Measurement(
                 series=series,
                 quantities=workload.quantities(),
-                notes={NOTE: encode_times(times)},
+                attachments={NOTE: times},
             )
         cores = os.cpu_count() or 1
         threads = max(1, cores // config["ranks"])
@@ -133,7 +133,8 @@ class Rehearsal(Study[RehearsalFlags]):
         return Measurement(
             series=(*series, *played),
             quantities=workload.quantities(),
-            notes={NOTE: encode_times(times), "compute": compute, "backend": "gloo"},
+            notes={"compute": compute, "backend": "gloo"},
+            attachments={NOTE: times},
         )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
@@ -182,8 +183,8 @@ def _play(
         threads=threads,
     )
     return tuple(
-        Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
-        for name in ranks[0].samples
+        Series(**what._asdict(), unit="ms", rank=rank, values=tuple(result.samples[what]))
+        for what in ranks[0].samples
         for rank, result in enumerate(ranks)
     )
 

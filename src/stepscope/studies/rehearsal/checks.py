@@ -13,7 +13,7 @@ from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Cell, Column, Finding, Interval, Table
 from stepscope.report.format import duration, number, percent, rate
-from stepscope.studies.rehearsal.ranks import ALONE, strategies
+from stepscope.studies.rehearsal.ranks import ALONE, Sampled, strategies
 
 GOAL = 0.15
 """How far a predicted step may be from the measured one."""
@@ -70,29 +70,29 @@ def judge(
 ) -> Verdict | None:
     """What samples of real ranks say of the predictions; None where they do not tell the link."""
     slowest = _slowest(series)
-    medians = {name: held.median for name, held in slowest.items()}
-    alone = {size: ms for (size,), ms in _sized(medians, "alone").items()}
-    packs = {size: ms for (size,), ms in _sized(medians, "pack").items()}
-    bursts = {(size, count): ms for (size, count), ms in _sized(medians, "burst").items()}
+    medians = {what: held.median for what, held in slowest.items()}
+    alone = {size: ms for (size, _), ms in _sized(medians, "alone").items()}
+    packs = {size: ms for (size, _), ms in _sized(medians, "pack").items()}
+    bursts = _sized(medians, "burst")
     channel = measured_channel(alone, bursts)
     pack = fit_link(list(packs), list(packs.values()))
-    still = slowest.get(f"step.{ALONE}")
+    still = slowest.get(Sampled("step", ALONE))
     if channel is None or still is None:
         return None
-    issue = medians.get("issue", 0.0)
+    issue = medians.get(Sampled("issue"), 0.0)
     slowed, drag = _contention(medians, alone, packs, issue)
     upkeep = Upkeep(
         pack=pack.latency_ms if pack else 0.0,
         pack_byte=1 / pack.bytes_per_ms if pack else 0.0,
         issue=issue,
-        agree=medians.get("agree", 0.0),
+        agree=medians.get(Sampled("agree"), 0.0),
         slowed=slowed,
         drag=drag,
     )
     rows = []
     for strategy, size in strategies(bucket_mb):
         way = name_of(strategy, size)
-        measured = slowest.get(f"step.{way}")
+        measured = slowest.get(Sampled("step", way))
         if measured is not None:
             told = replay(recording, strategy, channel, size, upkeep)
             exposed = measured.median - still.median
@@ -101,7 +101,7 @@ def judge(
 
 
 def _contention(
-    medians: Mapping[str, float], alone: Mapping[int, float], packs: Mapping[int, float],
+    medians: Mapping[Sampled, float], alone: Mapping[int, float], packs: Mapping[int, float],
     issue: float,
 ) -> tuple[float, float]:  # fmt: skip
     """What packing beside a reduction and that reduction cost each other, over all sizes."""
@@ -115,24 +115,22 @@ def _contention(
     return max(1.0, took / work), max(0.0, later / work)
 
 
-def _slowest(series: Iterable[Series]) -> dict[str, Summary]:
+def _slowest(series: Iterable[Series]) -> dict[Sampled, Summary]:
     """Of everything that the ranks measured: the slowest rank of each round."""
-    held: dict[str, list[tuple[float, ...]]] = {}
+    held: dict[Sampled, list[tuple[float, ...]]] = {}
     for one in series:
-        if "." in one.name or one.name in ("issue", "agree"):
-            held.setdefault(one.name, []).append(one.values)
+        if one.variant or one.size or one.name in ("issue", "agree"):
+            held.setdefault(Sampled(one.name, one.variant, one.size), []).append(one.values)
     return {
-        name: summarize([max(values) for values in zip(*ranks, strict=True)])
-        for name, ranks in held.items()
+        what: summarize([max(values) for values in zip(*ranks, strict=True)])
+        for what, ranks in held.items()
     }
 
 
-def _sized(medians: Mapping[str, float], kind: str) -> dict[tuple[int, ...], float]:
-    """Of series that are named for their sizes: `KIND.SIZE`, `KIND.SIZE.COUNT`."""
+def _sized(medians: Mapping[Sampled, float], kind: str) -> dict[tuple[int, int], float]:
+    """By size and number of messages."""
     return {
-        tuple(map(int, name.split(".")[1:])): ms
-        for name, ms in medians.items()
-        if name.startswith(f"{kind}.")
+        (what.size, int(what.variant or 1)): ms for what, ms in medians.items() if what.name == kind
     }
 
 

@@ -29,10 +29,19 @@ SPIN_S = 2e-4
 """A sleep may end late by about this; the rest is spent awake."""
 
 
+class Sampled(NamedTuple):
+    """What a series of the ranks is of."""
+
+    name: str
+    """`step`; of messages: `alone`, `burst`, `pack`, `packed`, `beside`; `issue`, `agree`."""
+    variant: str = ""
+    """The way of a step, or how many messages at once."""
+    size: int = 0
+
+
 class RankResult(NamedTuple):
-    samples: dict[str, list[float]]
-    """`step.WAY`, `alone.SIZE`, `burst.SIZE.COUNT`, `pack.SIZE`, `packed.SIZE.COUNT`,
-    `beside.SIZE.COUNT`, `issue`, `agree`, all in ms."""
+    samples: dict[Sampled, list[float]]
+    """In ms."""
     backend: str
 
 
@@ -47,22 +56,22 @@ def run_ways(world: World, recording: Recording, config: dict[str, Any]) -> Rank
     make = computing_ways if config["compute"] == "real" else waiting_ways
     ways = make(world, recording, config)
     probe = Probe(world, recording.gradient_bytes)
-    samples: dict[str, list[float]] = {f"step.{name}": [] for name in ways}
+    samples: dict[Sampled, list[float]] = {Sampled("step", name): [] for name in ways}
     shuffle = random.Random(0).shuffle
     order = list(ways)
     number = 0
     for taken in range(-WARMUP, config["rounds"]):
         shuffle(order)
-        found: dict[str, float] = {}
+        found: dict[Sampled, float] = {}
         for name in order:
             world.step(number)
             number += 1
-            found[f"step.{name}"] = ways[name]()
+            found[Sampled("step", name)] = ways[name]()
         world.step(number)
         number += 1
         found |= probe.sample()
-        for name, ms in found.items() if taken >= 0 else ():
-            samples.setdefault(name, []).append(ms)
+        for what, ms in found.items() if taken >= 0 else ():
+            samples.setdefault(what, []).append(ms)
     dist.barrier()
     return RankResult(samples, world.backend)
 
@@ -156,25 +165,25 @@ class Probe:
         }
         self._buckets = {size: torch.zeros(size // 4) for size in self.sizes}
 
-    def sample(self) -> dict[str, float]:
+    def sample(self) -> dict[Sampled, float]:
         import torch.distributed as dist
 
-        found = {}
+        found: dict[Sampled, float] = {}
         for size, messages in self._messages.items():
             began = start_together()
             for message in messages[:REPEATS]:
                 dist.all_reduce(message)
-            found[f"alone.{size}"] = _since(began) / len(messages[:REPEATS])
-            found[f"pack.{size}"] = self._pack(size, messages[:REPEATS])
+            found[Sampled("alone", size=size)] = _since(began) / len(messages[:REPEATS])
+            found[Sampled("pack", size=size)] = self._pack(size, messages[:REPEATS])
             if len(messages) > 1:
                 issued, done = self._burst(messages)
-                found[f"burst.{size}.{len(messages)}"] = done
+                found[Sampled("burst", str(len(messages)), size)] = done
                 if size == self.sizes[0]:
-                    found["issue"] = issued / len(messages)
+                    found[Sampled("issue")] = issued / len(messages)
             packed, both = self._beside(size, messages[:REPEATS])
-            found[f"packed.{size}.{REPEATS}"] = packed
-            found[f"beside.{size}.{REPEATS}"] = both
-        found["agree"] = self._agree()
+            found[Sampled("packed", str(REPEATS), size)] = packed
+            found[Sampled("beside", str(REPEATS), size)] = both
+        found[Sampled("agree")] = self._agree()
         return found
 
     def _pack(self, size: int, messages: list[Tensor]) -> float:

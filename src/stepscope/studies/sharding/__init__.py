@@ -14,7 +14,7 @@ import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError, RankFailed
-from stepscope.records.schema import Environment, Quantity, Record, Series
+from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Case, Measurement, Study
 from stepscope.studies.flag_checks import check_ranks
@@ -110,18 +110,27 @@ def measure_on_ranks(
         kept = tuple(way for way in ways if way != peer)
         ranks = on_ranks(study, config, bench, measure_ways, (config, kept))
     series = tuple(
-        Series(name=name, unit="ms", rank=rank, values=tuple(result.samples[name]))
-        for name in ranks[0].samples
+        Series(
+            name=phase,
+            variant=way,
+            unit="ms",
+            rank=rank,
+            values=tuple(result.samples[way, phase]),
+        )
+        for way, phase in ranks[0].samples
         for rank, result in enumerate(ranks)
     )
-    quantities = {
-        f"{name}.rank{rank}": Quantity(value=value, unit="B")
+    quantities = tuple(
+        msgspec.structs.replace(one, rank=rank)
         for rank, result in enumerate(ranks)
-        for name, value in result.held.items()
-    }
-    notes = {"backend": ranks[0].backend}
-    notes |= {f"refused.{way}": reason for way, reason in (ranks[0].refused | lost).items()}
-    return Measurement(series=series, quantities=quantities, notes=notes)
+        for one in result.held
+    )
+    return Measurement(
+        series=series,
+        quantities=quantities,
+        notes={"backend": ranks[0].backend},
+        attachments={"refused": ranks[0].refused | lost},
+    )
 
 
 def fallen_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:

@@ -32,14 +32,17 @@ class Divided(NamedTuple):
     def title(self) -> str:
         return f"{self.record.config['size']}, {rank_words(self.ranks)}, {self.backend}"
 
-    def held(self, way: str, kind: str) -> list[float]:
-        """Bytes of that kind on each rank."""
-        found = (self.record.quantity(f"{way}.{kind}.rank{rank}") for rank in range(self.ranks))
+    def held(self, way: str, kind: str, phase: str = "") -> list[float]:
+        """Bytes of that kind on each rank, after a phase where one is named."""
+        found = (
+            self.record.quantity(kind, variant=way, phase=phase, rank=rank)
+            for rank in range(self.ranks)
+        )
         return [value for value in found if value is not None]
 
     def samples(self, way: str, phase: str) -> list[float]:
         """Of the slowest rank in each round."""
-        held = [s.values for s in self.record.series if s.name == f"{way}.{phase}"]
+        held = [s.values for s in self.record.series if (s.variant, s.name) == (way, phase)]
         return [max(values) for values in zip(*held, strict=True)]
 
     def of(self, way: str, phase: str) -> Summary | None:
@@ -56,8 +59,9 @@ def alone_finding(case: Divided) -> Iterator[Finding]:
 
 
 def refused_findings(case: Divided, ways: Sequence[str]) -> Iterator[Finding]:
+    refused = case.record.attachment("refused", dict[str, str]) or {}
     for way in ways:
-        reason = case.record.notes.get(f"refused.{way}")
+        reason = refused.get(way)
         if reason:
             yield Finding(text=f"{case.title}: {way} does not run here: {reason}", tone="warn")
 
@@ -66,7 +70,7 @@ def counter_finding(case: Divided, way: str) -> Iterator[Finding]:
     """After a step, by the three who count: they need not agree on whether sharding saves."""
     station = STATIONS[3]
     whole, ours = (
-        {counter: max(case.held(one, f"{station}.{counter}"), default=None) for counter in COUNTERS}
+        {counter: max(case.held(one, counter, station), default=None) for counter in COUNTERS}
         for one in (WHOLE, way)
     )
     if None in (*whole.values(), *ours.values()):
@@ -117,7 +121,7 @@ def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Tabl
     for case in done:
         for way in ways:
             for station in STATIONS:
-                found = [case.held(way, f"{station}.{counter}") for counter in COUNTERS]
+                found = [case.held(way, counter, station) for counter in COUNTERS]
                 if any(found):
                     cells = (max(values, default=None) for values in found)
                     rows.append((case.title, way, station, *cells))

@@ -8,6 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stepscope.records.schema import Quantity
 from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.rank_subject import Fed, make_subject, tokens_fed
 from stepscope.studies.sharding.traffic import counted
@@ -27,10 +28,10 @@ PEERS = (TORCH, TORCH_FULLY)
 
 
 class RankResult(NamedTuple):
-    samples: dict[str, list[float]]
-    """`WAY.PHASE` to times in ms."""
-    held: dict[str, float]
-    """`WAY.KIND` to bytes: parameters, gradients, state; on a GPU also what its counters say."""
+    samples: dict[tuple[str, str], list[float]]
+    """By way and phase: times in ms."""
+    held: list[Quantity]
+    """Bytes of each way: parameters, gradients, state; on a GPU also what its counters say."""
     backend: str
     refused: dict[str, str]
     """Ways of torch's that cannot run here, and why."""
@@ -45,14 +46,14 @@ class Trained(NamedTuple):
 
 def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) -> RankResult:
     origin, fed = make_subject(world, config)
-    held: dict[str, float] = {}
+    held: list[Quantity] = []
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
         _load_libraries(world)
     for number, name in enumerate(ways):
         world.step(number)
         try:
-            held |= {f"{name}.{key}": value for key, value in _memory(world, name, origin, fed)}
+            held += _memory(world, name, origin, fed)
         except Exception as error:
             # A peer that cannot use this backend or device is left out, with its reason.
             if name not in PEERS:
@@ -61,16 +62,16 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
         _let_go(world)
     ways = tuple(name for name in ways if name not in refused)
     trained = [make(world, name, origin) for name in ways]
-    samples: dict[str, list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
     order, shuffle = list(trained), random.Random(0).shuffle
     for taken in range(-WARMUP, config["rounds"]):
         shuffle(order)
         for way in order:
             world.step(len(ways) + taken + WARMUP)
             for phase, ms in timed_step(world, way, fed).items() if taken >= 0 else ():
-                samples.setdefault(f"{way.name}.{phase}", []).append(ms)
+                samples.setdefault((way.name, phase), []).append(ms)
     place = {name: number for number, name in enumerate(ways)}
-    ordered = sorted(samples.items(), key=lambda item: place[item[0].rpartition(".")[0]])
+    ordered = sorted(samples.items(), key=lambda item: place[item[0][0]])
     return RankResult(dict(ordered), held, world.backend, refused)
 
 
@@ -143,23 +144,27 @@ def _let_go(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[tuple[str, float]]:
+def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quantity]:
     """What the tensors of a way take after one step; on a GPU its counters at each station."""
     import torch
     import torch.distributed as dist
 
-    found: list[tuple[str, float]] = []
+    found: list[Quantity] = []
+
+    def count(kind: str, size: float, where: str = "") -> None:
+        found.append(Quantity(name=kind, variant=name, phase=where, value=size, unit="B"))
+
     on_gpu = world.device.type == "cuda"
 
     def station(where: str) -> None:
         if on_gpu:
             torch.cuda.synchronize(world.device)
-            found.append((f"{where}.allocated", torch.cuda.memory_allocated(world.device)))
-            found.append((f"{where}.reserved", torch.cuda.memory_reserved(world.device)))
+            count("allocated", torch.cuda.memory_allocated(world.device), where)
+            count("reserved", torch.cuda.memory_reserved(world.device), where)
             # The driver's figure is of all ranks on the GPU: they stand still while it is read.
             dist.barrier()
             free, total = torch.cuda.mem_get_info(world.device)
-            found.append((f"{where}.driver", total - free))
+            count("driver", total - free, where)
             dist.barrier()
 
     way = make(world, name, origin)
@@ -171,9 +176,9 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[tuple[
     station("after backward")
     way.optimizer.step()
     station("after step")
-    found.append(("parameters", _bytes(list(way.module.parameters()))))
-    found.append(("gradients", _bytes([p.grad for p in way.module.parameters()])))
-    found.append(("state", _state_bytes(way.optimizer)))
+    count("parameters", _bytes(list(way.module.parameters())))
+    count("gradients", _bytes([p.grad for p in way.module.parameters()]))
+    count("state", _state_bytes(way.optimizer))
     # A second step, because the first one makes what later ones find.
     way.optimizer.zero_grad()
     del loss
@@ -183,11 +188,11 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[tuple[
         _forward(way, fed).backward()  # type: ignore[no-untyped-call]
         _average(way)
         way.optimizer.step()
-    found.append(("sent", traffic.sent))
+    count("sent", traffic.sent)
     if on_gpu:
         torch.cuda.synchronize(world.device)
-        found.append(("peak.allocated", torch.cuda.max_memory_allocated(world.device)))
-        found.append(("peak.reserved", torch.cuda.max_memory_reserved(world.device)))
+        count("allocated", torch.cuda.max_memory_allocated(world.device), "peak")
+        count("reserved", torch.cuda.max_memory_reserved(world.device), "peak")
     return found
 
 

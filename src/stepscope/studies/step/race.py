@@ -73,7 +73,7 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     began = time.monotonic()
     for place, racer in enumerate(racers):
         if time.monotonic() - began > config["heat_seconds"]:
-            field.notes[f"out.{racer.name}"] = "not tried: the time for heats was over"
+            field.excluded[racer.name] = "not tried: the time for heats was over"
             continue
         bench.progress(place, len(racers), f"heat of {racer.name}")
         last = place == len(racers) - 1
@@ -81,7 +81,7 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
         field.heat(racer, steps, config["form_seconds"], last=last)
     sides = list(field.heats)
     if {"peer", "ours"} - set(sides):
-        said = "; ".join(f"{key.removeprefix('out.')}: {why}" for key, why in field.notes.items())
+        said = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
         raise CaseSkipped(f"no race: {said}")
     # The peer's last: it may have a form that is ready, which costs minutes to build again.
     fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
@@ -93,9 +93,15 @@ def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
     taken, no_energy = _energy(entries, bench)
     return Measurement(
         series=(*samples.series, *blocks.series),
-        quantities=fastest["ours"].workload.quantities() | taken,
+        quantities=(*fastest["ours"].workload.quantities(), *taken),
         readings=(*blocks.readings, *samples.readings),
-        notes=field.notes | {f"best.{side}": fastest[side].name for side in sides} | no_energy,
+        notes=no_energy,
+        attachments={
+            "best": {side: fastest[side].name for side in sides},
+            "heats": {name: heat for heats in field.heats.values() for name, heat in heats.items()},
+            "excluded": field.excluded,
+            "no_run_off": field.no_run_off,
+        },
     )
 
 
@@ -128,12 +134,12 @@ def _interleaved(entries: Sequence[Entry], bench: Bench, rounds: int, min_second
     )
 
 
-def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[dict[str, Quantity], dict[str, str]]:
+def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dict[str, str]]:
     """What each takes where it runs on and on, or a note why that is not known: the times of the
     race stand without it."""
     from stepscope.measure.energy import energy_quantities, measure_energy
 
-    taken: dict[str, Quantity] = {}
+    taken: list[Quantity] = []
     reasons: dict[str, None] = {}
     for place, entry in enumerate(entries):
         side = entry.racer.side
@@ -144,7 +150,7 @@ def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[dict[str, Quantity]
         except Exception as error:
             found = first_cause(error)
         held, why = energy_quantities(found, None)
-        taken |= {f"{side}.{name}": quantity for name, quantity in held.items()}
+        taken += [msgspec.structs.replace(one, variant=side) for one in held]
         reasons |= dict.fromkeys(why.values())
     return taken, {"no_energy": "; ".join(reasons)} if reasons else {}
 
@@ -163,7 +169,10 @@ class Field:
         """By side and name."""
         self._racers: dict[str, Racer] = {}
         self._ready: dict[str, Entry] = {}
-        self.notes: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}
+        """Why a form did not race, by name."""
+        self.no_run_off: dict[str, str] = {}
+        """Why the forms of a side did not run off."""
 
     def entry(self, racer: Racer) -> Entry:
         """Built and run once; nothing of that step is left to disturb another's capture."""
@@ -183,12 +192,12 @@ class Field:
             with at_most(seconds):
                 entry, heat = self._try(racer, steps, self._bench.device)
         except CaseSkipped as skipped:
-            self.notes[f"out.{racer.name}"] = f"refused: {skipped}"
+            self.excluded[racer.name] = f"refused: {skipped}"
         except TookTooLong as late:
-            self.notes[f"out.{racer.name}"] = f"given up: {late}"
+            self.excluded[racer.name] = f"given up: {late}"
         except Exception as error:
             said = (str(error).strip().splitlines() or [""])[0]
-            self.notes[f"out.{racer.name}"] = f"failed: {type(error).__name__}: {said}"
+            self.excluded[racer.name] = f"failed: {type(error).__name__}: {said}"
             # The traceback holds the frames that hold the tensors.
             del error
         else:
@@ -216,7 +225,7 @@ class Field:
         try:
             found = self._alternate(near)
         except Exception as error:
-            self.notes[f"no_turns.{side}"] = first_cause(error)
+            self.no_run_off[side] = first_cause(error)
             found = first
         lost = [racer for racer in near if racer.name != found.name]
         ready = self._ready.get(found.name)
@@ -251,7 +260,6 @@ class Field:
     def _note(self, racer: Racer, heat: Heat) -> None:
         self._racers[racer.name] = racer
         self.heats.setdefault(racer.side, {})[racer.name] = heat
-        self.notes[f"heat.{racer.name}"] = msgspec.json.encode(heat).decode()
 
     def _try(self, racer: Racer, steps: Steps, device: Device) -> tuple[Entry, Heat]:
         began = time.monotonic()

@@ -11,8 +11,6 @@ import msgspec
 from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, step_ms
 from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
-from stepscope.analysis.trace.summary import decode
-from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.studies.step.goals import GOALS, Goal, Heat
@@ -21,8 +19,6 @@ from stepscope.studies.workload import Workload
 
 TAIL = 10
 """The end of a loss curve: its last tenth."""
-CONSECUTIVE = ".consecutive"
-"""Suffix of a series of blocks, as `measure.consecutive` writes it."""
 AGREES_WITHIN = 0.005
 FALLS_BY = 0.3
 
@@ -165,12 +161,12 @@ class Traced(NamedTuple):
 def traced(records: Sequence[Record]) -> list[Traced]:
     found = []
     for record in records:
-        if record.config["kind"] == "waterfall" and "profile" in record.notes:
+        if record.config["kind"] == "waterfall" and "profile" in record.attachments:
             workload = msgspec.convert(record.config, Workload)
             if record.find("replay") is None:
                 # Without a replay the times are those of the step kernel by kernel.
                 workload = msgspec.structs.replace(workload, graph=False)
-            trace = decode(record.notes["profile"])
+            trace = record.required("profile", Trace)
             found.append(Traced(record, record.config["rung"], workload, trace))
     return found
 
@@ -196,12 +192,12 @@ class Race(NamedTuple):
     """Of the same step, in other runs."""
 
     def best(self, side: str) -> str | None:
-        return self.record.notes.get(f"best.{side}")
+        return (self.record.attachment("best", dict[str, str]) or {}).get(side)
 
     def times(self, side: str) -> Summary | None:
         """Interleaved samples, each from an idle device."""
         name = self.best(side)
-        series = self.record.find(name) if name else None
+        series = self.record.find("step", variant=name) if name else None
         return summarize(series.values) if series is not None and series.values else None
 
     def lead(self, side: str = "ours") -> Lead | None:
@@ -216,7 +212,7 @@ class Race(NamedTuple):
         return Lead(others.step_ms, alone.step_ms, None)
 
     def _blocks(self, side: str) -> tuple[float, ...]:
-        series = self.record.find(f"{self.best(side)}{CONSECUTIVE}")
+        series = self.record.find("consecutive", variant=self.best(side) or "")
         return () if series is None else series.values
 
     def ratio(self, side: str = "ours") -> Ratio | None:
@@ -224,23 +220,19 @@ class Race(NamedTuple):
         peer, ours = self.best("peer"), self.best(side)
         if peer is None or ours is None:
             return None
-        above, below = self.record.find(peer), self.record.find(ours)
+        above, below = (self.record.find("step", variant=name) for name in (peer, ours))
         if above is None or below is None:
             return None
         return ratio_interval(below.values, above.values, level=0.95)
 
     def heats(self) -> dict[str, Heat | str]:
         """Every form that was tried: how it did, or why it is out."""
-        found: dict[str, Heat | str] = {}
-        for key, note in self.record.notes.items():
-            what, _, name = key.partition(".")
-            if what == "heat":
-                heat = from_json(note, Heat)
-                on_host = self.record.environment.device_kind == "cpu"
-                found[name] = msgspec.structs.replace(heat, peak_bytes=None) if on_host else heat
-            elif what == "out":
-                found[name] = note
-        return found
+        heats = self.record.attachment("heats", dict[str, Heat]) or {}
+        if self.record.environment.device_kind == "cpu":
+            heats = {
+                name: msgspec.structs.replace(heat, peak_bytes=None) for name, heat in heats.items()
+            }
+        return {**heats, **(self.record.attachment("excluded", dict[str, str]) or {})}
 
     def peak(self, side: str) -> float | None:
         name = self.best(side)
@@ -248,7 +240,7 @@ class Race(NamedTuple):
         return heat.peak_bytes if isinstance(heat, Heat) else None
 
     def draw(self, side: str) -> Draw | None:
-        return draw(self.record, f"{side}.")
+        return draw(self.record, side)
 
     def form(self, side: str) -> str:
         return (self.best(side) or "").partition(": ")[2]

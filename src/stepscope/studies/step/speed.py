@@ -209,7 +209,7 @@ def _heat_rows(race: Race) -> Iterator[tuple[Cell, ...]]:
 
 
 def _raced(run: Race, side: str) -> str:
-    failed = run.record.notes.get(f"no_turns.{side}")
+    failed = (run.record.attachment("no_run_off", dict[str, str]) or {}).get(side)
     return "raced" if failed is None else f"raced for its step alone, turns failed: {failed}"
 
 

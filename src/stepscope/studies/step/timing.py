@@ -45,7 +45,8 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
     series = list(timing.series)
     bench.progress(0, 1, "trace")
     name = f"step-{config['rung']}_{step.workload.key}"
-    _, notes = trace_step(whole, device, name, steps=config["traced"], before=step.reset)
+    traced = trace_step(whole, device, name, steps=config["traced"], before=step.reset)
+    notes = dict(traced.notes)
     if workload.graph:
         del step, phases
         device.release()
@@ -58,7 +59,7 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
             notes["replay"] = first_cause(error)
     return Measurement(
         series=tuple(series), quantities=workload.quantities(), readings=timing.readings,
-        notes=notes,
+        notes=notes, attachments=traced.attachments,
     )  # fmt: skip
 
 

@@ -46,7 +46,10 @@ def measure_loss(config: dict[str, Any], bench: Bench) -> Measurement:
     values = tuple(losses.tolist())
     return Measurement(
         series=(Series(name="loss", unit="nats", values=values),),
-        quantities=workload.quantities() | {"entropy": Quantity(value=entropy(), unit="nats")},
+        quantities=(
+            *workload.quantities(),
+            Quantity(name="entropy", value=entropy(), unit="nats"),
+        ),
     )
 
 
