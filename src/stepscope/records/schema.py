@@ -35,7 +35,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of everything inside a record: immutable, named fields, no unknown ones."""
 
 
-class Quantity(Part, frozen=True):
+class Quantity(Part, frozen=True, omit_defaults=True):
     """One number that is not sampled, with its unit and what it belongs to."""
 
     name: str
@@ -56,7 +56,7 @@ def quantities(values: Mapping[str, tuple[float, str]]) -> tuple[Quantity, ...]:
     )
 
 
-class Series(Part, frozen=True):
+class Series(Part, frozen=True, omit_defaults=True):
     """Raw samples of one quantity in the order they were taken; nothing is ever dropped."""
 
     name: str
