@@ -31,7 +31,7 @@ from stepscope.records.stats import Summary
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
 from stepscope.report.text import markdown
 from stepscope.studies.benchmark.rows import Row, rows_of
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "results" / "h200.jsonl"
@@ -54,7 +54,7 @@ def steps_page() -> str:
         f" {here.triton}, commit `{str(here.commit)[:12]}`. The same page with figures and raw"
         " samples: `stepscope report results/h200.jsonl`.",
     ]
-    for study in all_studies().values():
+    for study in viewables().values():
         own = [record for record in records if record.study == study.name]
         if own:
             parts += [f"## {study.title}", f"*{study.question}*", *_blocks(study.view(own))]

@@ -12,7 +12,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Column, Finding, Interval, Table
 from stepscope.report.text import markdown
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import viewables
 
 RECORDS = {
     "On CPUs, over gloo": "results/parallel_cpu.jsonl",
@@ -46,7 +46,7 @@ def _studies(records: tuple[Record, ...], name: str) -> Iterator[str]:
         " machine whose ranks share cores or a GPU compare the ways with each other; they are not"
         " a cluster's."
     )
-    for study in all_studies().values():
+    for study in viewables().values():
         own = [record for record in records if record.study == study.name]
         if own:
             yield f"### {study.title}"

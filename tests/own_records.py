@@ -74,6 +74,6 @@ def tried(
     )
     failed = changes.get("status", "ok") != "ok"
     return record(
-        study="advise", case=trial.case().key,
+        study="advise", case=trial.key,
         **{"config": msgspec.to_builtins(trial), "series": () if failed else series} | changes,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.ranked import default_ranks, on_ranks
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ def add_up(world: World, fails: int) -> float:
     return held.item()
 
 
-class PlantedRanks(Study[PlantedRanksFlags]):
+class PlantedRanks(Study[PlantedRanksFlags, Any]):
     name = "planted-ranks"
     title = "Planted ranks"
     question = "What becomes of a case in which a rank fails?"
     flags = PlantedRanksFlags
 
-    def cases(self, flags: PlantedRanksFlags) -> tuple[Case, ...]:
+    def cases(self, flags: PlantedRanksFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=f"r{ranks}-fails{fails}",
                 config={"fails": fails, "ranks": ranks, "backend": "gloo"},

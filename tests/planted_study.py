@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.records.schema import Quantity, Record, Series
 from stepscope.report.blocks import Block, Column, Table
-from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
+from stepscope.studies.base import Bench, CaseSkipped, Measurement, PlannedCase, Study
 
 
 class PlantedFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,15 +115,15 @@ DEEDS: dict[str, Callable[[], object]] = {
 }
 
 
-class Planted(Study[PlantedFlags]):
+class Planted(Study[PlantedFlags, Any]):
     name = "planted"
     title = "Planted"
     question = "What becomes of a case that does this?"
     flags = PlantedFlags
 
-    def cases(self, flags: PlantedFlags) -> tuple[Case, ...]:
+    def cases(self, flags: PlantedFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=f"{deed}-{number}",
                 config={"does": deed, "number": number, "seconds": flags.seconds},

@@ -20,7 +20,7 @@ from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import encode
 from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.compile import CompileFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags
@@ -35,11 +35,11 @@ CEILINGS = (
 )
 
 
-def _cases(part: str, **flags: Any) -> tuple[Case, ...]:
+def _cases(part: str, **flags: Any) -> tuple[PlannedCase, ...]:
     return find_study("step").cases(StepFlags(part=(part,), **flags))  # type: ignore[arg-type]
 
 
-def _made(case: Case, changes: dict[str, Any], **parts: Any) -> Record:
+def _made(case: PlannedCase, changes: dict[str, Any], **parts: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
     made = {"series": (), "notes": {}} if failed else parts
     return record(

@@ -10,7 +10,7 @@ from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.measure.timer import Phase, time_step
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.protocol import Progress
 from stepscope.studies.registry import find_study
 from stepscope.studies.runner import Runner, new_run
@@ -24,7 +24,7 @@ pytestmark = [
 class Silent:
     def calibrating(self, progress: Progress) -> None: ...
 
-    def case_started(self, case: Case) -> None: ...
+    def case_started(self, case: PlannedCase) -> None: ...
 
     def case_progress(self, progress: Progress) -> None: ...
 

@@ -13,7 +13,7 @@ from stepscope.analysis.floats import FORMATS, align
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.accumulation import OVERFLOWED, AccumulationFlags
+from stepscope.studies.accumulation.cases import OVERFLOWED, AccumulationFlags
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 
@@ -22,7 +22,7 @@ def measured(**wanted: object) -> Measurement:
     study = find_study("accumulation")
     flags = AccumulationFlags(length=(64, 4096))
     (case,) = (c for c in study.cases(flags) if wanted.items() <= c.config.items())
-    return study.measure(case.config, QuietBench())
+    return study.measure(case, QuietBench())
 
 
 def findings(records: list[Record]) -> str:

@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"studies", "report", "records", "analysis", "stepscope.attention.registry"} | LEAVES,
     "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
     | {"published"}
-    | {"stepscope.report.blocks", "stepscope.report.format"},
+    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"},
     "scope": {"studies", "measure", "analysis", "records", "report"},
     "measure": {"records"},
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
@@ -188,8 +188,8 @@ modules = [
     for room in rooms
     for found in pkgutil.walk_packages(room.__path__, room.__name__ + ".")
 ]
-from stepscope.studies.registry import all_studies
-print(len(modules), len(all_studies()))
+from stepscope.studies.registry import viewables
+print(len(modules), len(viewables()))
 """
 
 

@@ -24,7 +24,7 @@ from step_records import (
 )
 from stepscope.cli import COMMANDS
 from stepscope.records.jsonl import read_records, write_records
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import viewables
 from stepscope.studies.step.rows import races
 from study_records import (
     benchmark_record,
@@ -252,7 +252,7 @@ def test_the_readme_names_real_commands_and_studies() -> None:
             if words[:1] == ["stepscope"]:
                 assert words[1] in COMMANDS, line
                 if words[1] == "run" and not words[2].startswith("-"):
-                    assert words[2] in all_studies(), line
+                    assert words[2] in viewables(), line
             elif words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line
 

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from stepscope.errors import UsageError
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.flash import STUDY, FlashFlags
 from stepscope.studies.flash.cases import Shape, is_short, shape_of
 
 
-def grid(**flags: object) -> tuple[Case, ...]:
+def grid(**flags: object) -> tuple[PlannedCase, ...]:
     return STUDY.cases(FlashFlags(part=("grid",), **flags))  # type: ignore[arg-type]
 
 

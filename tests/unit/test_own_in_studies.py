@@ -17,7 +17,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.base import Case, CaseSkipped
+from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.own.training import OwnTrainingStep
 from stepscope.studies.registry import all_studies, find_study
 from stepscope.studies.training_step import TrainingStep
@@ -34,13 +34,13 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(study: str, model: str, **flags: Any) -> tuple[Case, ...]:
+def cases(study: str, model: str, **flags: Any) -> tuple[PlannedCase, ...]:
     found = find_study(study)
     given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
     return found.cases(found.flags(**given))
 
 
-def measured(case: Case) -> Record:
+def measured(case: PlannedCase) -> Record:
     found = find_study(case.study).measure(case.config, QuietBench())
     made = record(
         study=case.study, case=case.key, series=found.series,

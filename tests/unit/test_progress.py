@@ -6,11 +6,11 @@ import pytest
 
 from sample_records import record, run
 from stepscope.cli.progress import Bar, PlainLines
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 
 
-def case(key: str) -> Case:
-    return Case(study="benchmark", key=key, config={})
+def case(key: str) -> PlannedCase:
+    return PlannedCase(study="benchmark", key=key, config={})
 
 
 @pytest.mark.parametrize("kind", [PlainLines, Bar])

@@ -15,7 +15,7 @@ from stepscope.published import UNITS, Figure, figures, write_ups
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Table
 from stepscope.studies.published_view import rate_there, size_name
-from stepscope.studies.registry import all_studies, find_study
+from stepscope.studies.registry import find_study, viewables
 from study_records import attention_record, benchmark_record, matrix_ceiling, memory_record
 
 CONDITIONS = {
@@ -47,7 +47,7 @@ def test_every_figure_has_a_source_a_unit_and_conditions() -> None:
     for figure in figures():
         assert figure.writeup and figure.table and figure.statistic, figure  # noqa: PT018
         assert figure.unit in UNITS, figure
-        assert figure.study in all_studies(), figure
+        assert figure.study in viewables(), figure
         assert figure.conditions.keys() <= CONDITIONS, figure
         assert math.isfinite(figure.value) and figure.value > 0, figure  # noqa: PT018
         assert figure.device or "device" in figure.unstated, figure

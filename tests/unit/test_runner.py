@@ -20,7 +20,7 @@ from stepscope.records.schema import Record
 from stepscope.records.store import Store
 from stepscope.studies import registry
 from stepscope.studies import runner as runner_module
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.nursery import can_fork
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import Runner, new_run, plan_digest
@@ -52,7 +52,7 @@ class Watcher:
 
     def calibrating(self, progress: Progress) -> None: ...
 
-    def case_started(self, case: Case) -> None:
+    def case_started(self, case: PlannedCase) -> None:
         self.started.append(case.key)
 
     def case_progress(self, progress: Progress) -> None:
@@ -69,12 +69,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLi
     made.know_ceilings()
     for name in ("STEPSCOPE_OUT", "STEPSCOPE_STUDIES", "XDG_CACHE_HOME", "PYTHONPATH"):
         monkeypatch.setenv(name, made.environment[name])
-    registry.all_studies.cache_clear()
+    registry.viewables.cache_clear()
     yield made
-    registry.all_studies.cache_clear()
+    registry.viewables.cache_clear()
 
 
-def planted(*deeds: str, study: str = "planted", **flags: object) -> tuple[Case, ...]:
+def planted(*deeds: str, study: str = "planted", **flags: object) -> tuple[PlannedCase, ...]:
     held = registry.find_study(study)
     return held.cases(held.flags(does=deeds, **flags))
 
@@ -88,7 +88,7 @@ def test_every_end_of_a_case_is_its_record_and_the_sweep_goes_on(
 ) -> None:
     # Each failure stands between two cases that succeed.
     cases = tuple(
-        Case(study=c.study, key=f"{c.key}-{n}", config=c.config)
+        PlannedCase(study=c.study, key=f"{c.key}-{n}", config=c.config)
         for n, deed in enumerate(d for d in EXPECTED if d not in ("skip", "garbage", "ok"))
         for c in planted(deed, "ok")
     )
@@ -239,13 +239,13 @@ def test_a_run_is_not_continued_on_another_device(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
-    a = Case(study="s", key="a", config={"x": 1, "y": 2})
-    same = Case(study="s", key="a", config={"y": 2, "x": 1})
+    a = PlannedCase(study="s", key="a", config={"x": 1, "y": 2})
+    same = PlannedCase(study="s", key="a", config={"y": 2, "x": 1})
     assert plan_digest([a]) == plan_digest([same])
     others = [
-        Case(study="t", key="a", config=a.config),
-        Case(study="s", key="b", config=a.config),
-        Case(study="s", key="a", config={"x": 1, "y": 3}),
+        PlannedCase(study="t", key="a", config=a.config),
+        PlannedCase(study="s", key="b", config=a.config),
+        PlannedCase(study="s", key="a", config={"x": 1, "y": 3}),
     ]
     assert len({plan_digest([case]) for case in (a, *others)}) == 4
     assert plan_digest([a, others[1]]) != plan_digest([a])
@@ -276,8 +276,8 @@ def test_studies_of_ones_own_are_found_by_their_modules(
 ) -> None:
     def studies(modules: str) -> list[str]:
         monkeypatch.setenv("STEPSCOPE_STUDIES", modules)
-        registry.all_studies.cache_clear()
-        return list(registry.all_studies())
+        registry.viewables.cache_clear()
+        return list(registry.viewables())
 
     own = studies("")
     try:
@@ -291,4 +291,4 @@ def test_studies_of_ones_own_are_found_by_their_modules(
             studies("planted_study,planted_study")
     finally:
         monkeypatch.undo()
-        registry.all_studies.cache_clear()
+        registry.viewables.cache_clear()

@@ -66,7 +66,7 @@ def test_a_script_takes_turns_with_itself(script: Path) -> None:
     assert series["loss.base"][-1] < series["loss.base"][0]
     assert found.notes == {}
     assert script.read_bytes() == before
-    assert made.case().key == "train.py_a-change"
+    assert made.key == "train.py_a-change"
 
 
 NOT_ADAM = """

@@ -31,7 +31,7 @@ from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.measuring import APART
 from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
 from stepscope.studies.advice.view import Tried, trial_blocks
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.inspected.order import Order
 from stepscope.studies.runner import new_run
 
@@ -55,7 +55,7 @@ class PlantedRunner:
         self._seconds, self._clock = seconds, clock
 
     def run(
-        self, cases: Sequence[Case], run: Run, store: Store, observer: object, *,
+        self, cases: Sequence[PlannedCase], run: Run, store: Store, observer: object, *,
         retry: bool, within_s: float | None,
     ) -> None:  # fmt: skip
         del observer
@@ -152,7 +152,7 @@ def test_an_interrupted_run_has_a_case_left(
 ) -> None:
     plain = PlantedRunner.run
 
-    def run(runner: PlantedRunner, cases: Sequence[Case], *how: Any, **more: Any) -> None:
+    def run(runner: PlantedRunner, cases: Sequence[PlannedCase], *how: Any, **more: Any) -> None:
         if "fused-optimizer" in cases[0].key:
             raise KeyboardInterrupt
         plain(runner, cases, *how, **more)

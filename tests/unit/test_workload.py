@@ -13,7 +13,7 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
-from stepscope.studies.base import Case, CaseSkipped
+from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import (
     COMPILE,
@@ -82,7 +82,7 @@ def test_the_optimizer_makes_no_other_case_of_a_step_without_one() -> None:
 def test_a_key_with_other_characters_is_refused() -> None:
     for key in ("", "a b", "a/b", "größe"):
         with pytest.raises(ValueError, match="case key"):
-            Case(study="s", key=key, config={})
+            PlannedCase(study="s", key=key, config={})
 
 
 def test_overrides_are_recorded_and_applied() -> None:

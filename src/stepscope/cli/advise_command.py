@@ -32,7 +32,7 @@ from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given, with_advice
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own import STUDY_NAME as OWN_NAME
 from stepscope.studies.own import OwnCase, OwnFlags
@@ -203,7 +203,7 @@ def _subject(record: Record) -> str:
 
 
 def _find_run(
-    options: AdviseOptions, store: Store, cases: Sequence[Case], words: Sequence[str]
+    options: AdviseOptions, store: Store, cases: Sequence[PlannedCase], words: Sequence[str]
 ) -> tuple[Run, bool]:
     """`cases` are the request. The latest run of the same is gone on with, where asked for; a new
     one is not in the store yet."""
@@ -233,7 +233,7 @@ def _advise_script(
             "record them with `torchrun -m stepscope inspect`, then `stepscope advise` the records",
         )
     script = Script(target=target, module=options.module, words=tuple(rest), warmup=options.warmup)
-    request = Case(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
+    request = PlannedCase(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
     with Store(options.store) as store:
         run, new = _find_run(options, store, [request], words)
         held = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
@@ -275,11 +275,11 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
         model=options.model, batch=(options.batch,), dtype=(options.dtype,),
         compile=(options.compile,), optimizer=(options.optimizer,),
     )  # fmt: skip
-    cases = OWN.cases(flags)
+    cases = OWN.planned(flags)
     with Store(options.store) as store, Runner(options.device, options.timeout) as runner:
         runner.refuse_impossible(cases)
         # Not the same request as that of the study, which is the first part of it.
-        request = (*cases, Case(study=TRIALS, key="trials", config={}))
+        request = (*cases, PlannedCase(study=TRIALS, key="trials", config={}))
         run, new = _find_run(options, store, request, words)
         if new:
             store.add_run(msgspec.structs.replace(run, cases=len(cases)))

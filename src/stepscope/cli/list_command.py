@@ -60,7 +60,7 @@ def _tables(options: ListOptions) -> Iterator[Table]:
         name="studies",
         title="Studies: stepscope run NAME",
         columns=(Column(title="name"), Column(title="question")),
-        rows=tuple((s.name, s.question) for s in all_studies().values() if not s.recorded_by),
+        rows=tuple((s.name, s.question) for s in all_studies().values()),
     )
     yield Table(
         name="presets",

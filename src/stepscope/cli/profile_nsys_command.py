@@ -13,7 +13,7 @@ import msgspec
 from stepscope.cli.common import Place, parse
 from stepscope.cli.messages import tell
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.workload import Mode, WorkloadFlags, workloads
 
 
@@ -79,7 +79,7 @@ def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
     return record, export, read
 
 
-def _one_case(options: NsysOptions) -> Case:
+def _one_case(options: NsysOptions) -> PlannedCase:
     found = list(workloads(options, (options.mode,)))
     if len(found) != 1:
         raise UsageError(
@@ -87,7 +87,7 @@ def _one_case(options: NsysOptions) -> Case:
         )
     (workload,) = found
     effort = {"warmup": options.warmup, "traced": options.traced}
-    return Case(
+    return PlannedCase(
         study="profile",
         key=workload.key,
         config=msgspec.to_builtins(workload) | effort,

@@ -12,7 +12,7 @@ from stepscope.cli.messages import tell
 from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.protocol import Progress
 
 
@@ -32,7 +32,7 @@ class PlainLines:
     def __init__(self, run: Run, total: int, done: int) -> None:
         self._total = total
         self._done = done
-        self._case: Case | None = None
+        self._case: PlannedCase | None = None
         self._calibrating = False
         cases = f": {counted(total, 'case')}, {done} done before" if total else ""
         tell(f"run {run.id}{cases}")
@@ -52,7 +52,7 @@ class PlainLines:
             tell("measuring this machine's ceilings, once, up to a minute")
             self._calibrating = True
 
-    def case_started(self, case: Case) -> None:
+    def case_started(self, case: PlannedCase) -> None:
         self._case = case
         # What a case showed may call for more of them.
         self._total = max(self._total, self._done + 1)
@@ -102,7 +102,7 @@ class Bar:
         self._bar.update(self._task, description=f"this machine's limits: {progress.what}")
         self._started = time.monotonic()
 
-    def case_started(self, case: Case) -> None:
+    def case_started(self, case: PlannedCase) -> None:
         self._case = f"{case.study} {case.key}"
         self._total = max(self._total, self._done + 1)
         self._bar.update(self._task, description=self._case, total=self._total)

@@ -18,10 +18,10 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
 from stepscope.records.store import Store
-from stepscope.studies.base import Case, Study
+from stepscope.studies.base import PlannedCase, Study
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranked import follow, is_follower
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import all_studies, find_study, viewables
 from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
 
 
@@ -68,7 +68,7 @@ class Share(NamedTuple):
 class Asked(NamedTuple):
     """The cases of one study, by its flags."""
 
-    study: Study[Any]
+    study: Study[Any, Any]
     flags: Any
     chosen: bool
     """Somebody gave at least one of the flags."""
@@ -82,10 +82,6 @@ class Asked(NamedTuple):
 def main(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         study = _study(words[0])
-        if study.recorded_by:
-            raise UsageError(
-                f"{study.name} has no cases to run", f"its records come from `{study.recorded_by}`"
-            )
         _refuse_model(study, words[1:])
         fields = [("cases", study.flags), ("run", StudyOptions)]
         kind = dataclasses.make_dataclass("StudyRun", fields)
@@ -121,15 +117,19 @@ def main(words: list[str]) -> int:
     return _run(options, Share(options.preset), words)
 
 
-def _study(name: str) -> Study[Any]:
+def _study(name: str) -> Study[Any, Any]:
     """Those that other commands record are refused with a word on that, and not offered."""
-    studies = all_studies()
-    if name not in studies:
-        raise unknown_name("study", name, [n for n, s in studies.items() if not s.recorded_by])
-    return studies[name]
+    if name not in all_studies():
+        if name in viewables():
+            recorded_by = viewables()[name].recorded_by
+            raise UsageError(
+                f"{name} has no cases to run", f"its records come from `{recorded_by}`"
+            )
+        raise unknown_name("study", name, all_studies())
+    return find_study(name)
 
 
-def _refuse_model(study: Study[Any], words: Sequence[str]) -> None:
+def _refuse_model(study: Study[Any, Any], words: Sequence[str]) -> None:
     if not any(word.partition("=")[0] == "--model" for word in words):
         return
     if study.no_model:
@@ -172,7 +172,7 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
     return _conclude(options, run)
 
 
-def _cases(wanted: Asked | Share, runner: Runner) -> tuple[Case, ...]:
+def _cases(wanted: Asked | Share, runner: Runner) -> tuple[PlannedCase, ...]:
     if isinstance(wanted, Asked) and runner.environment.device_kind == "cpu":
         instead = wanted.on_cpu()
         if instead is not None:
@@ -181,13 +181,13 @@ def _cases(wanted: Asked | Share, runner: Runner) -> tuple[Case, ...]:
             wanted = instead
     if isinstance(wanted, Share):
         return preset_cases(wanted.preset, runner.environment, wanted.study, runner.lacks)
-    cases = _distinct(wanted.study.cases_here(wanted.flags, runner.lacks))
+    cases = wanted.study.planned(wanted.flags, runner.lacks)
     runner.refuse_impossible(cases)
     return cases
 
 
 def _open_run(
-    options: RunOptions, cases: Sequence[Case], store: Store, words: Sequence[str]
+    options: RunOptions, cases: Sequence[PlannedCase], store: Store, words: Sequence[str]
 ) -> tuple[Run, int]:
     """The run to work on, and how many of its cases are done."""
     if options.resume:
@@ -225,8 +225,3 @@ def _conclude(options: RunOptions, run: Run) -> int:
     if options.json:
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0
-
-
-def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """A case that is asked for twice is measured once."""
-    return tuple({case.key: case for case in cases}.values())

@@ -11,10 +11,11 @@ from stepscope.cli.progress import make_observer
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
+from stepscope.studies.advice import STUDY as TRIALS
 from stepscope.studies.advice import Trial
 from stepscope.studies.advice.history import add_to_history
 from stepscope.studies.advice.view import NO_GAIN, Tried
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import OUT_OF_TIME, Observer, Runner
 
@@ -150,7 +151,7 @@ class Verification:
 
     def _try(self, advice: tuple[Advice, ...]) -> Tried:
         trial = self._trial(advice)
-        case = trial.case()
+        case = TRIALS.plan(trial)
         finished = self._store.finished(self._run.id)
         done = (case.study, case.key) in finished and not self._cut_off(case)
         if not done:
@@ -169,7 +170,7 @@ class Verification:
             add_to_history([found] if found is not None and not tried.is_vague else [])
         return tried
 
-    def _cut_off(self, case: Case) -> bool:
+    def _cut_off(self, case: PlannedCase) -> bool:
         """Whether an earlier command had no time left for it."""
         return OUT_OF_TIME in self._record(case.study, case.key).reason
 

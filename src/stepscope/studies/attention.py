@@ -23,7 +23,7 @@ from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table
 from stepscope.studies.attention_findings import attention_findings
 from stepscope.studies.attention_memory import peak_table
 from stepscope.studies.attention_workload import AttentionMode, AttentionWorkload
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.published_view import Mine, published_tables
 
 
@@ -56,7 +56,7 @@ class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Attention(Study[AttentionFlags]):
+class Attention(Study[AttentionFlags, Any]):
     name = "attention"
     title = "Attention, written out"
     question = (
@@ -70,7 +70,7 @@ class Attention(Study[AttentionFlags]):
     flags = AttentionFlags
     no_model = "it measures attention alone"
 
-    def cases(self, flags: AttentionFlags) -> tuple[Case, ...]:
+    def cases(self, flags: AttentionFlags) -> tuple[PlannedCase, ...]:
         modes: tuple[AttentionMode, ...] = ("forward", "backward")
         return tuple(
             self._case(
@@ -91,9 +91,9 @@ class Attention(Study[AttentionFlags]):
             )
         )
 
-    def _case(self, workload: AttentionWorkload, flags: AttentionFlags) -> Case:
+    def _case(self, workload: AttentionWorkload, flags: AttentionFlags) -> PlannedCase:
         effort = {"warmup": flags.warmup, "steps": flags.steps}
-        return Case(
+        return PlannedCase(
             study=self.name,
             key=workload.key,
             config=msgspec.to_builtins(workload) | effort,

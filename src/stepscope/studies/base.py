@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import check_config
 from stepscope.records.names import require_case
 from stepscope.records.schema import Environment, Part, Quantity, Reading, Record, Series
@@ -17,14 +18,37 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
 
-class Case(Part, frozen=True):
-    """One cell of a study, ready to be sent to a worker."""
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell of a study. A study with several kinds of cases has a tagged union of subclasses.
+
+    Its fields are the `config` of its record: a field keeps its name and meaning, and one that is
+    added has a default, so that older records still decode.
+    """
+
+    @property
+    def key(self) -> str:
+        """Readable identity within the study; equal cases of two runs compare."""
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the machine must have: a dtype, `compiler`, …"""
+        return ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As its record keeps it."""
+        config: dict[str, Any] = msgspec.to_builtins(self)
+        return config
+
+
+class PlannedCase(Part, frozen=True):
+    """A case of a study, ready to be sent to a worker."""
 
     study: str
     key: str
     config: dict[str, Any]
     needs: tuple[str, ...] = ()
-    """What the machine must have: a number format, `compiler`, …"""
 
     def __post_init__(self) -> None:
         require_case("case key", self.key)
@@ -33,7 +57,7 @@ class Case(Part, frozen=True):
 
 
 class Measurement(Part, frozen=True):
-    """What measuring a case gave. The first series is what the case is about."""
+    """The result of measuring a case. The first series is what the case is about."""
 
     series: tuple[Series, ...] = ()
     quantities: tuple[Quantity, ...] = ()
@@ -44,7 +68,7 @@ class Measurement(Part, frozen=True):
 
 
 class CaseSkipped(Exception):  # noqa: N818
-    """Raised by `measure` for a case that cannot be meant on this machine, with the reason."""
+    """Raised by `measure` for a case that this machine cannot run, with the reason."""
 
 
 class Bench(Protocol):
@@ -56,63 +80,119 @@ class Bench(Protocol):
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-Flags = TypeVar("Flags", bound=msgspec.Struct)
-
-
-class Study(ABC, Generic[Flags]):
-    """A study file holds one subclass of this and its instance, `STUDY`; that registers it."""
+class Viewable(ABC):
+    """Records of one name that can be shown. Its module holds the instance `STUDY`."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     question: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]] = ()
-    fresh_process: ClassVar[bool] = False
-    """Every case starts in a process that has done nothing before."""
-    goes_on: ClassVar[bool] = False
-    """A case that cannot be meant on a machine is a row with the reason, however it was asked for,
-    as long as another can."""
-    on_cpu: ClassVar[str] = ""
-    """A preset whose cases stand for the defaults on a CPU, where those would take hours."""
-    no_model: ClassVar[str] = ""
-    """Why it cannot take a model of one's own, where it has no flag for one."""
     recorded_by: ClassVar[str] = ""
     """The command that makes its records, where that is not `stepscope run`."""
 
-    flags: type[Flags]
-    """The sweep as the command line takes it; its defaults are the study's."""
+    @abstractmethod
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        """Findings, figures and tables from records of this name. Pure."""
+
+    def headline(self, records: Sequence[Record]) -> Table | None:  # noqa: ARG002
+        """The one table that a person wants first, if there is one."""
+        return None
+
+
+C = TypeVar("C")
+Flags = TypeVar("Flags", bound=msgspec.Struct)
+
+
+class Result(NamedTuple, Generic[C]):
+    """A record with its case decoded: what rows of a table and findings are made from."""
+
+    record: Record
+    case: C
+
+
+K = TypeVar("K", bound=Case)
+
+
+def results_of(results: Sequence[Result[Any]], kind: type[K]) -> list[Result[K]]:
+    """Those whose case is of one kind of a study's union."""
+    return [result for result in results if isinstance(result.case, kind)]
+
+
+class Measurable(Viewable, Generic[C]):
+    """Cases that a worker can measure, and a view of their records."""
+
+    fresh_process: ClassVar[bool] = False
+    """Every case starts in a process that has done nothing before."""
+    goes_on: ClassVar[bool] = False
+    """A case that a machine cannot run is a row with the reason, however it was asked for, as long
+    as it can run another."""
+
+    case: Any = None
+    """The struct of its cases, or a union of tagged ones."""
+
+    def plan(self, case: C) -> PlannedCase:
+        if isinstance(case, PlannedCase):
+            return case
+        assert isinstance(case, Case)
+        return PlannedCase(study=self.name, key=case.key, config=case.config, needs=case.needs)
+
+    def decode(self, config: Mapping[str, Any]) -> C:
+        """A case from the `config` of its record or of a message."""
+        if self.case is None:
+            return config  # type: ignore[return-value]
+        try:
+            case: C = msgspec.convert(config, self.case)
+        except msgspec.ValidationError as error:
+            raise StepscopeError(
+                f"not a case of {self.name}: {in_one_line(error)}",
+                "was it made by another version of Stepscope?",
+            ) from error
+        return case
+
+    def results(self, records: Sequence[Record]) -> list[Result[C]]:
+        return [Result(record, self.decode(record.config)) for record in records]
 
     @abstractmethod
-    def cases(self, flags: Flags) -> tuple[Case, ...]:
-        """Every cell of the sweep, cheapest first."""
-
-    def cases_here(
-        self,
-        flags: Flags,
-        lacks: Collection[str],  # noqa: ARG002
-    ) -> tuple[Case, ...]:
-        """The same for a machine that lacks what is named there."""
-        return self.cases(flags)
-
-    @abstractmethod
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+    def measure(self, case: C, bench: Bench) -> Measurement:
         """Measure one case. Runs in a worker; imports torch inside."""
 
     def post_mortem(
         self,
-        config: dict[str, Any],  # noqa: ARG002
+        case: C,  # noqa: ARG002
         bench: Bench,  # noqa: ARG002
         said: str,  # noqa: ARG002
     ) -> dict[str, Any]:
         """Attachments of a case that ran out of memory; `said` is the error's text."""
         return {}
 
-    @abstractmethod
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        """Findings, figures and tables from records of this study. Pure."""
 
-    def headline(self, records: Sequence[Record]) -> Table | None:  # noqa: ARG002
-        """The one table that a person wants first, if this study has it."""
-        return None
+class Study(Measurable[C], Generic[Flags, C]):
+    """A sweep of cases that `stepscope run` measures."""
+
+    examples: ClassVar[tuple[str, ...]] = ()
+    on_cpu: ClassVar[str] = ""
+    """A preset whose cases stand for the defaults on a CPU, where those would take hours."""
+    no_model: ClassVar[str] = ""
+    """Why it cannot take a model of one's own, where it has no flag for one."""
+
+    flags: type[Flags]
+    """The sweep as the command line takes it; its defaults are the study's."""
+
+    @abstractmethod
+    def cases(self, flags: Flags) -> tuple[C, ...]:
+        """Every cell of the sweep, cheapest first."""
+
+    def cases_here(
+        self,
+        flags: Flags,
+        lacks: Collection[str],  # noqa: ARG002
+    ) -> tuple[C, ...]:
+        """The same for a machine that lacks what is named there."""
+        return self.cases(flags)
+
+    def planned(self, flags: Flags, lacks: Collection[str] = ()) -> tuple[PlannedCase, ...]:
+        """The cases for that machine, each once."""
+        planned = (self.plan(case) for case in self.cases_here(flags, lacks))
+        return tuple({case.key: case for case in planned}.values())
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:  # noqa: ARG002
         """This study's share of each preset on that machine."""

@@ -11,7 +11,7 @@ import warnings
 
 from stepscope.errors import StepscopeError
 from stepscope.studies.ranked import crew
-from stepscope.studies.registry import find_study
+from stepscope.studies.registry import find_measurable
 
 
 class Seat:
@@ -32,7 +32,8 @@ def main() -> None:
         seat = Seat(task["device"])
         seat.device.release()
         try:
-            find_study(task["study"]).measure(task["config"], seat)
+            study = find_measurable(task["study"])
+            study.measure(study.decode(task["config"]), seat)
         except StepscopeError:
             # Rank 0 has the same error in the case's record.
             continue

@@ -14,7 +14,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.records.stats import ratio_interval
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import bytes_, number, percent
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.sharding import STUDY as SHARDING
 from stepscope.studies.sharding import ShardingFlags, measure_on_ranks
 from stepscope.studies.sharding.memory_view import (
@@ -32,16 +32,16 @@ CLOSE = 0.05
 """How far from an equal share the memory may be: small parameters are on every rank."""
 
 
-class FullySharded(Study[ShardingFlags]):
+class FullySharded(Study[ShardingFlags, Any]):
     name = "fsdp"
     title = "Fully sharded data parallelism"
     question = "What does sharding parameters, gradients and state save, and what does it cost?"
     examples = ("stepscope run fsdp --size small --ranks 2",)
     flags = ShardingFlags
 
-    def cases(self, flags: ShardingFlags) -> tuple[Case, ...]:
+    def cases(self, flags: ShardingFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(study=self.name, key=case.key, config=case.config)
+            PlannedCase(study=self.name, key=case.key, config=case.config)
             for case in SHARDING.cases(flags)
         )
 

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 
 from stepscope.studies.descendants import marked, new_mark
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import viewables
 
 WORKER = "STEPSCOPE_WORKER"
 """The variable with the mark of a worker's processes."""
@@ -125,7 +125,7 @@ def main(device: str, line: socket.socket) -> None:
 def _load() -> None:
     for name in _LOADED:
         importlib.import_module(name)
-    all_studies()
+    viewables()
     # Collections in a worker need not look at any of this, and do not copy its pages.
     gc.collect()
     gc.freeze()

@@ -13,7 +13,7 @@ from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
-from stepscope.studies.registry import all_studies
+from stepscope.studies.registry import viewables
 
 _SHOWN = {
     "device_name": "device",
@@ -68,7 +68,7 @@ def _what(records: Sequence[Record]) -> str:
 
 
 def study_sections(records: Sequence[Record]) -> Iterator[Section]:
-    for study in all_studies().values():
+    for study in viewables().values():
         own = [plausible(record) for record in records if record.study == study.name]
         if not own:
             continue
@@ -106,7 +106,7 @@ def _subtitle(records: Sequence[Record]) -> str:
 
 def headline(records: Sequence[Record]) -> Table | None:
     """The one table that a person wants first, where a study has it."""
-    for study in all_studies().values():
+    for study in viewables().values():
         own = [plausible(record) for record in records if record.study == study.name]
         with explained(study.name):
             table = study.headline(own)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from stepscope.errors import unknown_name
 from stepscope.records.schema import Environment
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.registry import all_studies, find_study
 
 PRESETS = {
@@ -25,13 +25,13 @@ def require_preset(name: str) -> None:
 
 def preset_cases(
     name: str, environment: Environment, only: str | None = None, lacks: Collection[str] = ()
-) -> tuple[Case, ...]:  # fmt: skip
+) -> tuple[PlannedCase, ...]:  # fmt: skip
     """The cases of a preset on that machine, which lacks those, of all studies or of one."""
     require_preset(name)
-    cases: dict[tuple[str, str], Case] = {}
+    cases: dict[tuple[str, str], PlannedCase] = {}
     chosen = all_studies().values() if only is None else (find_study(only),)
     for study in chosen:
         for flags in study.presets(environment).get(name, ()):
-            for case in study.cases_here(flags, lacks):
+            for case in study.planned(flags, lacks):
                 cases.setdefault((case.study, case.key), case)
     return tuple(cases.values())

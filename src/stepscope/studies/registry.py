@@ -17,7 +17,7 @@ from typing import Any
 
 from stepscope import studies
 from stepscope.errors import UsageError, unknown_name
-from stepscope.studies.base import Study
+from stepscope.studies.base import Measurable, Study, Viewable
 
 # The order in which a reader wants them; a study that is not named here comes after.
 _ORDER = (
@@ -45,7 +45,8 @@ _ORDER = (
 
 
 @cache
-def all_studies() -> dict[str, Study[Any]]:
+def viewables() -> dict[str, Viewable]:
+    """Everything whose records can be shown, in the order of a page."""
     found = {}
     for module in pkgutil.iter_modules(studies.__path__):
         study = getattr(importlib.import_module(f"{studies.__name__}.{module.name}"), "STUDY", None)
@@ -60,7 +61,7 @@ def all_studies() -> dict[str, Study[Any]]:
     return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
 
 
-def _study_of_user(module: str) -> Study[Any]:
+def _study_of_user(module: str) -> Study[Any, Any]:
     try:
         held = getattr(importlib.import_module(module), "STUDY", None)
     except ImportError as error:
@@ -73,7 +74,20 @@ def _study_of_user(module: str) -> Study[Any]:
     return held
 
 
-def find_study(name: str) -> Study[Any]:
+def all_studies() -> dict[str, Study[Any, Any]]:
+    """Those with cases that `stepscope run` measures."""
+    return {name: one for name, one in viewables().items() if isinstance(one, Study)}
+
+
+def find_study(name: str) -> Study[Any, Any]:
     if name not in all_studies():
         raise unknown_name("study", name, all_studies())
     return all_studies()[name]
+
+
+def find_measurable(name: str) -> Measurable[Any]:
+    """Of a case that a worker is sent."""
+    one = viewables().get(name)
+    if not isinstance(one, Measurable):
+        raise unknown_name("study", name, viewables())
+    return one

@@ -20,12 +20,12 @@ from stepscope.analysis.lints import lint_record
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling, Environment, Record, Run
 from stepscope.records.store import Store
-from stepscope.studies.base import Case, Measurement
+from stepscope.studies.base import Measurement, PlannedCase
 from stepscope.studies.nursery import Nursery, can_fork
 from stepscope.studies.process import WorkerProcess
 from stepscope.studies.protocol import Failed, Measured, Progress
 from stepscope.studies.ranked import torchrun_size
-from stepscope.studies.registry import find_study
+from stepscope.studies.registry import find_measurable
 
 REPEATABLE = ("error", "timeout")
 """Statuses that a second attempt may change."""
@@ -40,7 +40,7 @@ class Calibrated(Protocol):
 class Observer(Calibrated, Protocol):
     """Who wants to know how the run goes on."""
 
-    def case_started(self, case: Case) -> None: ...
+    def case_started(self, case: PlannedCase) -> None: ...
 
     def case_progress(self, progress: Progress) -> None: ...
 
@@ -51,7 +51,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def new_run(cases: Sequence[Case], command: str) -> Run:
+def new_run(cases: Sequence[PlannedCase], command: str) -> Run:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return Run(
         id=f"{stamp}-{secrets.token_hex(2)}",
@@ -62,7 +62,7 @@ def new_run(cases: Sequence[Case], command: str) -> Run:
     )
 
 
-def plan_digest(cases: Sequence[Case]) -> str:
+def plan_digest(cases: Sequence[PlannedCase]) -> str:
     """The same request has the same digest, so that a run can be found again."""
     named = [(case.study, case.key, case.config) for case in cases]
     return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
@@ -110,7 +110,7 @@ class Runner:
     def lacks(self) -> dict[str, str]:
         return self._worker.lacks
 
-    def refuse_impossible(self, cases: Sequence[Case]) -> None:
+    def refuse_impossible(self, cases: Sequence[PlannedCase]) -> None:
         """For cases that someone asked for by name: what cannot be meant here is an error."""
         missing = {
             case.key: f"{case.study} {case.key}: {self.lacks[need]}"
@@ -120,11 +120,11 @@ class Runner:
         }
         some_can = len(missing) < len(cases)
         for case in cases:
-            if case.key in missing and not (some_can and find_study(case.study).goes_on):
+            if case.key in missing and not (some_can and find_measurable(case.study).goes_on):
                 raise UsageError(missing[case.key])
         self._check_models(cases)
 
-    def _check_models(self, cases: Sequence[Case]) -> None:
+    def _check_models(self, cases: Sequence[PlannedCase]) -> None:
         """Before the ceilings are measured, which takes up to a minute."""
         names = {str(c.config.get("model") or c.config.get("own") or "") for c in cases} - {""}
         for name in sorted(names):
@@ -138,7 +138,7 @@ class Runner:
 
     def run(
         self,
-        cases: Sequence[Case],
+        cases: Sequence[PlannedCase],
         run: Run,
         store: Store,
         observer: Observer,
@@ -167,7 +167,7 @@ class Runner:
 
     def _record(
         self,
-        case: Case,
+        case: PlannedCase,
         run: Run,
         attempt: int,
         ceilings: tuple[Ceiling, ...],
@@ -176,7 +176,7 @@ class Runner:
     ) -> Record:
         missing = next((need for need in case.needs if need in self.lacks), None)
         if missing is None and (
-            self._lost or (self._used and find_study(case.study).fresh_process)
+            self._lost or (self._used and find_measurable(case.study).fresh_process)
         ):
             self._replace_worker()
         environment, started, clock = self.environment, now(), time.monotonic()

@@ -20,7 +20,7 @@ from stepscope.records.schema import Environment, Record, Series
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import duration, number, percent
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_each
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
@@ -41,7 +41,7 @@ class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
         check_each("warmup", self.warmup, lambda steps: steps >= 0, meant)
 
 
-class Warmup(Study[WarmupFlags]):
+class Warmup(Study[WarmupFlags, Any]):
     name = "warmup"
     title = "Warm-up"
     question = "What do the first steps cost, and how many of them must a measurement leave out?"
@@ -52,9 +52,9 @@ class Warmup(Study[WarmupFlags]):
     fresh_process = True
     flags = WarmupFlags
 
-    def cases(self, flags: WarmupFlags) -> tuple[Case, ...]:
+    def cases(self, flags: WarmupFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=f"{workload.key}_w{warmup}",
                 config=msgspec.to_builtins(workload) | {"warmup": warmup, "steps": flags.steps},

@@ -34,7 +34,7 @@ from stepscope.studies.protocol import (
     Request,
 )
 from stepscope.studies.ranked import crew
-from stepscope.studies.registry import find_study
+from stepscope.studies.registry import find_measurable
 
 _PROGRESS_EVERY_S = 0.25
 _ALLOCATION_MESSAGES = (
@@ -92,7 +92,8 @@ class Worker:
 
     def _with_post_mortem(self, failed: Failed, request: MeasureCase, said: str) -> Failed:
         try:
-            attachments = find_study(request.study).post_mortem(request.config, self, said)
+            study = find_measurable(request.study)
+            attachments = study.post_mortem(study.decode(request.config), self, said)
         except Exception:
             # What is known of the failure is worth more than why it happened.
             traceback.print_exc()
@@ -102,7 +103,8 @@ class Worker:
     def _measure(self, request: MeasureCase) -> Measurement:
         self.device.release()
         _forget_compiled()
-        return find_study(request.study).measure(request.config, self)
+        study = find_measurable(request.study)
+        return study.measure(study.decode(request.config), self)
 
 
 def _check_model(name: str) -> Reply:

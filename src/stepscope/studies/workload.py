@@ -17,7 +17,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.memory import ALL, check_forms, kept
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 from stepscope.studies.model_names import check_name
 from stepscope.studies.workload_flags import (
     COMPILE,
@@ -230,10 +230,10 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
 
 def step_cases(
     study: str, flags: WorkloadFlags, modes: tuple[Mode, ...], effort: dict[str, Any]
-) -> tuple[Case, ...]:
+) -> tuple[PlannedCase, ...]:
     """A case for every workload; `effort` is what of its config is not the step's."""
     return tuple(
-        Case(
+        PlannedCase(
             study=study,
             key=workload.key,
             config=msgspec.to_builtins(workload) | effort,

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.floats import FORMATS, align, format_of
+from stepscope.analysis.floats import FORMATS, Format, align, format_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import count, number, percent
-from stepscope.studies.accumulation import OVERFLOWED
+from stepscope.report.tables import Declared, col, failed_table, table
+from stepscope.studies.accumulation.cases import (
+    OVERFLOWED,
+    AccumulationCase,
+    DotCase,
+    SquareCase,
+    SumCase,
+)
+from stepscope.studies.base import Result, results_of
 
 _COURSE = 1000
 
 
-def accumulation_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    done = [record for record in records if record.status == "ok"]
-    sums, dots, squares = (
-        [record for record in done if record.config["part"] == part]
-        for part in ("sum", "dot", "square")
-    )
-    lost = [record for record in records if record.status != "ok"]
+Sum = Result[SumCase]
+Dot = Result[DotCase]
+Square = Result[SquareCase]
+
+
+def accumulation_blocks(
+    records: Sequence[Record], results: Sequence[Result[AccumulationCase]]
+) -> tuple[Block, ...]:
+    done = [result for result in results if result.record.status == "ok"]
+    sums, dots = results_of(done, SumCase), results_of(done, DotCase)
+    squares = results_of(done, SquareCase)
     blocks: list[Block] = [*_sum_findings(sums), *_dot_findings(dots), *_square_findings(squares)]
     if sums:
         blocks += [_sum_table(sums), _drift_figure(sums)]
@@ -30,19 +42,17 @@ def accumulation_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         blocks.append(_square_table(squares))
     if done:
         blocks += [_formats_table(), _alignment_table()]
-    if lost:
-        blocks.append(_lost_table(lost))
-    return tuple(blocks)
+    return (*blocks, *failed_table("accumulation", records))
 
 
-def _name(record: Record) -> str:
-    terms, _, converted = record.config["terms"].partition("-")
+def _name(case: SumCase) -> str:
+    terms, _, converted = case.terms.partition("-")
     how = ", converted first," if converted else ""
-    return f"{terms} terms{how} in a {record.config['accumulator']} accumulator"
+    return f"{terms} terms{how} in a {case.accumulator} accumulator"
 
 
-def _held(record: Record, name: str) -> float:
-    return record.quantity(name) or 0.0
+def _value(result: Sum, name: str) -> float:
+    return result.record.quantity(name) or 0.0
 
 
 def _paired(record: Record, first: Series, second: Series) -> list[tuple[float, float]]:
@@ -55,67 +65,93 @@ def _paired(record: Record, first: Series, second: Series) -> list[tuple[float, 
     return list(zip(first.values, second.values, strict=True))
 
 
-def _sum_findings(sums: Sequence[Record]) -> Iterator[Finding]:
+def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
     if not sums:
         return
-    term = sums[0].config["term"]
-    exact = _COURSE * term
-    listed = "; ".join(f"{_name(r)} {_held(r, 'sum_1000'):.4f}" for r in sums)
-    yield Finding(text=f"{count(_COURSE)} additions of {term:g} should give {exact:g}: {listed}.")
-    rounded = [r for r in sums if r.config["accumulator"] == "float32"]
-    narrow = [r for r in rounded if not r.config["terms"].startswith("float32")]
-    if narrow:
-        terms, held = narrow[0].config["terms"], _held(narrow[0], "term_held")
+    term = sums[0].case.term
+    after = {_name(result.case): _value(result, "sum_1000") for result in sums}
+    listed = "; ".join(f"{name} {total:.4f}" for name, total in after.items())
+    yield Finding(
+        code="accumulation.sums",
+        values={"exact": _COURSE * term, **after},
+        records=tuple(result.record.id for result in sums),
+        text=f"{count(_COURSE)} additions of {term:g} should give {_COURSE * term:g}: {listed}.",
+    )
+    narrow = [
+        result
+        for result in sums
+        if result.case.accumulator == "float32" and not result.case.terms.startswith("float32")
+    ]
+    for result in narrow[:1]:
+        terms, rounded = result.case.terms, _value(result, "term_held")
         yield Finding(
+            code="accumulation.rounded-term",
+            values={"terms": terms, "term": rounded, "off": rounded / term - 1},
+            records=(result.record.id,),
             text=f"A float32 accumulator adds {terms} terms almost exactly; what is left is the"
-            f" rounding of the term itself, which {terms} holds as {number(held, 7)}"
-            f" ({percent(held / term - 1)} off). Converting it before the addition changes nothing:"
-            " the addition does that."
+            f" rounding of the term itself, which {terms} holds as {number(rounded, 7)}"
+            f" ({percent(rounded / term - 1)} off). Converting it before the addition changes"
+            " nothing: the addition does that.",
         )
-    for record in sums:
-        moved, planned = _held(record, "last_moved"), record.config["count"]
-        form = format_of(record.config["accumulator"])
-        total, term = _held(record, "sum"), _held(record, "term_held")
-        if moved < planned and min(form.nearest(total), form.nearest(term)) > 0:
-            gap = align(total, term, form).gap
-            yield Finding(
-                text=f"{_name(record)[:1].upper()}{_name(record)[1:]}: the sum stops at {total:g}"
-                f" after {count(moved)} additions and stays there for the other"
-                f" {count(planned - moved)}. The exponents of sum and term are {gap} apart and the"
-                f" format has {form.mantissa_bits} digits behind the point: neighbours are"
-                f" {form.step_at(total):g} apart there, and what is below half of that is rounded"
-                " away.",
-                tone="warn",
-            )
+    for result in sums:
+        yield from _stalled(result)
 
 
-def _dot_findings(dots: Sequence[Record]) -> Iterator[Finding]:
-    for record in dots:
+def _stalled(result: Sum) -> Iterator[Finding]:
+    """A sum that no longer changes."""
+    moved, planned = _value(result, "last_moved"), result.case.count
+    form = format_of(result.case.accumulator)
+    total, term = _value(result, "sum"), _value(result, "term_held")
+    if moved >= planned or min(form.nearest(total), form.nearest(term)) <= 0:
+        return
+    gap = align(total, term, form).gap
+    name = _name(result.case)
+    yield Finding(
+        code="accumulation.stalled",
+        values={"accumulator": form.name, "sum": total, "additions": moved, "gap": gap},
+        records=(result.record.id,),
+        text=f"{name[:1].upper()}{name[1:]}: the sum stops at {total:g}"
+        f" after {count(moved)} additions and stays there for the other"
+        f" {count(planned - moved)}. The exponents of sum and term are {gap} apart and the"
+        f" format has {form.mantissa_bits} digits behind the point: neighbours are"
+        f" {form.step_at(total):g} apart there, and what is below half of that is rounded away.",
+        tone="warn",
+    )
+
+
+def _dot_findings(dots: Sequence[Dot]) -> Iterator[Finding]:
+    for record, case in dots:
         device, by_hand = record.find("device"), record.find("in_format")
         if device is None or by_hand is None or not device.values:
             continue
-        longest, form = max(record.config["length"]), format_of(record.config["format"])
+        form = format_of(case.format)
         error, own = device.values[-1], by_hand.values[-1]
-        half_step = form.epsilon / 2
-        if form.storage_bits == 16:
-            wide = error <= 2 * half_step < own
-            verdict = f"it adds in {'a wider format and rounds once' if wide else 'the format'}"
-        elif form.mantissa_bits < FORMATS["float32"].mantissa_bits:
-            verdict = "the inputs are rounded, which averages out, and the sum is kept in float32"
-        elif error < own / 2:
-            verdict = "many short sums lose less than one long one"
-        else:
-            verdict = "it loses as much as one long sum"
         yield Finding(
-            text=f"A {record.config['format']} product over {count(longest)} terms on this device"
-            f" is off by {percent(error)} at most, added in {record.config['format']} itself by"
-            f" {percent(own)}; one rounding is {percent(half_step)}: {verdict}."
+            code="accumulation.dot",
+            values={"format": case.format, "length": max(case.length), "error": error, "own": own},
+            records=(record.id,),
+            text=f"A {case.format} product over {count(max(case.length))} terms on this device"
+            f" is off by {percent(error)} at most, added in {case.format} itself by"
+            f" {percent(own)}; one rounding is {percent(form.epsilon / 2)}:"
+            f" {_adds_in(form, error, own)}.",
         )
 
 
-def _square_findings(squares: Sequence[Record]) -> Iterator[Finding]:
-    for record in squares:
-        form = format_of(record.config["format"])
+def _adds_in(form: Format, error: float, own: float) -> str:
+    """What the errors say of the dtype in which the device adds."""
+    if form.storage_bits == 16:
+        wide = error <= form.epsilon < own
+        return f"it adds in {'a wider format and rounds once' if wide else 'the format'}"
+    if form.mantissa_bits < FORMATS["float32"].mantissa_bits:
+        return "the inputs are rounded, which averages out, and the sum is kept in float32"
+    if error < own / 2:
+        return "many short sums lose less than one long one"
+    return "it loses as much as one long sum"
+
+
+def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
+    for record, case in squares:
+        form = format_of(case.format)
         value, square = record.find("value"), record.find("square")
         naive, exact = record.quantity("variance"), record.quantity("variance_exact")
         if value is None or square is None:
@@ -134,58 +170,65 @@ def _square_findings(squares: Sequence[Record]) -> Iterator[Finding]:
             text += f" (tried: {', '.join(tried)})"
         if naive is not None and exact:
             text += (
-                f"{';' if lost or burst else ':'} the variance of numbers around 100 comes out as"
+                f"{';' if tried else ':'} the variance of numbers around 100 comes out as"
                 f" {number(naive)} where it is {number(exact)}, if the squares are averaged in this"
                 " format. That is why a norm's reductions need float32"
                 if abs(naive / exact - 1) > 0.05
                 else f"; a variance of {number(exact)} around 100 comes out as {number(naive)}"
             )
-        yield Finding(text=text + ".")
+        yield Finding(
+            code="accumulation.squares",
+            values={"format": form.name, "vanish": least, "overflow": most, "variance": naive},
+            records=(record.id,),
+            text=text + ".",
+        )
 
 
-def _sum_table(sums: Sequence[Record]) -> Table:
-    def row(record: Record) -> tuple[Cell, ...]:
-        exact = record.config["count"] * record.config["term"]
-        total = _held(record, "sum")
-        form = format_of(record.config["accumulator"])
-        early = f"{_held(record, 'sum_1000'):.4f}"
-        return (
-            record.config["terms"], record.config["accumulator"], early,
-            record.config["count"], total, total / exact - 1, int(_held(record, "last_moved")),
-            form.stalls_at(_held(record, "term_held") or record.config["term"]),
-        )  # fmt: skip
-
-    return Table(
-        name="accumulation-sums",
-        title="The same number added again and again",
-        columns=(
-            Column(title="terms"),
-            Column(title="accumulator"),
-            Column(title="after 1000"),
-            Column(title="additions", kind="count"),
-            Column(title="sum", kind="number"),
-            Column(title="off", kind="percent", hint="from the exact sum"),
-            Column(title="last moved at", kind="count", hint="the addition that changed it last"),
-            Column(
-                title="must stop at", kind="number",
+def _sum_table(sums: Sequence[Sum]) -> Table:
+    return table(
+        "accumulation-sums",
+        "The same number added again and again",
+        sums,
+        [
+            col("terms", lambda r: r.case.terms),
+            col("accumulator", lambda r: r.case.accumulator),
+            col("after 1000", lambda r: f"{_value(r, 'sum_1000'):.4f}"),
+            col("additions", lambda r: r.case.count, "count"),
+            col("sum", lambda r: _value(r, "sum"), "number"),
+            col(
+                "off",
+                lambda r: _value(r, "sum") / (r.case.count * r.case.term) - 1,
+                "percent",
+                hint="from the exact sum",
+            ),
+            col(
+                "last moved at",
+                lambda r: int(_value(r, "last_moved")),
+                "count",
+                hint="the addition that changed it last",
+            ),
+            col(
+                "must stop at",
+                lambda r: format_of(r.case.accumulator).stalls_at(
+                    _value(r, "term_held") or r.case.term
+                ),
+                "number",
                 hint="where half a step of the accumulator reaches the term",
             ),
-        ),
-        rows=tuple(row(record) for record in sums),
-    )  # fmt: skip
+        ],
+    )
 
 
-def _drift_figure(sums: Sequence[Record]) -> Figure:
+def _drift_figure(sums: Sequence[Sum]) -> Figure:
     curves = []
-    for record in sums:
+    for record, case in sums:
         partial, at = record.find("partial"), record.find("at")
         if partial is not None and at is not None:
-            term = record.config["term"]
             curves.append(
                 Curve(
-                    label=f"{record.config['terms']} in {record.config['accumulator']}",
+                    label=f"{case.terms} in {case.accumulator}",
                     x=at.values,
-                    y=tuple(s / (n * term) for s, n in _paired(record, partial, at)),
+                    y=tuple(s / (n * case.term) for s, n in _paired(record, partial, at)),
                 )
             )
     return Figure(
@@ -199,10 +242,10 @@ def _drift_figure(sums: Sequence[Record]) -> Figure:
     )
 
 
-def _dot_figure(dots: Sequence[Record]) -> Figure:
+def _dot_figure(dots: Sequence[Dot]) -> Figure:
     curves = []
-    for record in dots:
-        lengths = tuple(float(n) for n in record.config["length"])
+    for record, case in dots:
+        lengths = tuple(map(float, case.length))
         for name, words in (("device", "on the device"), ("in_format", "added in the format")):
             series = record.find(name)
             if series is not None:
@@ -214,7 +257,7 @@ def _dot_figure(dots: Sequence[Record]) -> Figure:
                     )
                 # A logarithmic axis has no zero.
                 y = tuple(max(value, 1e-9) for value in series.values)
-                curves.append(Curve(label=f"{record.config['format']} {words}", x=lengths, y=y))
+                curves.append(Curve(label=f"{case.format} {words}", x=lengths, y=y))
     return Figure(
         name="accumulation-dot",
         title="Error of a dot product against its length",
@@ -227,55 +270,48 @@ def _dot_figure(dots: Sequence[Record]) -> Figure:
     )
 
 
-def _square_table(squares: Sequence[Record]) -> Table:
-    value = squares[0].find("value")
-    values = value.values if value is not None else ()
-    found = {r.config["format"]: r.find("square") for r in squares}
+def _square_table(squares: Sequence[Square]) -> Table:
+    value = squares[0].record.find("value")
+    squared = {case.format: record.find("square") for record, case in squares}
 
-    def cell(form: str, place: int) -> Cell:
-        series = found[form]
-        square = series.values[place] if series is not None else None
-        return "overflow" if square == OVERFLOWED else square
+    def column(dtype: str, series: Series | None) -> Declared:
+        def cell(row: tuple[int, float]) -> Cell:
+            value = series.values[row[0]] if series is not None else None
+            return "overflow" if value == OVERFLOWED else value
 
-    return Table(
-        name="accumulation-squares",
-        title="Squares near the ends of the range",
-        columns=(
-            Column(title="x"),
-            *(Column(title=f"x² in {form}", kind="number") for form in found),
-        ),
-        rows=tuple(
-            (f"{x:g}", *(cell(form, place) for form in found)) for place, x in enumerate(values)
-        ),
+        return col(f"x² in {dtype}", cell, "number")
+
+    return table(
+        "accumulation-squares",
+        "Squares near the ends of the range",
+        enumerate(value.values if value is not None else ()),
+        [
+            col("x", lambda row: f"{row[1]:g}"),
+            *(column(dtype, series) for dtype, series in squared.items()),
+        ],
         caption="Gradients and deviations are squared in norms, variances and AdamW.",
     )
 
 
 def _formats_table() -> Table:
-    return Table(
-        name="accumulation-formats",
-        title="The number formats",
-        columns=(
-            Column(title="format"),
-            Column(title="exponent", kind="count", unit="bits"),
-            Column(title="mantissa", kind="count", unit="bits"),
-            Column(title="stored", kind="count", unit="bits"),
-            Column(title="largest", kind="number"),
-            Column(title="smallest normal", kind="number"),
-            Column(title="smallest", kind="number"),
-            Column(title="step near 1", kind="number"),
-            Column(title="step near 1000", kind="number"),
-        ),
-        rows=tuple(
-            (
-                f.name, f.exponent_bits, f.mantissa_bits, f.storage_bits, f.largest,
-                f.smallest_normal, f.smallest, f.epsilon, f.step_at(1000.0),
-            )
-            for f in FORMATS.values()
-        ),
+    return table(
+        "accumulation-formats",
+        "The number formats",
+        FORMATS.values(),
+        [
+            col("format", lambda f: f.name),
+            col("exponent", lambda f: f.exponent_bits, "count", unit="bits"),
+            col("mantissa", lambda f: f.mantissa_bits, "count", unit="bits"),
+            col("stored", lambda f: f.storage_bits, "count", unit="bits"),
+            col("largest", lambda f: f.largest, "number"),
+            col("smallest normal", lambda f: f.smallest_normal, "number"),
+            col("smallest", lambda f: f.smallest, "number"),
+            col("step near 1", lambda f: f.epsilon, "number"),
+            col("step near 1000", lambda f: f.step_at(1000.0), "number"),
+        ],
         caption="bfloat16 has the range of float32 with fewer digits; float16 has more digits and a"
         " narrow range. TF32 is float32 in memory and rounded on its way into the matrix unit.",
-    )  # fmt: skip
+    )
 
 
 def _alignment_table() -> Table:
@@ -302,13 +338,4 @@ def _alignment_table() -> Table:
         caption="An adder moves the smaller number to the right until the exponents agree; the bar"
         " is where the format's digits end. What stands behind it only decides the rounding:"
         " float16 and bfloat16 have nothing left before it.",
-    )
-
-
-def _lost_table(lost: Sequence[Record]) -> Table:
-    return Table(
-        name="accumulation-lost",
-        title="Cases without a result",
-        columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-        rows=tuple((record.case, record.status, record.reason) for record in lost),
     )

@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 
 from stepscope.analysis.advice.changes import Advice
-from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Case, Measurable, Measurement
 from stepscope.studies.own import OwnCase
 
 STUDY_NAME = "advise"
@@ -51,7 +50,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         return self.target
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class Trial(Case, frozen=True, kw_only=True):
     """One change, or several together, against the step without them."""
 
     base: OwnCase | None = None
@@ -101,38 +100,31 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
             left *= 1 - min(0.95, one.gain_ms / self.step_ms)
         return self.step_ms * (1 - left)
 
-    def case(self) -> Case:
+    @property
+    def key(self) -> str:
         subject = self.base or self.program
         assert subject is not None
-        settings = self.settings
-        needs = [precision(settings["dtype"]).compute] if "dtype" in settings else []
-        needs += ["compiler"] if settings.get("compile", "no") != "no" else []
-        needs += ["graph"] if settings.get("compile") == "graphs" else []
-        return Case(
-            study=STUDY_NAME,
-            key=f"{subject.key}_{self.code}",
-            config=msgspec.to_builtins(self),
-            needs=tuple(needs),
+        return f"{subject.key}_{self.code}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        dtype, compiled = self.settings.get("dtype"), self.settings.get("compile", "no")
+        return (
+            *([] if dtype is None else [precision(dtype).compute]),
+            *([] if compiled == "no" else ["compiler"]),
+            *(["graph"] if compiled == "graphs" else []),
         )
 
 
-class NoFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Trials follow from a step's ledgers."""
-
-
-class Advise(Study[NoFlags]):
+class Advise(Measurable[Trial]):
     name = STUDY_NAME
     title = "Changes, tried"
     question = "Which of the advised changes are worth it: predicted against realised gains?"
-    flags = NoFlags
+    case = Trial
     fresh_process = True
     recorded_by = "stepscope advise --verify"
 
-    def cases(self, flags: NoFlags) -> tuple[Case, ...]:  # noqa: ARG002
-        raise UsageError("trials follow from a step's ledgers", f"use {self.recorded_by}")
-
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        trial = msgspec.convert(config, Trial)
+    def measure(self, trial: Trial, bench: Bench) -> Measurement:
         if trial.program is not None:
             from stepscope.studies.advice.script_trial import measure_script_trial
 

@@ -19,7 +19,7 @@ from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.allreduce.ranks import time_collective
 from stepscope.studies.allreduce.view import collective_blocks
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_each
 from stepscope.studies.ranked import default_ranks, on_ranks
 
@@ -54,7 +54,7 @@ class AllReduceFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 
 
-class AllReduce(Study[AllReduceFlags]):
+class AllReduce(Study[AllReduceFlags, Any]):
     name = "allreduce"
     title = "Collectives"
     question = "How long do collectives take at each size, and what do the links carry?"
@@ -65,9 +65,9 @@ class AllReduce(Study[AllReduceFlags]):
     flags = AllReduceFlags
     no_model = "it measures collectives alone"
 
-    def cases(self, flags: AllReduceFlags) -> tuple[Case, ...]:
+    def cases(self, flags: AllReduceFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=f"{collective}_r{ranks}_{backend}_{min(flags.sizes)}-{max(flags.sizes)}B",
                 config={

@@ -18,7 +18,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.model.sizes import find_size
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 
 FORMATS = ("float16", "bfloat16")
 
@@ -47,7 +47,7 @@ class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
         implementation(self.attention)
 
 
-class Autocast(Study[AutocastFlags]):
+class Autocast(Study[AutocastFlags, Any]):
     name = "autocast"
     title = "Autocast"
     question = (
@@ -61,9 +61,9 @@ class Autocast(Study[AutocastFlags]):
     flags = AutocastFlags
     no_model = "it names what each layer of its model does"
 
-    def cases(self, flags: AutocastFlags) -> tuple[Case, ...]:
+    def cases(self, flags: AutocastFlags) -> tuple[PlannedCase, ...]:
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=f"{subject}_{dtype}"
                 + ("" if subject == "toy" else f"_c{flags.context}_{flags.attention}"),

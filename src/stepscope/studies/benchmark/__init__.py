@@ -17,7 +17,7 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, step_cases
@@ -45,7 +45,7 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
         check_seconds("min-seconds", self.min_seconds)
 
 
-class Benchmark(Study[BenchmarkFlags]):
+class Benchmark(Study[BenchmarkFlags, Any]):
     name = "benchmark"
     title = "Benchmark"
     question = (
@@ -59,7 +59,7 @@ class Benchmark(Study[BenchmarkFlags]):
     )
     flags = BenchmarkFlags
 
-    def cases(self, flags: BenchmarkFlags) -> tuple[Case, ...]:
+    def cases(self, flags: BenchmarkFlags) -> tuple[PlannedCase, ...]:
         effort = {
             "warmup": flags.warmup,
             "steps": flags.steps,

@@ -18,7 +18,7 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.checkpointing.strategies import refuse_what_fits_nowhere, worth_running
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
@@ -41,7 +41,7 @@ class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError(f"budget-gib is {self.budget_gib}", "give GiB, such as 80")
 
 
-class Checkpointing(Study[CheckpointingFlags]):
+class Checkpointing(Study[CheckpointingFlags, Any]):
     name = "checkpointing"
     title = "Activation checkpointing"
     question = (
@@ -55,8 +55,8 @@ class Checkpointing(Study[CheckpointingFlags]):
     )
     flags = CheckpointingFlags
 
-    def cases(self, flags: CheckpointingFlags) -> tuple[Case, ...]:
-        found: dict[str, Case] = {}
+    def cases(self, flags: CheckpointingFlags) -> tuple[PlannedCase, ...]:
+        found: dict[str, PlannedCase] = {}
         plain = msgspec.structs.replace(flags, checkpoint=("no",))
         for workload in workloads(plain, ("train-step",)):
             config = {"steps": flags.steps}
@@ -77,8 +77,8 @@ class Checkpointing(Study[CheckpointingFlags]):
                 found[key] = self._case(key, limited, workload.needs())
         return tuple(found.values())
 
-    def _case(self, key: str, config: dict[str, Any], needs: tuple[str, ...]) -> Case:
-        return Case(study=self.name, key=key, config=config, needs=needs)
+    def _case(self, key: str, config: dict[str, Any], needs: tuple[str, ...]) -> PlannedCase:
+        return PlannedCase(study=self.name, key=key, config=config, needs=needs)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
         from stepscope.studies.checkpointing.measuring import measure_checkpointing

@@ -26,7 +26,7 @@ from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.attention_workload import AttentionWorkload
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.workload import WorkloadFlags, workloads
 
 Part = Literal["trace", "attention", "model"]
@@ -64,7 +64,7 @@ class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError("compile is 'no'", "eager is measured beside: block, model or both")
 
 
-class Compile(Study[CompileFlags]):
+class Compile(Study[CompileFlags, Any]):
     name = "compile"
     title = "torch.compile"
     question = (
@@ -81,8 +81,8 @@ class Compile(Study[CompileFlags]):
     flags = CompileFlags
     fresh_process = True
 
-    def cases(self, flags: CompileFlags) -> tuple[Case, ...]:
-        made: list[Case] = []
+    def cases(self, flags: CompileFlags) -> tuple[PlannedCase, ...]:
+        made: list[PlannedCase] = []
         if "trace" in flags.part:
             made += self._models(flags, "trace")
         if "attention" in flags.part:
@@ -91,23 +91,23 @@ class Compile(Study[CompileFlags]):
             made += self._models(flags, "model")
         return tuple(made)
 
-    def _models(self, flags: CompileFlags, kind: str) -> Iterator[Case]:
+    def _models(self, flags: CompileFlags, kind: str) -> Iterator[PlannedCase]:
         for workload in workloads(flags, ("train-step",)):
             formats = workload.needs()[:1]
-            yield Case(
+            yield PlannedCase(
                 study=self.name,
                 key=f"{kind}_{workload.key}",
                 config={"kind": kind} | msgspec.to_builtins(workload) | _effort(flags),
                 needs=formats if kind == "trace" else workload.needs(),
             )
 
-    def _attentions(self, flags: CompileFlags) -> Iterator[Case]:
+    def _attentions(self, flags: CompileFlags) -> Iterator[PlannedCase]:
         for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head):
             work = AttentionWorkload(
                 attention="reference", batch=flags.sequences, heads=1, seq=seq, head=head,
                 dtype=precision(dtype).name, causal=flags.causal, mode="both",
             )  # fmt: skip
-            yield Case(
+            yield PlannedCase(
                 study=self.name,
                 key=f"attention_{work.key}",
                 config={"kind": "attention"} | msgspec.to_builtins(work) | _effort(flags),

@@ -19,7 +19,7 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Quantity, Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.ddp.ranks import DTYPES, time_ways
 from stepscope.studies.ddp.view import ddp_blocks
 from stepscope.studies.flag_checks import check_each, check_ranks
@@ -61,7 +61,7 @@ class DDPFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 
 
-class DataParallel(Study[DDPFlags]):
+class DataParallel(Study[DDPFlags, Any]):
     name = "ddp"
     title = "Data parallelism"
     question = "What does averaging gradients cost, and how much of it hides behind the backward?"
@@ -72,7 +72,7 @@ class DataParallel(Study[DDPFlags]):
     )
     flags = DDPFlags
 
-    def cases(self, flags: DDPFlags) -> tuple[Case, ...]:
+    def cases(self, flags: DDPFlags) -> tuple[PlannedCase, ...]:
         made = []
         sized = itertools.product(flags.size, flags.context)
         subjects = [
@@ -87,7 +87,7 @@ class DataParallel(Study[DDPFlags]):
                 "bucket_mb": list(flags.bucket_mb), "rounds": flags.rounds,
             }  # fmt: skip
             key = f"{name}_b{flags.batch}_r{ranks}_{backend}_{dtype}"
-            made.append(Case(study=self.name, key=key, config=config))
+            made.append(PlannedCase(study=self.name, key=key, config=config))
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:

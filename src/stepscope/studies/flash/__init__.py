@@ -26,7 +26,7 @@ from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.flash.cases import (
     PARTS,
@@ -94,7 +94,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds("race-seconds", self.race_seconds)
 
 
-class Flash(Study[FlashFlags]):
+class Flash(Study[FlashFlags, Any]):
     name = "flash"
     title = "Attention, every implementation"
     question = (
@@ -110,8 +110,8 @@ class Flash(Study[FlashFlags]):
     flags = FlashFlags
     no_model = "it measures attention alone"
 
-    def cases(self, flags: FlashFlags) -> tuple[Case, ...]:
-        cases: list[Case] = []
+    def cases(self, flags: FlashFlags) -> tuple[PlannedCase, ...]:
+        cases: list[PlannedCase] = []
         # The host's time counts in the short races: they run before a profiler ever did.
         if "race" in flags.part:
             cases += self._races(flags, short=True)
@@ -123,14 +123,14 @@ class Flash(Study[FlashFlags]):
             cases += tile_cases(self.name, flags.tile_head)
         return tuple(cases)
 
-    def _races(self, flags: FlashFlags, *, short: bool) -> Iterator[Case]:
+    def _races(self, flags: FlashFlags, *, short: bool) -> Iterator[PlannedCase]:
         shapes = [shape for text in flags.race if is_short(shape := Shape.parse(text)) == short]
         effort = {
             "warmup": flags.warmup, "rounds": flags.rounds, "min_seconds": flags.race_seconds,
         }  # fmt: skip
         return race_cases(self.name, shapes, flags.racers, effort)
 
-    def _grid(self, flags: FlashFlags) -> tuple[Case, ...]:
+    def _grid(self, flags: FlashFlags) -> tuple[PlannedCase, ...]:
         shapes = [
             *(
                 Shape(batch=1, heads=1, seq=seq, head=head, dtype=precision(dtype).name)

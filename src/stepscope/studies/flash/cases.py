@@ -13,7 +13,7 @@ from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model.config import precision
 from stepscope.studies.attention_workload import AttentionWorkload
-from stepscope.studies.base import Case
+from stepscope.studies.base import PlannedCase
 
 Part = Literal["grid", "race", "tiles"]
 PARTS: tuple[Part, ...] = ("grid", "race", "tiles")
@@ -83,7 +83,7 @@ def left_out(attention: str, shape: Shape) -> str | None:
 
 def grid_cases(
     study: str, attentions: Sequence[str], shapes: Sequence[Shape], effort: dict[str, Any]
-) -> tuple[Case, ...]:
+) -> tuple[PlannedCase, ...]:
     """By shape, so that what is kept for a shape serves all; what compiles long comes last."""
     for name in attentions:
         implementation(name)
@@ -91,7 +91,7 @@ def grid_cases(
     heavy = [name for name in attentions if name in _COMPILED_FOR_EACH_SHAPE]
     cells = (*itertools.product(shapes, light), *itertools.product(shapes, heavy))
     return tuple(
-        Case(
+        PlannedCase(
             study=study,
             key=f"{attention}_{shape.key}",
             config={"kind": "grid"} | msgspec.to_builtins(shape.workload(attention)) | effort,
@@ -108,13 +108,13 @@ def is_short(shape: Shape) -> bool:
 
 def race_cases(
     study: str, shapes: Sequence[Shape], racers: Sequence[str], effort: dict[str, Any]
-) -> Iterator[Case]:
+) -> Iterator[PlannedCase]:
     for name in racers:
         if name not in IMPLEMENTATION_NAMES:
             raise unknown_name("attention", name, IMPLEMENTATION_NAMES)
     for shape in shapes if racers else ():
         in_a_row = _CALLS_IN_A_ROW[is_short(shape)]
-        yield Case(
+        yield PlannedCase(
             study=study,
             key=f"race_{shape.key}",
             config={"kind": "race"}
@@ -126,11 +126,11 @@ def race_cases(
         )
 
 
-def tile_cases(study: str, heads: Sequence[int]) -> Iterator[Case]:
+def tile_cases(study: str, heads: Sequence[int]) -> Iterator[PlannedCase]:
     """One case measures every tile of one kernel: compiling them is most of its time."""
     for head, which in itertools.product(heads, PASSES):
         shape = Shape(batch=1, heads=16, seq=4096, head=head)
-        yield Case(
+        yield PlannedCase(
             study=study,
             key=f"tiles_{which}_d{head}",
             config={"kind": "tiles", "pass": which}

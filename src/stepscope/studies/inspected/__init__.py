@@ -9,38 +9,22 @@ Records of this study come from a program that was only watched: `stepscope insp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
-
-from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Viewable
 
 STUDY_NAME = "inspect"
 
 
-class NoFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of one's own is not swept."""
-
-
-class Inspected(Study[NoFlags]):
+class Inspected(Viewable):
     name = STUDY_NAME
     title = "Your own step"
     question = (
         "Where do the time and the memory of this training step go,"
         " what limits it, and which part is worth a change?"
     )
-    examples = ("stepscope inspect train.py --batch-size 8",)
-    flags = NoFlags
     recorded_by = "stepscope inspect script.py"
-
-    def cases(self, flags: NoFlags) -> tuple[Case, ...]:  # noqa: ARG002
-        raise UsageError("a step of your own has no cases", f"use {self.recorded_by}")
-
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:  # noqa: ARG002
-        raise UsageError("a step of your own has no cases", f"use {self.recorded_by}")
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.inspected.view import inspected_blocks

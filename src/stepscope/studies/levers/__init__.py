@@ -20,7 +20,7 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.levers.catalog import LEVERS
 
 CARD = "card"
@@ -59,7 +59,7 @@ class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
 
 
-class Levers(Study[LeversFlags]):
+class Levers(Study[LeversFlags, Any]):
     name = "levers"
     title = "Levers"
     question = (
@@ -74,14 +74,14 @@ class Levers(Study[LeversFlags]):
     flags = LeversFlags
     no_model = "it measures single kernels"
 
-    def cases(self, flags: LeversFlags) -> tuple[Case, ...]:
+    def cases(self, flags: LeversFlags) -> tuple[PlannedCase, ...]:
         sizes = "".join(
             f"_{name}{value}" for name, value in (("m", flags.mib), ("r", flags.rows)) if value
         )
         return tuple(
-            Case(study=self.name, key=CARD, config={"lever": CARD})
+            PlannedCase(study=self.name, key=CARD, config={"lever": CARD})
             if lever == CARD
-            else Case(
+            else PlannedCase(
                 study=self.name,
                 key=f"{lever}{sizes}",
                 config={

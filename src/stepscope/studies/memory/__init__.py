@@ -15,7 +15,7 @@ from typing import Any, Literal
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import Mode, WorkloadFlags, step_cases
 
@@ -35,7 +35,7 @@ class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError(f"steps is {self.steps}", "it must be at least 2")
 
 
-class Memory(Study[MemoryFlags]):
+class Memory(Study[MemoryFlags, Any]):
     name = "memory"
     title = "Where the memory goes"
     question = (
@@ -49,7 +49,7 @@ class Memory(Study[MemoryFlags]):
     )
     flags = MemoryFlags
 
-    def cases(self, flags: MemoryFlags) -> tuple[Case, ...]:
+    def cases(self, flags: MemoryFlags) -> tuple[PlannedCase, ...]:
         effort = {"steps": flags.steps, "snapshot": flags.snapshot}
         return step_cases(self.name, flags, flags.mode, effort)
 

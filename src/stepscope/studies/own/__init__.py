@@ -20,7 +20,7 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.model_names import check_name
 
 STUDY_NAME = "own"
@@ -116,7 +116,7 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         return f"{words}{compiled}{fused}{again}"
 
 
-class Own(Study[OwnFlags]):
+class Own(Study[OwnFlags, Any]):
     name = STUDY_NAME
     title = "Your own model"
     question = (
@@ -131,7 +131,7 @@ class Own(Study[OwnFlags]):
     flags = OwnFlags
     fresh_process = True
 
-    def cases(self, flags: OwnFlags) -> tuple[Case, ...]:
+    def cases(self, flags: OwnFlags) -> tuple[PlannedCase, ...]:
         if not flags.model:
             raise UsageError("there is no model", "name it: --model package.module:function")
         effort = {"warmup": flags.warmup, "steps": flags.steps, "traced": flags.traced}
@@ -146,7 +146,7 @@ class Own(Study[OwnFlags]):
             )
         )  # fmt: skip
         return tuple(
-            Case(
+            PlannedCase(
                 study=self.name,
                 key=case.key,
                 config=msgspec.to_builtins(case) | effort,

@@ -18,7 +18,7 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.workload import MODES, Mode, WorkloadFlags, step_cases
 
@@ -50,7 +50,7 @@ class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError(f"enough-seconds is {self.enough_seconds}", "it must be above 0")
 
 
-class Profile(Study[ProfileFlags]):
+class Profile(Study[ProfileFlags, Any]):
     name = "profile"
     title = "Where the time goes"
     question = (
@@ -65,7 +65,7 @@ class Profile(Study[ProfileFlags]):
     flags = ProfileFlags
     fresh_process = True
 
-    def cases(self, flags: ProfileFlags) -> tuple[Case, ...]:
+    def cases(self, flags: ProfileFlags) -> tuple[PlannedCase, ...]:
         effort = {
             "warmup": flags.warmup,
             "steps": flags.steps,

@@ -23,7 +23,7 @@ from stepscope.analysis.rehearsal.recording import NOTE, Recording
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_each
 from stepscope.studies.ranked import patience
 from stepscope.studies.rehearsal.view import CHECK, RECORDING, rehearsal_blocks
@@ -66,7 +66,7 @@ class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
             raise UsageError("steps and rounds must be at least 1")
 
 
-class Rehearsal(Study[RehearsalFlags]):
+class Rehearsal(Study[RehearsalFlags, Any]):
     name = "rehearsal"
     title = "Rehearsal for a cluster"
     question = "What would this step take on ranks that one does not have, and what would bound it?"
@@ -77,13 +77,13 @@ class Rehearsal(Study[RehearsalFlags]):
     flags = RehearsalFlags
     no_model = "its predictions come from the closed forms of the model here"
 
-    def cases(self, flags: RehearsalFlags) -> tuple[Case, ...]:
+    def cases(self, flags: RehearsalFlags) -> tuple[PlannedCase, ...]:
         made = []
         for workload in workloads(flags, ("train-step",)):
             step = msgspec.to_builtins(workload)
             asked = {"steps": flags.steps, "ranks": list(flags.ranks), "link": list(flags.link)}
             made.append(
-                Case(
+                PlannedCase(
                     study=self.name,
                     key=workload.key,
                     config=step | asked | {"kind": RECORDING},
@@ -96,7 +96,7 @@ class Rehearsal(Study[RehearsalFlags]):
                     "rounds": flags.rounds, "compute": flags.compute, "kind": CHECK,
                 }  # fmt: skip
                 made.append(
-                    Case(
+                    PlannedCase(
                         study=self.name,
                         key=f"{workload.key}_check_r{ranks}_{flags.compute}",
                         config=step | check,

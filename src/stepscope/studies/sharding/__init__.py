@@ -16,7 +16,7 @@ from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_ranks
 from stepscope.studies.rank_subject import subject_config
 from stepscope.studies.ranked import default_ranks, on_ranks
@@ -50,14 +50,14 @@ class ShardingFlags(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
 
 
-class Sharding(Study[ShardingFlags]):
+class Sharding(Study[ShardingFlags, Any]):
     name = "sharding"
     title = "Sharded optimizer"
     question = "What does dividing the optimizer's state among ranks save, and what does it cost?"
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
 
-    def cases(self, flags: ShardingFlags) -> tuple[Case, ...]:
+    def cases(self, flags: ShardingFlags) -> tuple[PlannedCase, ...]:
         made = []
         for size in flags.size[:1] if flags.model else flags.size:
             name, subject = subject_config(flags.model, size, flags.table, flags.context)
@@ -67,7 +67,7 @@ class Sharding(Study[ShardingFlags]):
                     "rounds": flags.rounds,
                 }  # fmt: skip
                 key = f"{name}_b{flags.batch}_r{ranks}_{flags.backend}"
-                made.append(Case(study=self.name, key=key, config=config))
+                made.append(PlannedCase(study=self.name, key=key, config=config))
         return tuple(made)
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:

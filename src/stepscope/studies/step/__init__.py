@@ -28,7 +28,7 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_seconds
 from stepscope.studies.step.goals import ATTENTIONS, GOALS, MODES, SCOPES, goal, racers
 from stepscope.studies.step.ladder import (
@@ -125,7 +125,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds("min-seconds", self.min_seconds)
 
 
-class Step(Study[StepFlags]):
+class Step(Study[StepFlags, Any]):
     name = "step"
     title = "The fast step"
     question = (
@@ -143,8 +143,8 @@ class Step(Study[StepFlags]):
     on_cpu = "quick"
     no_model = "its ladder swaps parts that only the model here has; use `compile` or `advise`"
 
-    def cases(self, flags: StepFlags) -> tuple[Case, ...]:
-        made: list[Case] = []
+    def cases(self, flags: StepFlags) -> tuple[PlannedCase, ...]:
+        made: list[PlannedCase] = []
         # The host's time counts in small races: they run before a profiler ever did.
         if "race" in flags.part:
             made += self._races(flags)
@@ -156,11 +156,11 @@ class Step(Study[StepFlags]):
             made += self._waterfalls(flags)
         return tuple(made)
 
-    def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[Case, ...]:
+    def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[PlannedCase, ...]:
         """What does not apply is no rung for others to stand on: it has a row of its own."""
         absent = [n for n in RUNGS if not applies(n, lacks)]
 
-        def with_rungs(present: bool, **fields: Any) -> tuple[Case, ...]:
+        def with_rungs(present: bool, **fields: Any) -> tuple[PlannedCase, ...]:
             chosen = {
                 name: tuple(n for n in getattr(flags, name) if (n in absent) is not present)
                 for name in ("rungs", "loss_rungs", "loss_only")
@@ -183,12 +183,12 @@ class Step(Study[StepFlags]):
         missing = [case for each in rows for case in each if case.config["rung"] != START]
         return (*made, *missing)
 
-    def _ladder(self, flags: StepFlags) -> Iterator[Case]:
+    def _ladder(self, flags: StepFlags) -> Iterator[PlannedCase]:
         for first in _starts(flags):
             for place in ladder(first, flags.rungs, flags.how):
                 yield self._case("ladder", place, place.key, _effort(flags))
 
-    def _losses(self, flags: StepFlags) -> Iterator[Case]:
+    def _losses(self, flags: StepFlags) -> Iterator[PlannedCase]:
         first = start(flags.loss_size, flags.table, flags.loss_context, 4, _overrides(flags))
         for name in flags.loss_only:
             if name not in flags.loss_rungs:
@@ -199,7 +199,7 @@ class Step(Study[StepFlags]):
             effort = {"seed": seed, "steps": flags.loss_steps, "words": flags.words}
             yield self._case("loss", place, f"loss-{place.key}_seed{seed}", effort)
 
-    def _waterfalls(self, flags: StepFlags) -> Iterator[Case]:
+    def _waterfalls(self, flags: StepFlags) -> Iterator[PlannedCase]:
         for first in _starts(flags):
             # Updates beside the backward would hide in its kernels: they are traced after it.
             apart = [n for n in flags.rungs if n == "compile" or RUNGS[n].stays]
@@ -212,12 +212,12 @@ class Step(Study[StepFlags]):
                 traced = tuple(need for need in case.needs if need != "graph")
                 yield msgspec.structs.replace(case, needs=traced)
 
-    def _races(self, flags: StepFlags) -> Iterator[Case]:
+    def _races(self, flags: StepFlags) -> Iterator[PlannedCase]:
         for name in flags.race:
             found = racers(name, flags.scopes, flags.modes, flags.attentions, flags.forms)
             workload = found[-1].workload
             chosen = "".join("_" + re.sub(r"[^\w.+-]+", "-", form) for form in flags.forms)
-            yield Case(
+            yield PlannedCase(
                 study=self.name,
                 key=f"race-{name}{chosen}",
                 config={"kind": "race", "race": name, "dtype": goal(name).dtype}
@@ -232,8 +232,8 @@ class Step(Study[StepFlags]):
                 ),
             )
 
-    def _case(self, kind: str, place: Place, key: str, effort: dict[str, Any]) -> Case:
-        return Case(
+    def _case(self, kind: str, place: Place, key: str, effort: dict[str, Any]) -> PlannedCase:
+        return PlannedCase(
             study=self.name,
             key=key,
             config={"kind": kind, "rung": place.rung, "how": place.how}

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stepscope.records.schema import Quantity, Series
-from stepscope.studies.accumulation import OVERFLOWED
+from stepscope.studies.accumulation.cases import (
+    OVERFLOWED,
+    AccumulationCase,
+    DotCase,
+    SquareCase,
+    SumCase,
+)
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
@@ -17,25 +23,30 @@ _ROWS = 64
 _EDGES = (1e-24, 1e-12, 1e-5, 1e-4, 1e-3, 200.0, 300.0, 1e5, 1e19, 2e19)
 
 
-def measure_part(config: dict[str, Any], bench: Bench) -> Measurement:
-    part = {"sum": _sum, "dot": _dot, "square": _square}[config["part"]]
-    return part(config, bench)
+def measure_case(case: AccumulationCase, bench: Bench) -> Measurement:
+    match case:
+        case SumCase():
+            return _sum(case, bench)
+        case DotCase():
+            return _dot(case, bench)
+        case SquareCase():
+            return _square(case, bench)
 
 
-def _sum(config: dict[str, Any], bench: Bench) -> Measurement:
+def _sum(case: SumCase, bench: Bench) -> Measurement:
     """Add one after the other, on the host: the arithmetic is the same everywhere."""
     import torch
 
-    terms, accumulator = config["terms"], getattr(torch, config["accumulator"])
-    held = torch.tensor(config["term"], dtype=getattr(torch, terms.removesuffix("-converted")))
-    if terms.endswith("-converted"):
-        held = held.to(torch.float32)
-    marks = _marks(config["count"])
+    accumulator = getattr(torch, case.accumulator)
+    term = torch.tensor(case.term, dtype=getattr(torch, case.terms.removesuffix("-converted")))
+    if case.terms.endswith("-converted"):
+        term = term.to(torch.float32)
+    marks = _marks(case.count)
     total, sums, last_moved = torch.zeros((), dtype=accumulator), [], 0
     start = time.perf_counter()
     before = 0.0
-    for number in range(1, config["count"] + 1):
-        total += held
+    for number in range(1, case.count + 1):
+        total += term
         now = total.item()
         if now != before:
             before, last_moved = now, number
@@ -47,7 +58,7 @@ def _sum(config: dict[str, Any], bench: Bench) -> Measurement:
         "sum": before,
         "sum_1000": sums[sorted(marks).index(1000)],
         "last_moved": last_moved,
-        "term_held": held.item(),
+        "term_held": term.item(),
     }
     return Measurement(
         series=(
@@ -67,16 +78,16 @@ def _marks(count: int) -> set[int]:
     return marks
 
 
-def _dot(config: dict[str, Any], bench: Bench) -> Measurement:
+def _dot(case: DotCase, bench: Bench) -> Measurement:
     """Rows of positive numbers times each other: on the device, and added in the format itself."""
     import torch
 
-    device, form = bench.device, config["format"]
+    device, form = bench.device, case.format
     storage = torch.float32 if form in ("float32", "tf32") else getattr(torch, form)
     torch.set_float32_matmul_precision("high" if form == "tf32" else "highest")
     generator = torch.Generator().manual_seed(0)
     on_device, by_hand = [], []
-    for length in config["length"]:
+    for length in case.length:
         a, b = (
             (0.5 + torch.rand(_ROWS, length, generator=generator)).to(storage) for _ in range(2)
         )
@@ -100,11 +111,11 @@ def _worst(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact) / exact).abs().max())
 
 
-def _square(config: dict[str, Any], bench: Bench) -> Measurement:
+def _square(case: SquareCase, bench: Bench) -> Measurement:
     """Squares near the ends of the range, and the variance of numbers that are close together."""
     import torch
 
-    form = getattr(torch, config["format"])
+    form = getattr(torch, case.format)
     edges = torch.tensor(_EDGES, dtype=form)
     generator = torch.Generator().manual_seed(0)
     # Far from zero and narrow: mean(x²) - mean(x)² has nothing left to subtract.

@@ -1,0 +1,100 @@
+"""Tables declared by columns over row objects.
+
+    table("steps", "Training step", rows, [
+        col("size", lambda r: r.size, key=True),
+        col("step", lambda r: r.step_ms, unit="ms", hint="median"),
+        col("peak", lambda r: r.peak, "bytes"),
+    ])
+
+A row that stands for a failed case (`row.status`, or that of `row.record`) shows its key columns
+and, in the first other column, its status; the rest stays empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from stepscope.report.blocks import Cell, Column, Kind, Table
+
+STATUS = {"oom": "OOM"}
+"""Statuses as a table shows them; others stand as they are."""
+
+
+class Declared(NamedTuple):
+    """A column and where its cells come from."""
+
+    column: Column
+    value: Callable[[Any], Cell]
+    key: bool
+
+
+class Failed(Protocol):
+    """A record of a case that has no result."""
+
+    @property
+    def case(self) -> str: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
+def col(
+    title: str,
+    value: Callable[[Any], Cell],
+    kind: Kind | None = None,
+    *,
+    unit: str = "",
+    hint: str = "",
+    key: bool = False,
+) -> Declared:
+    """A column. `key` columns are known of failed cases too. With a unit the cells are numbers."""
+    chosen: Kind = kind or ("number" if unit else "text")
+    return Declared(Column(title=title, kind=chosen, unit=unit, hint=hint), value, key)
+
+
+def table(
+    name: str,
+    title: str,
+    rows: Iterable[Any],
+    columns: Sequence[Declared],
+    *,
+    caption: str = "",
+    details: Callable[[Any], str] | None = None,
+) -> Table:
+    """The table of these rows. `details` gives the text that the page shows for an opened row."""
+    listed = list(rows)
+    return Table(
+        name=name,
+        title=title,
+        columns=tuple(one.column for one in columns),
+        rows=tuple(tuple(_cells(row, columns)) for row in listed),
+        caption=caption,
+        details=() if details is None else tuple(details(row) for row in listed),
+    )
+
+
+def failed_table(study: str, records: Iterable[Failed]) -> Iterator[Table]:
+    """The cases without a result, if there are any."""
+    failed = [record for record in records if record.status != "ok"]
+    if failed:
+        columns = [
+            col("case", lambda record: record.case, key=True),
+            col("status", lambda record: record.status, key=True),
+            col("reason", lambda record: record.reason, key=True),
+        ]
+        yield table(f"{study}-lost", "Cases without a result", failed, columns)
+
+
+def _cells(row: Any, columns: Sequence[Declared]) -> Iterator[Cell]:
+    status = str(getattr(getattr(row, "record", row), "status", "ok"))
+    said = False
+    for one in columns:
+        if status == "ok" or one.key:
+            yield one.value(row)
+        else:
+            yield None if said else STATUS.get(status, status)
+            said = True

@@ -1,0 +1,135 @@
+"""Flags, cases and presets of the accumulation study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepscope.analysis.floats import FORMATS
+from stepscope.errors import UsageError, unknown_name
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.flag_checks import check_each
+
+SUMS = (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    ("float16-converted", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+)
+"""Dtypes of the terms and of the accumulator; the first four are those of the course."""
+OVERFLOWED = -1.0
+"""Stands for an infinite square in a series."""
+SQUARES = ("float32", "float16", "bfloat16")
+
+
+class AccumulationFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sums to try."""
+
+    term: float = 0.01
+    """What is added again and again."""
+    count: int = 10_000
+    """How often; the course adds 1000 times, and that sum is reported too."""
+    length: tuple[int, ...] = (256, 1024, 4096, 16384)
+    """Lengths of the dot products."""
+    format: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    """Dtypes of the dot products; on NVIDIA GPUs from Ampere on also tf32."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1000:
+            raise UsageError(f"count is {self.count}", "it must be at least 1000")
+        if not 0 < self.term < 1000:
+            raise UsageError(f"term is {self.term}", "give a positive number below 1000")
+        check_each("length", self.length, lambda one: one >= 2, "give lengths of at least 2")
+        for name in self.format:
+            if name not in FORMATS:
+                raise unknown_name("format", name, FORMATS)
+
+
+class SumCase(Case, frozen=True, kw_only=True, tag_field="part", tag="sum"):
+    """Adds the same number again and again."""
+
+    terms: str
+    accumulator: str
+    term: float
+    count: int
+
+    @property
+    def key(self) -> str:
+        return f"sum_{self.terms}_in_{self.accumulator}_x{self.term}_n{self.count}"
+
+
+class DotCase(Case, frozen=True, kw_only=True, tag_field="part", tag="dot"):
+    """Dot products of several lengths on the device."""
+
+    format: str
+    length: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return f"dot_{self.format}_k{'-'.join(map(str, self.length))}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.format,)
+
+
+class SquareCase(Case, frozen=True, kw_only=True, tag_field="part", tag="square"):
+    """Squares of numbers near the ends of a dtype's range."""
+
+    format: str
+
+    @property
+    def key(self) -> str:
+        return f"square_{self.format}"
+
+
+AccumulationCase = SumCase | DotCase | SquareCase
+
+
+class Accumulation(Study[AccumulationFlags, AccumulationCase]):
+    name = "accumulation"
+    title = "Accumulation"
+    question = (
+        "How far is a sum from the truth in each number format, when does it stop to grow,"
+        " and in which format does the matrix unit add?"
+    )
+    examples = (
+        "stepscope run accumulation",
+        "stepscope run accumulation --term 0.001 --count 20000",
+    )
+    flags = AccumulationFlags
+    case = AccumulationCase
+    no_model = "it measures sums in each number format"
+
+    def cases(self, flags: AccumulationFlags) -> tuple[AccumulationCase, ...]:
+        return (
+            *(
+                SumCase(terms=terms, accumulator=accumulator, term=flags.term, count=flags.count)
+                for terms, accumulator in SUMS
+            ),
+            *(DotCase(format=dtype, length=flags.length) for dtype in flags.format),
+            *(SquareCase(format=dtype) for dtype in SQUARES),
+        )
+
+    def measure(self, case: AccumulationCase, bench: Bench) -> Measurement:
+        from stepscope.studies.accumulation.measure import measure_case
+
+        return measure_case(case, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.accumulation.view import accumulation_blocks
+
+        return accumulation_blocks(records, self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[AccumulationFlags]]:
+        on_gpu = ("tf32",) if environment.device_kind == "cuda" else ()
+        flags = (AccumulationFlags(format=("float32", *on_gpu, "float16", "bfloat16")),)
+        return dict.fromkeys(("quick", "seeds", "cs336-2026", "h200", "full"), flags)
+
+
+STUDY = Accumulation()
