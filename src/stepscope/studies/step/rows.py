@@ -15,8 +15,8 @@ from stepscope.analysis.trace.summary import decode
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
-from stepscope.studies.step.goals import GOALS, Goal, Heat
 from stepscope.studies.step.ladder import RUNGS, START
+from stepscope.studies.step.races import RACES, Heat, RaceSpec
 from stepscope.studies.workload import Workload
 
 TAIL = 10
@@ -191,7 +191,7 @@ class Lead(NamedTuple):
 class Race(NamedTuple):
     record: Record
     name: str
-    goal: Goal
+    spec: RaceSpec
     others: tuple[Race, ...] = ()
     """Of the same step, in other runs."""
 
@@ -272,11 +272,11 @@ def races(records: Sequence[Record]) -> list[Race]:
     was tried. Of those with as many, that in which it comes nearest to ours."""
     held: dict[str, list[Race]] = {}
     for record in records:
-        if record.config["kind"] == "race" and record.config["race"] in GOALS:
+        if record.config["kind"] == "race" and record.config["race"] in RACES:
             name = record.config["race"]
-            held.setdefault(name, []).append(Race(record, name, GOALS[name]))
+            held.setdefault(name, []).append(Race(record, name, RACES[name]))
     found = []
-    for name in GOALS:
+    for name in RACES:
         if name in held:
             first, *others = sorted(
                 held[name], key=lambda race: (-peers_that_ran(race), _lead(race))
