@@ -6,21 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import Ratio
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import duration, number
-from stepscope.studies.flash.goals import (
-    GOALS,
-    LEADERBOARD_MS,
+from stepscope.studies.flash.comparisons import (
+    COMPARISONS,
     SHORT_PEER,
+    compared,
     geometric_mean,
-    held,
-    leaderboard_races,
     short_races,
 )
-from stepscope.studies.flash.rows import OURS, Race, interval, sort_key
+from stepscope.studies.flash.rows import OURS, Race, sort_key
 
 
 def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
-    rows = [*_goal_rows(ran), *_leaderboard_row(ran), *_short_rows(ran)]
+    rows = [*_peer_rows(ran), *_short_rows(ran)]
     if not rows:
         return None
     return Table(
@@ -33,8 +30,6 @@ def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
                 title="measured", kind="number", unit="×",
                 hint="the peer's median over ours, with its 95 % interval; above 1 ours is faster",
             ),
-            Column(title="goal"),
-            Column(title="outcome"),
             Column(
                 title="in a row", kind="number", unit="×",
                 hint="the same ratio of calls that follow each other, by the host's clock",
@@ -50,32 +45,18 @@ def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
     )  # fmt: skip
 
 
-def _goal_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
-    for goal in GOALS:
-        found = held(goal, ran)
-        suffix = "" if goal.dtype == "bfloat16" else " fp32"
+def _peer_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
+    for wanted in COMPARISONS:
+        found = compared(wanted, ran)
+        suffix = "" if wanted.dtype == "bfloat16" else " fp32"
         for race, ratio in found:
             yield (
-                goal.peer, race.shape.sizes + suffix, _interval(ratio),
-                *_judged(ratio.value, goal.each), _in_a_row(race, goal.peer),
-                _median(race, OURS), _median(race, goal.peer),
+                wanted.peer, race.shape.sizes + suffix, _interval(ratio),
+                _in_a_row(race, wanted.peer), _median(race, OURS), _median(race, wanted.peer),
             )  # fmt: skip
-        if goal.mean is not None and found:
+        if len(wanted.shapes) > 1 and found:
             mean = geometric_mean([ratio for _, ratio in found])
-            of = f"mean of {len(found)}{suffix}"
-            yield (goal.peer, of, mean, *_judged(mean.value, goal.mean), None, None, None)
-
-
-def _leaderboard_row(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
-    for race in leaderboard_races(ran):
-        ours = race.times(OURS)
-        assert ours is not None
-        outcome = "reached" if ours.median <= LEADERBOARD_MS else "missed"
-        goal = f"≤ {number(LEADERBOARD_MS, 2)} ms"
-        yield (
-            "the clock", race.shape.sizes, duration(ours.median), goal, outcome, None,
-            interval(ours), None,
-        )  # fmt: skip
+            yield (wanted.peer, f"mean of {len(found)}{suffix}", mean, None, None, None)
 
 
 def _short_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
@@ -87,8 +68,6 @@ def _short_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
                 f"{SHORT_PEER}, {'short' if ours == OURS else ours}",
                 least.race.shape.sizes,
                 _interval(least.ratio),
-                "≥ 1×",
-                _not_slower(least.ratio),
                 least.ratio.value,
                 _median(least.race, ours, in_a_row=True),
                 _median(least.race, SHORT_PEER, in_a_row=True),
@@ -99,18 +78,6 @@ def _start(ran: Sequence[Race]) -> str:
     if all(race.host_ahead for race in ran):
         return "with the host ahead, as in a training step whose queue is full"
     return "from an idle device, so that the host's time is inside where kernels are short"
-
-
-def _not_slower(ratio: Ratio) -> str:
-    if ratio.high < 1.0:
-        return "slower"
-    return "reached" if ratio.value >= 1.0 else "not shown slower"
-
-
-def _judged(value: float, least: float | None) -> tuple[Cell, Cell]:
-    if least is None:
-        return None, None
-    return f"≥ {least:g}×", "reached" if value >= least else "below"
 
 
 def _median(race: Race, name: str, *, in_a_row: bool = False) -> float | None:

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks import Finding
+from stepscope.report.blocks import Finding, Tone
 from stepscope.report.format import duration, number
-from stepscope.studies.flash.goals import (
-    GOALS,
+from stepscope.studies.flash.comparisons import (
+    COMPARISONS,
     LEADERBOARD,
-    LEADERBOARD_MS,
     SHORT_PEER,
-    Goal,
-    Held,
+    Compared,
+    Comparison,
+    compared,
     geometric_mean,
-    held,
-    leaderboard_races,
+    leaderboard_race,
     short_races,
 )
 from stepscope.studies.flash.rows import OURS, Race
 
 
 def speed_findings(ran: Sequence[Race]) -> Iterator[Finding]:
-    for goal in GOALS:
-        found = held(goal, ran)
+    for wanted in COMPARISONS:
+        found = compared(wanted, ran)
         if found:
-            yield _against(goal, found)
-    for race in leaderboard_races(ran):
-        ours = race.times(OURS)
-        assert ours is not None
-        reached = ours.median <= LEADERBOARD_MS
+            yield _against(wanted, found)
+    race = leaderboard_race(ran)
+    if race is not None and (ours := race.times(OURS)) is not None:
         yield Finding(
-            text=f"{LEADERBOARD} takes {duration(ours.median)} forward and backward; the goal"
-            f" of {number(LEADERBOARD_MS, 2)} ms is {'reached' if reached else 'missed'}.",
-            tone="good" if reached else "warn",
+            code="flash.leaderboard-shape",
+            values={"ms": ours.median, "low": ours.low, "high": ours.high},
+            text=f"{LEADERBOARD} takes {duration(ours.median)} forward and backward.",
+            records=(race.record.id,),
         )
     for name in (OURS, "auto"):
         short = short_races(ran, name)
@@ -49,28 +47,27 @@ def speed_findings(ran: Sequence[Race]) -> Iterator[Finding]:
         yield Finding(text=f"{who} {why}", tone="warn")
 
 
-def _against(goal: Goal, found: Sequence[Held]) -> Finding:
+def _against(wanted: Comparison, found: Sequence[Compared]) -> Finding:
     least = min(found, key=lambda pair: pair.ratio.value)
-    mean = geometric_mean([ratio for _, ratio in found]).value
-    wanted, reached = [], True
-    if goal.mean is not None:
-        wanted.append(f"{goal.mean:g}× on average")
-        reached &= mean >= goal.mean
-    if goal.each is not None:
-        wanted.append(f"{goal.each:g}× at each shape")
-        reached &= least.ratio.value >= goal.each
-    missing = len(goal.shapes) - len(found)
-    text = (
-        f"Against {goal.peer} in {goal.dtype} ours is {number(mean, 3)} times as fast"
-        f" (geometric mean of {_shapes(found)}; lowest {number(least.ratio.value, 3)} at"
-        f" {least.race.shape.sizes}). The goal, {' and '.join(wanted)}, is"
-        f" {'reached' if reached else 'not reached'}"
-        f"{f' where it was measured; {missing} shapes were not' if missing else ''}."
-    )
-    return Finding(text=text, tone="good" if reached and not missing else "warn")
+    mean = geometric_mean([ratio for _, ratio in found])
+    missing = len(wanted.shapes) - len(found)
+    over = f"{len(found)} of {_shapes(len(wanted.shapes))}" if missing else _shapes(len(found))
+    return Finding(
+        code="flash.against-peer",
+        values={
+            "peer": wanted.peer, "dtype": wanted.dtype, "mean": mean.value, "low": mean.low,
+            "high": mean.high, "lowest": least.ratio.value, "shape": least.race.shape.sizes,
+            "missing": missing,
+        },
+        text=f"Against {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
+        f" fast (geometric mean of {over}; lowest {number(least.ratio.value, 3)} at"
+        f" {least.race.shape.sizes}).",
+        tone=_tone(mean.low > 1 and not missing, mean.high < 1),
+        records=tuple(race.record.id for race, _ in found),
+    )  # fmt: skip
 
 
-def _short(ours: str, found: Sequence[Held]) -> Finding:
+def _short(ours: str, found: Sequence[Compared]) -> Finding:
     least = min(found, key=lambda pair: pair.ratio.value)
     mean = geometric_mean([ratio for _, ratio in found]).value
     slower = sum(ratio.high < 1.0 for _, ratio in found)
@@ -81,11 +78,15 @@ def _short(ours: str, found: Sequence[Held]) -> Finding:
     )
     return Finding(
         text=f"With the host's share inside, {ours} is {number(mean, 3)} times as fast as"
-        f" {SHORT_PEER} over {_shapes(found)} with one head (lowest {number(least.ratio.value, 3)}"
-        f" at {least.race.shape.sizes}): {verdict}.",
+        f" {SHORT_PEER} over {_shapes(len(found))} with one head"
+        f" (lowest {number(least.ratio.value, 3)} at {least.race.shape.sizes}): {verdict}.",
         tone="warn" if slower else "good",
     )
 
 
-def _shapes(found: Sequence[Held]) -> str:
-    return "1 shape" if len(found) == 1 else f"{len(found)} shapes"
+def _tone(faster: bool, slower: bool) -> Tone:
+    return "good" if faster else "warn" if slower else "info"
+
+
+def _shapes(count: int) -> str:
+    return "1 shape" if count == 1 else f"{count} shapes"

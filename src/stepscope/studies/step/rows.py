@@ -206,7 +206,7 @@ class Race(NamedTuple):
 
     def lead(self, side: str = "ours") -> Lead | None:
         """The peer against one side in consecutive steps; None where they were not measured."""
-        peer, own = self._blocks("peer"), self._blocks(side)
+        peer, own = self.blocks("peer"), self.blocks(side)
         if peer and own:
             ratio = paired_ratio(own, peer, level=0.95)
             return Lead(statistics.median(peer), statistics.median(own), ratio)
@@ -215,7 +215,8 @@ class Race(NamedTuple):
             return None
         return Lead(others.step_ms, alone.step_ms, None)
 
-    def _blocks(self, side: str) -> tuple[float, ...]:
+    def blocks(self, side: str) -> tuple[float, ...]:
+        """The median step of each block of consecutive steps, in ms."""
         series = self.record.find(f"{self.best(side)}{CONSECUTIVE}")
         return () if series is None else series.values
 
