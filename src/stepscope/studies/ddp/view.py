@@ -165,6 +165,13 @@ def _findings(ways: Ways) -> Iterator[Finding]:
     yield from _against_torch(ways)
 
 
+_OUTCOMES: dict[int, tuple[str, Tone]] = {
+    -1: ("it is faster", "good"),
+    0: ("no difference is shown", "info"),
+    1: ("it is slower", "warn"),
+}
+
+
 def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
     """The fastest bucketed strategy, and its step over that of torch's own wrapper."""
     buckets = [name for name in ways.names if name.startswith("bucketed")]
@@ -179,17 +186,13 @@ def _against_torch(ways: Ways) -> Iterator[Finding]:
     if found is None:
         return
     best, ratio = found
-    outcome: tuple[str, Tone] = (
-        ("it is faster", "good") if ratio.high < 1
-        else ("it is slower", "warn") if ratio.low > 1
-        else ("no difference is shown", "info")
-    )  # fmt: skip
+    outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
     yield Finding(
         code="ddp.against-torch",
         values={"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
         text=f"{ways.title}: {best} takes {number(ratio.value, 3)}× the step of torch's"
-        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome[0]}.",
-        tone=outcome[1],
+        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
+        tone=tone,
         records=(ways.record.id,),
     )
 
