@@ -136,3 +136,20 @@ def test_a_size_that_does_not_exist_is_refused() -> None:
     study = find_study("ddp")
     with pytest.raises(UsageError, match="smal"):
         study.cases(study.flags(size=("smal",)))
+
+
+@pytest.mark.parametrize(
+    ("step", "tone"),
+    [(100.0, "good"), (120.0, "info"), (140.0, "warn")],
+    ids=("fast", "same", "slow"),
+)
+def test_the_interval_decides_the_comparison_with_torch(step: float, tone: str) -> None:
+    record = ddp_record({"bucketed 1 MiB": step, "bucketed 10 MiB": 150.0, "torch DDP": 120.0})
+    (found,) = (
+        b
+        for b in find_study("ddp").view([record])
+        if isinstance(b, Finding) and b.code == "ddp.against-torch"
+    )
+    assert found.values["strategy"] == "bucketed 1 MiB"
+    assert found.values["ratio"] == pytest.approx(step / 120, rel=0.02)
+    assert (found.tone, found.records) == (tone, (record.id,))
