@@ -59,14 +59,15 @@ from stepscope.measure.timer import Phase
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import ModelConfig
 from stepscope.studies.captured import captured
-from stepscope.studies.step.goals import GOALS, Racer, racers
 from stepscope.studies.step.race import Field
+from stepscope.studies.step.races import RACES as ALL_RACES
+from stepscope.studies.step.races import Racer, racers
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import AS_MADE
 
 WINDOW_S = 2.0
 RACES = tuple(
-    name for name, goal in GOALS.items() if goal.dtype == "bfloat16" and goal.checkpoint == NONE
+    name for name, spec in ALL_RACES.items() if spec.dtype == "bfloat16" and spec.checkpoint == NONE
 )
 OURS, NARROW_FORMATS = "ours", "narrow"
 USUAL = ("xl-512", "2.7b-512", "xl-2048", "2.7b-2048")

@@ -3,12 +3,14 @@
     python benchmarks/latency.py            help, and a report of 1,000 records
     python benchmarks/latency.py --quick    also the whole quick preset
 
-Prints what was measured beside what is aimed at. Nothing here is a test.
+With --out, each command becomes a line of that file, which `benchmarks/goals.py` compares with what
+is wanted. Nothing here is a test.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -61,18 +63,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run the quick preset too")
     parser.add_argument("--records", type=int, default=1000)
+    parser.add_argument("--out", type=Path, help="a file of JSON Lines, one for each command")
     asked = parser.parse_args()
 
-    print(f"stepscope --help: {seconds([*STEPSCOPE, '--help'], 7):.2f} s (aim 0.3)")
+    took = {"help": seconds([*STEPSCOPE, "--help"], 7)}
+    print(f"stepscope --help: {took['help']:.2f} s")
     with tempfile.TemporaryDirectory() as name:
         filled_store(Path(name), asked.records)
-        took = seconds([*STEPSCOPE, "report", "--out", name], 3)
+        took["report"] = seconds([*STEPSCOPE, "report", "--out", name], 3)
         size = (Path(name) / "report.html").stat().st_size
-        print(f"report of {asked.records} records: {took:.2f} s (aim 3), {size / 1e6:.1f} MB")
+        print(f"report of {asked.records} records: {took['report']:.2f} s, {size / 1e6:.1f} MB")
     if asked.quick:
         with tempfile.TemporaryDirectory() as name:
-            took = seconds([*STEPSCOPE, "run", "--new-ceilings", "--out", name], 1)
-            print(f"quick preset with ceilings: {took:.0f} s (aim 120 on 2 CPU cores)")
+            took["quick"] = seconds([*STEPSCOPE, "run", "--new-ceilings", "--out", name], 1)
+            print(f"quick preset with ceilings: {took['quick']:.0f} s")
+    if asked.out is not None:
+        lines = [{"command": command, "seconds": best} for command, best in took.items()]
+        asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
     python benchmarks/parallel_against_torch.py --context 16 128 \\
         --out results/parallel-against-torch_cpu.jsonl
 
-- `DDP(..., "bucketed")` against DistributedDataParallel: at most 1.02 times its step.
-- ShardedOptimizer against ZeroRedundancyOptimizer, both of AdamW with its defaults: at most 1.0
-  times; then the same with the fused kernel on both sides.
-- FSDP against fully_shard, without a goal.
+- `DDP(..., "bucketed")` against DistributedDataParallel.
+- ShardedOptimizer against ZeroRedundancyOptimizer, both of AdamW with its defaults; then the
+  same with the fused kernel on both sides.
+- FSDP against fully_shard.
 
 A round has one step of each, right after the other, in an order that changes; its ratio is of the
-slowest rank's times. The interval holds the median ratio with 95 % confidence. Where it holds the
-goal, this machine cannot tell. CPU time is that of all threads of all ranks. With --out, every
-sample is kept as a record, and `scripts/make_docs.py` makes a table of them.
+slowest rank's times. The interval holds the median ratio with 95 % confidence. CPU time is that of
+all threads of all ranks. With --out, every sample is kept as a record: `scripts/make_docs.py` makes
+a table of them, and `benchmarks/goals.py` compares them with what is wanted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from stepscope.studies.sharding.ranks import (
     timed_step,
 )
 
-GOALS = {"ddp": 1.02, "sharding": 1.0, "sharding-fused": None, "fsdp": None}
 NAMES = {
     "ddp": ("bucketed", "DistributedDataParallel"),
     "sharding": ("ShardedOptimizer", "ZeroRedundancyOptimizer"),
@@ -125,7 +124,7 @@ def record_of(
         study=STUDY,
         case=f"{pair}_{asked.size}_c{context}_r{asked.ranks}",
         config={
-            "ours": ours, "theirs": theirs, "goal": GOALS[pair], "size": asked.size,
+            "ours": ours, "theirs": theirs, "size": asked.size,
             "context": context, "ranks": asked.ranks, "rounds": asked.rounds, "backend": "gloo",
         },
         status="ok",
@@ -141,14 +140,14 @@ def say(record: Record, held: Paired) -> None:
     print(
         f"context {config['context']}, {config['ours']} / {config['theirs']}: step"
         f" {wall.median:.3f} [{wall.low:.3f}, {wall.high:.3f}] of {held.theirs_ms:.1f} ms, CPU time"
-        f" {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]; {held.verdict}",
+        f" {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}]",
         flush=True,
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", nargs="+", default=list(GOALS), choices=list(GOALS))
+    parser.add_argument("--pairs", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--size", default="mini")
     parser.add_argument("--context", type=int, nargs="+", default=[128])
     parser.add_argument("--ranks", type=int, default=2)
@@ -165,7 +164,7 @@ def main() -> int:
             say(records[-1], paired(records[-1]))
     if asked.out is not None:
         write_records(records, asked.out)
-    return 1 if any(paired(record).verdict == "missed" for record in records) else 0
+    return 0
 
 
 if __name__ == "__main__":

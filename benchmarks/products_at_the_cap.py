@@ -28,7 +28,8 @@ from stepscope.measure.energy import Energy, measure_energy
 from stepscope.model.config import ModelConfig
 from stepscope.model.kernels.products import wide_product
 from stepscope.model.kernels.search import searched_products
-from stepscope.studies.step.goals import GOALS, racers
+from stepscope.studies.step.races import RACES as ALL_RACES
+from stepscope.studies.step.races import racers
 
 SETS = 3
 """Of operands, so that none lies in the cache because of the launch before."""
@@ -149,7 +150,7 @@ def main() -> int:
     parser.add_argument("races", nargs="*", default=list(RACES), help=f"of {', '.join(RACES)}")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each kernel (0.2)")
     options = parser.parse_args()
-    unknown = [name for name in options.races if name not in GOALS]
+    unknown = [name for name in options.races if name not in ALL_RACES]
     if unknown:
         print(f"no race: {', '.join(unknown)}; there are {', '.join(RACES)}")
         return 2

@@ -2,8 +2,8 @@
 
     python benchmarks/rank_faults.py [REPEATS] [--out results/rank-faults_cpu.jsonl]
 
-A death or an exception must be named within 1 s, a stopped or stuck rank within its limit + 1 s.
-With --out, every trial becomes a line of that file, which `scripts/make_docs.py` reads.
+A stopped or stuck rank is noticed after its limit of 1 s. With --out, every trial becomes a line of
+that file, which `scripts/make_docs.py` and `benchmarks/goals.py` read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stepscope.parallel import Limits, RankFailed, World, launch
 
 LIMIT_S = 1.0
-BOUNDS_S = {"dies": 1.0, "raises": 1.0, "is stopped": LIMIT_S + 1, "is stuck": LIMIT_S + 1}
+FAULTS = ("dies", "raises", "is stopped", "is stuck")
 FAULTY_STEP = 3
 
 
@@ -65,22 +65,22 @@ def main() -> int:
     asked = parser.parse_args()
     trials = []
     with tempfile.TemporaryDirectory() as folder:
-        for fault, bound_s in BOUNDS_S.items():
+        for fault in FAULTS:
             found = [noticed_after(fault, Path(folder) / "mark") for _ in range(asked.repeats)]
             times = sorted(seconds for seconds, _ in found)
             print(
-                f"{fault:12} median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s"
-                f" (at most {bound_s:g} s), named {sum(right for _, right in found)}"
+                f"{fault:12} median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s,"
+                f" named {sum(right for _, right in found)}"
                 f" of {asked.repeats}"
             )
             trials += [
-                {"fault": fault, "seconds": seconds, "bound_s": bound_s, "named": right,
+                {"fault": fault, "seconds": seconds, "named": right,
                  "torch": torch.__version__, "cores": os.cpu_count()}
                 for seconds, right in found
             ]  # fmt: skip
     if asked.out is not None:
         asked.out.write_text("".join(json.dumps(trial) + "\n" for trial in trials))
-    return 1 if any(t["seconds"] > t["bound_s"] or not t["named"] for t in trials) else 0
+    return 0 if all(trial["named"] for trial in trials) else 1
 
 
 if __name__ == "__main__":

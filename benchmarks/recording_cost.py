@@ -4,11 +4,11 @@
     python benchmarks/recording_cost.py --device cpu
 
 `history` is the allocator's own record of every allocation, with its Python stack, and every free,
-which a snapshot is made of (CUDA only); the goal is less than 10 % of the step. `account` puts
-every storage on a line, at the dispatcher: it runs once for each case of the memory study and never
-while a step is timed, so it has no goal and few rounds. A round has one step of each, in an order
+which a snapshot is made of (CUDA only). `account` puts every storage on a line, at the
+dispatcher: it runs once for each case of the memory study and never while a step is timed, so it
+has few rounds. A round has one step of each, in an order
 that changes; the interval holds the median of the rounds' ratios with 95 % confidence. It takes
-about a minute on a GPU.
+about a minute on a GPU. `benchmarks/goals.py` compares the file with what is wanted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ ON_CUDA = (
     ("2.7b", 512, "bfloat16"),
 )
 ON_CPU = (("tiny", 64, "float32"), ("mini", 64, "float32"))
-GOAL = 1.10
 WARMUP = 3
 ACCOUNT_ROUNDS = 3
 
@@ -50,7 +49,6 @@ def main() -> int:
     options = parser.parse_args()
     device = pick_device(options.device)
     here = {"device": device.name, "torch": torch.__version__}
-    missed = 0
     for number, (size, context, dtype) in enumerate(ON_CUDA if device.kind == "cuda" else ON_CPU):
         work = Workload(
             size=size, table="2025", context=context, batch=4, dtype=dtype, attention="reference",
@@ -59,17 +57,16 @@ def main() -> int:
         device.release()
         took = measured(work, device, options.rounds)
         for name, ratio in ratios(took).items():
-            missed += name == "history" and ratio.low > GOAL
             print(
                 f"{work.key}: {summarize(took['plain']).median:.2f} ms; with {name}"
-                f" {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]{verdict(name, ratio)}",
+                f" {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
                 flush=True,
             )
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a" if number else "w") as file:
                 file.write(json.dumps({"case": work.key, "ms": took} | here) + "\n")
-    return 1 if missed else 0
+    return 0
 
 
 def measured(work: Workload, device: Device, rounds: int) -> dict[str, list[float]]:
@@ -101,14 +98,6 @@ def ratios(took: dict[str, list[float]]) -> dict[str, Summary]:
         for name, held in took.items()
         if name != "plain"
     }
-
-
-def verdict(name: str, ratio: Summary) -> str:
-    if name != "history":
-        return ""
-    if ratio.high <= GOAL:
-        return f"; below {GOAL:g}: yes"
-    return f"; below {GOAL:g}: {'NO' if ratio.low > GOAL else 'cannot tell'}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from stepscope.analysis.rehearsal.recording import Recording
 from stepscope.records.schema import Series
-from stepscope.studies.rehearsal.checks import GOAL, Verdict, judge
+from stepscope.studies.rehearsal.checks import Verdict, judge
 from stepscope.studies.rehearsal.ranks import RankResult, run_ways
 from stepscope.studies.rehearsal.recording import record_step
 from stepscope.studies.workload import Workload
@@ -191,7 +191,7 @@ def say(ranks: int, mbit: float, recording: Recording, verdict: Verdict) -> None
             f" {row.measured.median:8.1f} [{row.measured.low:.1f}, {row.measured.high:.1f}],"
             f" error {row.error:+.1%}"
         )
-    print(f"  worst {abs(verdict.worst.error):.1%} (goal {GOAL:.0%})")
+    print(f"  worst {abs(verdict.worst.error):.1%}")
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import find_size, with_overrides
-from stepscope.studies.step.goals import GOALS, Goal, goal
+from stepscope.studies.step.races import RACES, RaceSpec, race_spec
 
 PROCESSORS = 132
 TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.97, (128, 128): 0.9, (64, 256): 0.88}
@@ -76,25 +76,25 @@ def block_ms(config: ModelConfig, tokens: int, *, joined: bool) -> float:
     )
 
 
-def budget(wanted: Goal, *, ours: bool) -> Budget:
-    config = with_overrides(find_size(wanted.size, wanted.table), context=wanted.context)
-    form, tokens = precision(wanted.dtype), wanted.batch * wanted.context
+def budget(spec: RaceSpec, *, ours: bool) -> Budget:
+    config = with_overrides(find_size(spec.size, spec.table), context=spec.context)
+    form, tokens = precision(spec.dtype), spec.batch * spec.context
     layers, weights = config.n_layers, parameters(config)
     block = block_ms(config, tokens, joined=ours)
     head = 3 * product_ms(tokens, config.vocab, config.d_model)
-    listed = operations(config, wanted.batch, wanted.context, form)
+    listed = operations(config, spec.batch, spec.context, form)
     passes = sum(one.instances * one.bytes for one in listed if one.kind == "memory")
     adamw = next(one.bytes for one in listed if one.kind == "optimizer")
     attention = sum(one.instances * one.flops for one in listed if one.kind == "attention")
-    rate = LONG_CONTEXT if wanted.context > 8192 else ATTENTION[wanted.size][ours]
-    rate *= SHORT if wanted.context <= 512 else 1.0
+    rate = LONG_CONTEXT if spec.context > 8192 else ATTENTION[spec.size][ours]
+    rate *= SHORT if spec.context <= 512 else 1.0
     # A float32 weight under autocast: cast there and back, or a copy and a wider gradient written.
     moved = (4 if ours else 12) * weights.multiplied if form.autocast else 0
     again = 0.0
-    if wanted.checkpoint != "no":
+    if spec.checkpoint != "no":
         gates = product_ms(tokens, 2 * config.d_ff, config.d_model)
         forward = block / 3 + attention / layers / 3.5 / rate * 1e3
-        again = wanted.thrifty * gates if ours else layers * forward
+        again = spec.thrifty * gates if ours else layers * forward
     return Budget(
         products=layers * block + head,
         attention=attention / rate * 1e3,
@@ -109,17 +109,17 @@ def budget(wanted: Goal, *, ours: bool) -> Budget:
 def main() -> int:
     titles = Budget._fields
     print(f"{'step':<10} {'side':<5}" + "".join(f"{title:>11}" for title in titles) + "      total")
-    for name in sys.argv[1:] or [name for name in GOALS if name != "tiny-64"]:
+    for name in sys.argv[1:] or [name for name in RACES if name != "tiny-64"]:
         try:
-            wanted = goal(name)
+            spec = race_spec(name)
         except UsageError as error:
             print(error)
             return 2
-        config = with_overrides(find_size(wanted.size, wanted.table), context=wanted.context)
-        counted = flops(config, wanted.batch, wanted.context).step
+        config = with_overrides(find_size(spec.size, spec.table), context=spec.context)
+        counted = flops(config, spec.batch, spec.context).step
         totals = {}
         for side in ("peer", "ours"):
-            made = budget(wanted, ours=side == "ours")
+            made = budget(spec, ours=side == "ours")
             totals[side] = made.total
             share = counted / (made.total * 1e-3) / DATA_SHEET
             parts = "".join(f"{value:>11.1f}" for value in made)

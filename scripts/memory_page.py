@@ -146,8 +146,8 @@ def _recording(path: Path) -> Iterator[str]:
         f"`python benchmarks/recording_cost.py --out results/{path.name}` on {held[0]['device']},"
         f" torch {held[0]['torch']}: the same step with and without, in turns; medians of the"
         " rounds' ratios with the interval that holds them with 95 % confidence. `history` is the"
-        " allocator's own record with Python stacks, of which snapshots are made; the goal is less"
-        " than 1.1. `account` puts every storage on a line and is never on while a step is timed."
+        " allocator's own record with Python stacks, of which snapshots are made."
+        " `account` puts every storage on a line and is never on while a step is timed."
     )
     ways = [name for name in held[0]["ms"] if name != "plain"]
     yield markdown(

@@ -76,7 +76,7 @@ def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
             Interval(value=one.median, low=one.low, high=one.high) for one in (held.wall, held.cpu)
         ]
         names = (config["ours"], config["theirs"], config["size"], config["context"])
-        rows.append((*names, config["ranks"], held.theirs_ms, *ratios, held.goal, held.verdict))
+        rows.append((*names, config["ranks"], held.theirs_ms, *ratios))
     yield markdown(
         Table(
             name="against-torch",
@@ -90,8 +90,6 @@ def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
                 Column(title="torch's step", kind="number", unit="ms"),
                 Column(title="step, ours / torch's", kind="number"),
                 Column(title="CPU time, ours / torch's", kind="number"),
-                Column(title="at most", kind="number"),
-                Column(title="goal"),
             ),
             rows=tuple(rows),
         )
@@ -111,7 +109,6 @@ def _faults(path: Path) -> Iterator[str]:
                 sum(trial["named"] for trial in own),
                 times.median,
                 times.maximum,
-                own[0]["bound_s"],
             )
         )
     yield (
@@ -129,7 +126,6 @@ def _faults(path: Path) -> Iterator[str]:
                 Column(title="named", kind="count"),
                 Column(title="median", kind="number", unit="s"),
                 Column(title="worst", kind="number", unit="s"),
-                Column(title="at most", kind="number", unit="s"),
             ),
             rows=tuple(rows),
         )

@@ -70,8 +70,8 @@ def _steps(results: Path) -> Iterator[Row]:
 
 
 def _named(race: Race) -> str:
-    goal = race.goal
-    return f"training step of {goal.size}, context {goal.context:,}, batch {goal.batch}"
+    spec = race.spec
+    return f"training step of {spec.size}, context {spec.context:,}, batch {spec.batch}"
 
 
 def _attention(results: Path) -> Iterator[Row]:

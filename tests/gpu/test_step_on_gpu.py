@@ -16,8 +16,8 @@ from stepscope.model.kernels.search import multiplied_into, searched_products
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step import StepFlags
-from stepscope.studies.step.goals import Heat, racers
 from stepscope.studies.step.race import Field, Steps
+from stepscope.studies.step.races import Heat, racers
 from stepscope.studies.step.training import measure_loss
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads

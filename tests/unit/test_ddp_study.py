@@ -49,12 +49,20 @@ def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "tone", "words"),
-    [(110.0, "good", "faster"), (140.0, "warn", "slower"), (122.4, "info", "noise")],
+    [
+        (110.0, "good", "it is faster."),
+        (140.0, "warn", "it is slower."),
+        (120.0, "info", "no difference is shown."),
+    ],
 )
-def test_torch_is_the_measure(ours: float, tone: str, words: str) -> None:
-    last = findings(steps={"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0})[-1]
-    assert last.tone == tone
-    assert words in last.text
+def test_the_interval_decides_the_comparison_with_torch(ours: float, tone: str, words: str) -> None:
+    told = findings(steps={"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0, "torch DDP": 120.0})
+    (found,) = (finding for finding in told if finding.code == "ddp.against-torch")
+    assert found.values["strategy"] == "bucketed 1 MiB"
+    assert found.values["ratio"] == pytest.approx(ours / 120, rel=0.02)
+    assert found.records == (ddp_record().id,)
+    assert found.tone == tone
+    assert found.text.endswith(words)
 
 
 def test_waits_are_told_apart_for_every_rank() -> None:

@@ -34,7 +34,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters, rows_of_a_chunk
 from stepscope.model.memory import GATES
 from stepscope.model.sizes import SIZES, find_size, with_overrides
-from stepscope.studies.step.goals import GOALS, racers
+from stepscope.studies.step.races import RACES, racers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -262,7 +262,7 @@ class TestForm:
             setting = energy_by_part.setting_of(narrow.workload, QuietBench.device)
             assert setting.gradients == torch.bfloat16
         assert set(energy_by_part.USUAL) <= set(energy_by_part.RACES)
-        assert set(GOALS) - set(energy_by_part.RACES) == {"8b-32768", "tiny-64"}
+        assert set(RACES) - set(energy_by_part.RACES) == {"8b-32768", "tiny-64"}
 
     def test_attention_and_blocks_can_be_chosen(self) -> None:
         mine = energy_by_part.our_racer("2.7b-2048", "sdpa_cudnn", 8)

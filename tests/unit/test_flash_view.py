@@ -1,7 +1,8 @@
-"""What the flash study says of its races and its grid: ratios, goals, rates, errors."""
+"""Blocks of the flash study: ratios of its races, rates and errors of its grid."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -9,9 +10,9 @@ import pytest
 
 from flash_blocks import sentences, table
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Figure, Interval, Table
+from stepscope.report.blocks import Figure, Finding, Interval, Table
 from stepscope.studies.flash import STUDY
-from stepscope.studies.flash.goals import GOALS, PUBLISHED
+from stepscope.studies.flash.comparisons import PUBLISHED
 from study_records import flash_record, matrix_ceiling, race_record
 
 
@@ -26,59 +27,55 @@ def published(**peers: Sequence[float]) -> list[Record]:
     ]
 
 
+def finding(records: Sequence[Record], code: str) -> Finding:
+    (found,) = (b for b in STUDY.view(records) if isinstance(b, Finding) and b.code == code)
+    return found
+
+
 class TestSpeed:
-    def test_ratios_and_their_mean_stand_beside_the_goal(self) -> None:
+    def test_ratios_at_each_shape_and_their_mean(self) -> None:
         rows = table(published(sdpa_flash=(1.1, 2.0, 2.0, 2.0, 2.0)), "flash-speed")
         flash = [row for row in rows if row["against"] == "sdpa_flash"]
         assert [row["measured"].value for row in flash] == pytest.approx(
             [1.1, 2.0, 2.0, 2.0, 2.0, (1.1 * 16) ** 0.2]
         )
-        assert [row["outcome"] for row in flash] == ["below", *["reached"] * 5]
-        assert (flash[0]["goal"], flash[-1]["goal"]) == ("≥ 1.2×", "≥ 1.4×")
         assert (flash[1]["ours"], flash[1]["peer"]) == (pytest.approx(1.0), pytest.approx(2.0))
         held = flash[0]["measured"]
         assert isinstance(held, Interval)
         assert held.low < 1.1 < held.high
 
     @pytest.mark.parametrize(
-        ("peer", "times", "reached"),
-        [
-            ("sdpa_flash", (1.5, 1.5, 1.5, 1.5, 1.5), True),
-            ("sdpa_flash", (1.3, 1.3, 1.3, 1.3, 1.3), False),
-            ("sdpa_flash", (1.1, 2.0, 2.0, 2.0, 2.0), False),
-            ("flex", (1.16,) * 5, True),
-            ("flex", (2.0, 2.0, 2.0, 2.0, 1.14), False),
-            ("sdpa_cudnn", (0.7, 0.95, 0.95, 0.95, 0.95), True),
-            ("sdpa_cudnn", (0.87,) * 5, False),
-        ],
+        ("times", "tone"),
+        [((1.1, 2.0, 2.0, 2.0, 2.0), "good"), ((1.0,) * 5, "info"), ((0.87,) * 5, "warn")],
     )
-    def test_a_goal_is_reached_or_plainly_not(
-        self, peer: str, times: tuple[float, ...], reached: bool
+    def test_the_interval_of_the_mean_decides_the_tone(
+        self, times: tuple[float, ...], tone: str
     ) -> None:
-        (told,) = sentences(published(**{peer: times}), f"Against {peer}")
-        assert ("is not reached" not in told.text) == reached
-        assert told.tone == ("good" if reached else "warn")
+        records = published(sdpa_cudnn=times)
+        found = finding(records, "flash.against-peer")
+        assert found.values["mean"] == pytest.approx(math.prod(times) ** 0.2)
+        assert (found.values["lowest"], found.values["missing"]) == (pytest.approx(min(times)), 0)
+        assert found.records == tuple(record.id for record in records)
+        assert found.tone == tone
 
     def test_a_mean_over_some_of_the_shapes_is_not_good(self) -> None:
-        (told,) = sentences(published(sdpa_flash=(2.0,) * 5)[:3], "Against sdpa_flash")
-        assert "2 shapes were not" in told.text
-        assert told.tone == "warn"
+        found = finding(published(sdpa_flash=(2.0,) * 5)[:3], "flash.against-peer")
+        assert "geometric mean of 3 of 5 shapes" in found.text
+        assert (found.values["missing"], found.tone) == (2, "info")
 
-    @pytest.mark.parametrize(("ours", "outcome"), [(4.6, "reached"), (4.8, "missed")])
-    def test_the_one_shape_with_a_time_to_reach(self, ours: float, outcome: str) -> None:
-        records = [race_record({"triton": ours, "auto": ours})]
-        assert table(records, "flash-speed")[-1]["outcome"] == outcome
-        assert sentences(records, f"4.7 ms is {outcome}")
+    def test_the_shape_of_the_leaderboard(self) -> None:
+        found = finding([race_record({"triton": 4.6, "auto": 4.6})], "flash.leaderboard-shape")
+        assert found.values["ms"] == pytest.approx(4.6)
+        assert found.text == "1,16,16384,64 takes 4.60 ms forward and backward."
 
-    def test_float32_is_held_against_the_efficient_backend(self) -> None:
-        goal = next(goal for goal in GOALS if goal.dtype == "float32")
+    def test_float32_is_compared_with_the_efficient_backend(self) -> None:
         races = [
             race_record({"triton": 1.0, "sdpa_efficient": 1.25}, "1x16x4096x64:float32"),
             race_record({"triton": 1.0, "sdpa_efficient": 9.0}, "1x16x4096x64"),
         ]
         (row,) = table(races, "flash-speed")
-        assert (row["against"], row["shape"]) == (goal.peer, "1,16,4096,64 fp32")
-        assert (row["measured"].value, row["outcome"]) == (pytest.approx(1.25), "below")
+        assert (row["against"], row["shape"]) == ("sdpa_efficient", "1,16,4096,64 fp32")
+        assert row["measured"].value == pytest.approx(1.25)
 
     def test_short_lengths_count_with_the_host_inside(self) -> None:
         races = [
@@ -90,14 +87,14 @@ class TestSpeed:
         ]  # fmt: skip
         ours, auto = table(races, "flash-speed")
         assert "1,1,128,64" in ours["shape"]
-        assert (ours["measured"].value, ours["outcome"]) == (pytest.approx(0.5), "slower")
-        assert auto["outcome"] == "reached"
+        assert ours["measured"].value == pytest.approx(0.5)
+        assert auto["measured"].value == pytest.approx(1.0)
         assert sentences(races, "slower than torch's own call at 1 of them")
 
-    @pytest.mark.parametrize(
-        ("spread", "outcome"), [(0.0, "slower"), (0.3, "not shown slower")], ids=("clear", "wide")
-    )
-    def test_a_ratio_below_one_is_not_called_reached(self, spread: float, outcome: str) -> None:
+    @pytest.mark.parametrize(("spread", "slower"), [(0.0, 1), (0.3, 0)], ids=("clear", "wide"))
+    def test_short_calls_are_slower_where_the_interval_shows_it(
+        self, spread: float, slower: int
+    ) -> None:
         took = {"triton": 0.2, "sdpa": 0.19}
         made = race_record(took, "1x1x128x64", in_a_row=took)
         held = [
@@ -111,7 +108,9 @@ class TestSpeed:
         races = [msgspec.structs.replace(made, series=tuple(held))]
         (row,) = table(races, "flash-speed")
         assert row["measured"].value < 1.0
-        assert row["outcome"] == outcome
+        (told,) = sentences(races, "With the host's share inside")
+        assert f"torch's own call at {slower or 'none'} of them" in told.text
+        assert told.tone == ("warn" if slower else "good")
 
     def test_the_caption_says_how_a_sample_began(self) -> None:
         def caption(records: Sequence[Record]) -> str:

@@ -30,7 +30,8 @@ from stepscope.optim import fused, in_backward
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
 from stepscope.studies.plans import plan_of, prediction_for
-from stepscope.studies.step.goals import GOALS, Heat, Racer
+from stepscope.studies.step.races import RACES as ALL_RACES
+from stepscope.studies.step.races import Heat, Racer
 from stepscope.studies.workload import Workload
 
 RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
@@ -149,7 +150,7 @@ def test_the_races_of_the_h200_are_met() -> None:
     """Within 0.1 %. A race counts weights and moments as they were asked for, and leaves out what
     was there before: cuBLAS's work space of the default stream."""
     found = races()
-    assert {name.split()[0] for name, *_ in found} == set(GOALS) - {"tiny-64"}
+    assert {name.split()[0] for name, *_ in found} == set(ALL_RACES) - {"tiny-64"}
     assert len(found) == 28
     for name, work, peak in found:
         told = predict(plan_of(work, "cuda"))

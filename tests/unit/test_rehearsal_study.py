@@ -145,24 +145,25 @@ def test_a_batch_of_one_is_not_shared_out() -> None:
     assert not any("divided" in name for name in names)
 
 
-def test_a_check_that_is_right_says_so() -> None:
+def test_a_check_of_a_right_prediction_has_its_small_error() -> None:
     check = check_of(check_record())
     assert check is not None
     assert check.verdict.channel.alone(2**20) == pytest.approx(2.0)
     assert check.verdict.upkeep.agree == 0.5
     assert [row.error for row in check.verdict.rows] == pytest.approx([0.0] * 4, abs=2e-3)
     (finding,) = findings(check_record())
-    assert finding.tone == "good"
+    assert finding.code == "rehearsal.prediction-error"
+    assert finding.values["error"] == pytest.approx(0.0, abs=2e-3)
+    assert finding.records == (check.record.id,)
     assert "tiny at context 32 on 2 waiting ranks over gloo" in finding.text
-    assert "within 15.0 %" in finding.text
 
 
 def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
     record = check_record({"flat": 0.25})
     (finding,) = findings(record)
-    assert finding.tone == "warn"
+    assert finding.values["strategy"] == "flat"
+    assert finding.values["error"] == pytest.approx(-0.2, abs=2e-3)
     assert "off by 20.0 % at most (flat:" in finding.text
-    assert "above the goal of 15.0 %" in finding.text
     rows = {row[1]: row for row in table("rehearsal-checks", record).rows}
     assert rows["flat"][4] == pytest.approx(-0.2, abs=2e-3)
     # What communication added, told and seen.

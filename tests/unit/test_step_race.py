@@ -22,8 +22,8 @@ from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.step import StepFlags, race
-from stepscope.studies.step.goals import GOALS, Heat, Racer, racers
 from stepscope.studies.step.race import Field, measure_race
+from stepscope.studies.step.races import RACES, Heat, Racer, racers
 from stepscope.studies.step.rows import races
 from stepscope.studies.step.speed import heat_table
 from stepscope.studies.training_step import TrainingStep
@@ -34,11 +34,11 @@ STUDY = find_study("step")
 
 class TestRacers:
     def test_the_peer_in_all_forms_and_ours_with_the_same_formats(self) -> None:
-        for name, goal in GOALS.items():
+        for name, spec in RACES.items():
             found = racers(name)
             assert len({racer.name for racer in found}) == len(found)
             same = [racer for racer in found if racer.side != "narrow"]
-            assert {racer.workload.dtype for racer in same} == {goal.dtype}
+            assert {racer.workload.dtype for racer in same} == {spec.dtype}
             assert {r.workload.optimizer for r in found if r.side == "peer"} == {"torch-fused"}
         tuned = racers("2.7b-512", modes=("default", "reduce-overhead", "max-autotune"))
         for found, modes in ((racers("2.7b-512"), 2), (tuned, 3)):
@@ -69,7 +69,7 @@ class TestRacers:
         with pytest.raises(UsageError, match="name one of each side: peer: block default"):
             racers("small-512", forms=("peer",))
 
-    def test_less_memory_is_asked_for_where_it_is_a_goal(self) -> None:
+    def test_forms_save_less_where_peak_memory_is_compared(self) -> None:
         kept = {(r.side, r.workload.keep) for r in racers("2.7b-2048") if r.workload.joined}
         assert kept == {
             ("ours", "norms"), ("ours", "gates"), ("narrow", "norms"), ("narrow", "gates"),

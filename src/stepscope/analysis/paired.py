@@ -11,8 +11,6 @@ from stepscope.records.stats import Summary, summarize
 STUDY = "parallel-against-torch"
 """The name under which `benchmarks/parallel_against_torch.py` keeps its records."""
 OURS, THEIRS = "ours", "theirs"
-RESOLVED = 0.02
-"""A machine whose interval is wider than this on either side does not tell small differences."""
 
 
 class Paired(NamedTuple):
@@ -22,20 +20,6 @@ class Paired(NamedTuple):
     """The same of the processor time of all threads of all ranks."""
     theirs_ms: float
     """The median of their step."""
-    goal: float | None
-    """What the ratio should be at most."""
-
-    @property
-    def verdict(self) -> str:
-        if self.goal is None:
-            return "no goal"
-        if self.wall.high <= self.goal:
-            return "reached"
-        if self.wall.low > self.goal:
-            return "missed"
-        width = (self.wall.high - self.wall.low) / 2
-        fine = "" if width <= RESOLVED else f" (it resolves {width:.1%}, not {RESOLVED:.0%})"
-        return f"this machine cannot tell{fine}"
 
 
 def paired(record: Record) -> Paired:
@@ -44,12 +28,10 @@ def paired(record: Record) -> Paired:
         [_by_round(record, f"{who}.{kind}") for who in (OURS, THEIRS)] for kind in ("step", "cpu")
     )
     slowest = [[max(ranks) for ranks in held] for held in steps]
-    goal = record.config["goal"]
     return Paired(
         wall=_ratio(*slowest),
         cpu=_ratio(*([sum(ranks) for ranks in held] for held in spent)),
         theirs_ms=summarize(slowest[1]).median,
-        goal=None if goal is None else float(goal),
     )
 
 

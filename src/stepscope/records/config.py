@@ -49,7 +49,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename={"pass_": "pass
     dtype: Text = UNSET
     format: Text = UNSET
     fused: Flag = UNSET
-    goal: Number | None = UNSET
     graph: Flag = UNSET
     head: Some = UNSET
     heads: Some = UNSET

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, paired_ratio, ratio_interval, summarize
+from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
     Cell,
@@ -19,6 +19,7 @@ from stepscope.report.blocks import (
     Stretch,
     Table,
     Timeline,
+    Tone,
 )
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.studies.ddp.ranks import ALONE, TORCH
@@ -26,8 +27,6 @@ from stepscope.studies.published_view import Mine, published_tables, ranked_step
 from stepscope.studies.ranked import backend_of, rank_words
 
 PHASES = ("forward", "backward", "waited", "optimizer")
-GOAL = 1.02
-"""At most this much of torch's own wrapper."""
 
 Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """What a step did when, by strategy and lane: start, end, label."""
@@ -167,21 +166,35 @@ def _findings(ways: Ways) -> Iterator[Finding]:
     yield from _against_torch(ways)
 
 
-def _against_torch(ways: Ways) -> Iterator[Finding]:
+_OUTCOMES: dict[int, tuple[str, Tone]] = {
+    -1: ("it is faster", "good"),
+    0: ("no difference is shown", "info"),
+    1: ("it is slower", "warn"),
+}
+
+
+def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
+    """The fastest bucketed strategy, and its step over that of torch's own wrapper."""
     buckets = [name for name in ways.names if name.startswith("bucketed")]
     if not buckets or not ways.samples(TORCH):
-        return
+        return None
     best = min(buckets, key=lambda name: ways.median(name, "step") or 0.0)
-    ratio = ratio_interval(ways.samples(TORCH), ways.samples(best))
-    verdict = (
-        "as fast as it or faster" if ratio.high <= GOAL
-        else "slower" if ratio.low > GOAL
-        else f"this machine's noise does not tell that from the goal of {GOAL:g}"
-    )  # fmt: skip
+    return best, ratio_interval(ways.samples(TORCH), ways.samples(best))
+
+
+def _against_torch(ways: Ways) -> Iterator[Finding]:
+    found = against_torch(ways)
+    if found is None:
+        return
+    best, ratio = found
+    outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
     yield Finding(
+        code="ddp.against-torch",
+        values={"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
         text=f"{ways.title}: {best} takes {number(ratio.value, 3)}× the step of torch's"
-        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {verdict}.",
-        tone="good" if ratio.high <= GOAL else "warn" if ratio.low > GOAL else "info",
+        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
+        tone=tone,
+        records=(ways.record.id,),
     )
 
 

@@ -1,26 +1,100 @@
-"""Speed against peers, from the races, as tables."""
+"""Speed against peers, from the races: findings and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import Ratio
-from stepscope.report.blocks import Cell, Column, Interval, Table
+from stepscope.report.blocks import Cell, Column, Finding, Interval, Table, Tone
 from stepscope.report.format import duration, number
-from stepscope.studies.flash.goals import (
-    GOALS,
-    LEADERBOARD_MS,
+from stepscope.studies.flash.comparisons import (
+    COMPARISONS,
+    LEADERBOARD,
     SHORT_PEER,
+    Compared,
+    Comparison,
+    compared,
     geometric_mean,
-    held,
-    leaderboard_races,
+    leaderboard_race,
     short_races,
 )
-from stepscope.studies.flash.rows import OURS, Race, interval, sort_key
+from stepscope.studies.flash.rows import OURS, Race, sort_key
+
+
+def speed_findings(ran: Sequence[Race]) -> Iterator[Finding]:
+    for wanted in COMPARISONS:
+        found = compared(wanted, ran)
+        if found:
+            yield _against(wanted, found)
+    race = leaderboard_race(ran)
+    if race is not None and (ours := race.times(OURS)) is not None:
+        yield Finding(
+            code="flash.leaderboard-shape",
+            values={"ms": ours.median, "low": ours.low, "high": ours.high},
+            text=f"{LEADERBOARD} takes {duration(ours.median)} forward and backward.",
+            records=(race.record.id,),
+        )
+    for name in (OURS, "auto"):
+        short = short_races(ran, name)
+        if short:
+            yield _short(name, short)
+    left = {
+        f"{name} at {race.shape.sizes} {race.shape.dtype}": out
+        for race in ran
+        for name in race.racers
+        if (out := race.out(name)) and out.startswith("failed")
+    }
+    for who, why in left.items():
+        yield Finding(text=f"{who} {why}", tone="warn")
+
+
+def _against(wanted: Comparison, found: Sequence[Compared]) -> Finding:
+    least = min(found, key=lambda pair: pair.ratio.value)
+    mean = geometric_mean([ratio for _, ratio in found])
+    missing = len(wanted.shapes) - len(found)
+    over = f"{len(found)} of {_shapes(len(wanted.shapes))}" if missing else _shapes(len(found))
+    return Finding(
+        code="flash.against-peer",
+        values={
+            "peer": wanted.peer, "dtype": wanted.dtype, "mean": mean.value, "low": mean.low,
+            "high": mean.high, "lowest": least.ratio.value, "shape": least.race.shape.sizes,
+            "missing": missing,
+        },
+        text=f"Against {wanted.peer} in {wanted.dtype} ours is {number(mean.value, 3)} times as"
+        f" fast (geometric mean of {over}; lowest {number(least.ratio.value, 3)} at"
+        f" {least.race.shape.sizes}).",
+        tone=_tone(mean.low > 1 and not missing, mean.high < 1),
+        records=tuple(race.record.id for race, _ in found),
+    )  # fmt: skip
+
+
+def _short(ours: str, found: Sequence[Compared]) -> Finding:
+    least = min(found, key=lambda pair: pair.ratio.value)
+    mean = geometric_mean([ratio for _, ratio in found]).value
+    slower = sum(ratio.high < 1.0 for _, ratio in found)
+    verdict = (
+        f"slower than torch's own call at {slower} of them"
+        if slower
+        else "shown slower than torch's own call at none of them"
+    )
+    return Finding(
+        text=f"With the host's share inside, {ours} is {number(mean, 3)} times as fast as"
+        f" {SHORT_PEER} over {_shapes(len(found))} with one head"
+        f" (lowest {number(least.ratio.value, 3)} at {least.race.shape.sizes}): {verdict}.",
+        tone="warn" if slower else "good",
+    )
+
+
+def _tone(faster: bool, slower: bool) -> Tone:
+    return "good" if faster else "warn" if slower else "info"
+
+
+def _shapes(count: int) -> str:
+    return "1 shape" if count == 1 else f"{count} shapes"
 
 
 def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
-    rows = [*_goal_rows(ran), *_leaderboard_row(ran), *_short_rows(ran)]
+    rows = [*_peer_rows(ran), *_short_rows(ran)]
     if not rows:
         return None
     return Table(
@@ -33,8 +107,6 @@ def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
                 title="measured", kind="number", unit="×",
                 hint="the peer's median over ours, with its 95 % interval; above 1 ours is faster",
             ),
-            Column(title="goal"),
-            Column(title="outcome"),
             Column(
                 title="in a row", kind="number", unit="×",
                 hint="the same ratio of calls that follow each other, by the host's clock",
@@ -50,32 +122,18 @@ def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
     )  # fmt: skip
 
 
-def _goal_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
-    for goal in GOALS:
-        found = held(goal, ran)
-        suffix = "" if goal.dtype == "bfloat16" else " fp32"
+def _peer_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
+    for wanted in COMPARISONS:
+        found = compared(wanted, ran)
+        suffix = "" if wanted.dtype == "bfloat16" else " fp32"
         for race, ratio in found:
             yield (
-                goal.peer, race.shape.sizes + suffix, _interval(ratio),
-                *_judged(ratio.value, goal.each), _in_a_row(race, goal.peer),
-                _median(race, OURS), _median(race, goal.peer),
+                wanted.peer, race.shape.sizes + suffix, _interval(ratio),
+                _in_a_row(race, wanted.peer), _median(race, OURS), _median(race, wanted.peer),
             )  # fmt: skip
-        if goal.mean is not None and found:
+        if len(wanted.shapes) > 1 and found:
             mean = geometric_mean([ratio for _, ratio in found])
-            of = f"mean of {len(found)}{suffix}"
-            yield (goal.peer, of, mean, *_judged(mean.value, goal.mean), None, None, None)
-
-
-def _leaderboard_row(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
-    for race in leaderboard_races(ran):
-        ours = race.times(OURS)
-        assert ours is not None
-        outcome = "reached" if ours.median <= LEADERBOARD_MS else "missed"
-        goal = f"≤ {number(LEADERBOARD_MS, 2)} ms"
-        yield (
-            "the clock", race.shape.sizes, duration(ours.median), goal, outcome, None,
-            interval(ours), None,
-        )  # fmt: skip
+            yield (wanted.peer, f"mean of {len(found)}{suffix}", mean, None, None, None)
 
 
 def _short_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
@@ -87,8 +145,6 @@ def _short_rows(ran: Sequence[Race]) -> Iterator[tuple[Cell, ...]]:
                 f"{SHORT_PEER}, {'short' if ours == OURS else ours}",
                 least.race.shape.sizes,
                 _interval(least.ratio),
-                "≥ 1×",
-                _not_slower(least.ratio),
                 least.ratio.value,
                 _median(least.race, ours, in_a_row=True),
                 _median(least.race, SHORT_PEER, in_a_row=True),
@@ -99,18 +155,6 @@ def _start(ran: Sequence[Race]) -> str:
     if all(race.host_ahead for race in ran):
         return "with the host ahead, as in a training step whose queue is full"
     return "from an idle device, so that the host's time is inside where kernels are short"
-
-
-def _not_slower(ratio: Ratio) -> str:
-    if ratio.high < 1.0:
-        return "slower"
-    return "reached" if ratio.value >= 1.0 else "not shown slower"
-
-
-def _judged(value: float, least: float | None) -> tuple[Cell, Cell]:
-    if least is None:
-        return None, None
-    return f"≥ {least:g}×", "reached" if value >= least else "below"
 
 
 def _median(race: Race, name: str, *, in_a_row: bool = False) -> float | None:

@@ -27,8 +27,7 @@ from stepscope.studies.flash.rows import (
     sort_key,
     tile_records,
 )
-from stepscope.studies.flash.speed import race_table, speed_table
-from stepscope.studies.flash.speed_findings import speed_findings
+from stepscope.studies.flash.speed import race_table, speed_findings, speed_table
 from stepscope.studies.flash.tile_view import tile_blocks
 
 _MODES = ("forward", "backward", "both")

@@ -15,9 +15,6 @@ from stepscope.report.blocks import Cell, Column, Finding, Interval, Table
 from stepscope.report.format import duration, number, percent, rate
 from stepscope.studies.rehearsal.ranks import ALONE, Sampled, strategies
 
-GOAL = 0.15
-"""How far a predicted step may be from the measured one."""
-
 
 class Row(NamedTuple):
     way: str
@@ -137,17 +134,20 @@ def _sized(medians: Mapping[Sampled, float], kind: str) -> dict[tuple[int, int],
 def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
     for check in checks:
         worst, line = check.verdict.worst, check.verdict.channel.line
-        within = abs(worst.error) <= GOAL
-        verdict = f"within {percent(GOAL)}" if within else f"above the goal of {percent(GOAL)}"
         yield Finding(
+            code="rehearsal.prediction-error",
+            values={
+                "strategy": worst.way, "error": worst.error, "predicted_ms": worst.predicted_ms,
+                "measured_ms": worst.measured.median,
+            },
             text=f"{check.title}: predicted steps are off by {percent(abs(worst.error))} at most"
             f" ({worst.way}: {duration(worst.predicted_ms)} predicted,"
-            f" {duration(worst.measured.median)} measured), {verdict}. The link as measured:"
+            f" {duration(worst.measured.median)} measured). The link as measured:"
             f" {duration(line.latency_ms)} a reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')},"
             f" which single sizes miss by up to {percent(line.residual)}."
             f"{_contention_words(check.verdict.upkeep)}",
-            tone="good" if within else "warn",
-        )
+            records=(check.record.id,),
+        )  # fmt: skip
 
 
 def _contention_words(upkeep: Upkeep) -> str:

@@ -30,7 +30,6 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_seconds
-from stepscope.studies.step.goals import ATTENTIONS, GOALS, MODES, SCOPES, goal, racers
 from stepscope.studies.step.ladder import (
     RUNGS,
     START,
@@ -41,6 +40,7 @@ from stepscope.studies.step.ladder import (
     needs,
     start,
 )
+from stepscope.studies.step.races import ATTENTIONS, MODES, RACES, SCOPES, race_spec, racers
 from stepscope.studies.step.text import WORDS
 from stepscope.studies.workload import Workload
 
@@ -66,7 +66,7 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     fused-optimizer, in-backward, graph, searched, as-made, narrow-stream, master, checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Each change alone, and on top of those before it."""
-    race: tuple[str, ...] = tuple(name for name in GOALS if name != "tiny-64")
+    race: tuple[str, ...] = tuple(name for name in RACES if name != "tiny-64")
     """Races: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512, 8b-32768, tiny-64."""
     scopes: tuple[str, ...] = SCOPES
     """What is compiled in a race: block, model."""
@@ -220,14 +220,14 @@ class Step(Study[StepFlags, Any]):
             yield PlannedCase(
                 study=self.name,
                 key=f"race-{name}{chosen}",
-                config={"kind": "race", "race": name, "dtype": goal(name).dtype}
+                config={"kind": "race", "race": name, "dtype": race_spec(name).dtype}
                 | {"racers": msgspec.to_builtins(found), "rounds": flags.rounds}
                 | {"blocks": flags.blocks, "block_seconds": flags.block_seconds}
                 | {"heat_steps": 3, "steady_seconds": 1.0, "heat_seconds": flags.heat_seconds}
                 | {"form_seconds": flags.form_seconds, "min_seconds": flags.min_seconds},
                 needs=(
                     workload.needs()[:1]
-                    if goal(name).size == "tiny"
+                    if race_spec(name).size == "tiny"
                     else (*workload.needs()[:1], "compiler", "graph")
                 ),
             )

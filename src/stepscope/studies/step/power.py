@@ -8,7 +8,7 @@ from stepscope.analysis.power import Draw
 from stepscope.report.blocks import Cell, Column, Finding, Spread, Table
 from stepscope.report.format import duration, number
 from stepscope.studies.energy_view import at_cap_words
-from stepscope.studies.step.goals import SIDES
+from stepscope.studies.step.races import SIDES
 from stepscope.studies.step.rows import Race
 
 

@@ -24,7 +24,7 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.captured import forget_steps
 from stepscope.studies.shared_weights import begin_moments
-from stepscope.studies.step.goals import Heat, Racer
+from stepscope.studies.step.races import Heat, Racer
 from stepscope.studies.training_step import TrainingStep
 from stepscope.studies.workload import GRAPHS_OF_TORCH
 

@@ -13,8 +13,8 @@ from stepscope.analysis.power import Draw, draw
 from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
-from stepscope.studies.step.goals import GOALS, Goal, Heat
 from stepscope.studies.step.ladder import RUNGS, START
+from stepscope.studies.step.races import RACES, Heat, RaceSpec
 from stepscope.studies.workload import Workload
 
 TAIL = 10
@@ -187,7 +187,7 @@ class Lead(NamedTuple):
 class Race(NamedTuple):
     record: Record
     name: str
-    goal: Goal
+    spec: RaceSpec
     others: tuple[Race, ...] = ()
     """Of the same step, in other runs."""
 
@@ -202,7 +202,7 @@ class Race(NamedTuple):
 
     def lead(self, side: str = "ours") -> Lead | None:
         """The peer against one side in consecutive steps; None where they were not measured."""
-        peer, own = self._blocks("peer"), self._blocks(side)
+        peer, own = self.blocks("peer"), self.blocks(side)
         if peer and own:
             ratio = paired_ratio(own, peer, level=0.95)
             return Lead(statistics.median(peer), statistics.median(own), ratio)
@@ -211,7 +211,8 @@ class Race(NamedTuple):
             return None
         return Lead(others.step_ms, alone.step_ms, None)
 
-    def _blocks(self, side: str) -> tuple[float, ...]:
+    def blocks(self, side: str) -> tuple[float, ...]:
+        """The median step of each block of consecutive steps, in ms."""
         series = self.record.find("consecutive", variant=self.best(side) or "")
         return () if series is None else series.values
 
@@ -264,11 +265,11 @@ def races(records: Sequence[Record]) -> list[Race]:
     was tried. Of those with as many, that in which it comes nearest to ours."""
     held: dict[str, list[Race]] = {}
     for record in records:
-        if record.config["kind"] == "race" and record.config["race"] in GOALS:
+        if record.config["kind"] == "race" and record.config["race"] in RACES:
             name = record.config["race"]
-            held.setdefault(name, []).append(Race(record, name, GOALS[name]))
+            held.setdefault(name, []).append(Race(record, name, RACES[name]))
     found = []
-    for name in GOALS:
+    for name in RACES:
         if name in held:
             first, *others = sorted(
                 held[name], key=lambda race: (-peers_that_ran(race), _lead(race))

@@ -6,15 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.records.stats import Ratio
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import bytes_, number, percent
-from stepscope.studies.step.goals import (
-    MEMORY_AIM,
-    SIDES,
-    SPARE_AIM,
-    SPARE_MEMORY,
-    SPARE_TIME,
-    Heat,
-)
+from stepscope.report.format import bytes_, number
+from stepscope.studies.step.races import SIDES, Heat
 from stepscope.studies.step.rows import Lead, Race
 
 
@@ -45,14 +38,11 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
                 hint="the same for single samples in alternation, each from an idle device, with"
                 " its 95 % interval",
             ),
-            Column(title="must", hint="what this project set itself, on an H200"),
-            Column(title="outcome", hint="of consecutive steps"),
             Column(
                 title="MFU",
                 kind="percent",
                 hint="ours, of the data sheet's rate, or of the measured one where there is none",
             ),
-            Column(title="aim", hint="what it would like to reach there"),
         ),
         rows=tuple(rows),
         caption="All forms run on the same weights in one process; the peer has torch's fused"
@@ -64,49 +54,38 @@ def speed_tables(raced: Sequence[Race]) -> Iterator[Table]:
         " rows with narrower formats: there the gradients of the blocks' matmuls reach the update"
         " in the dtype of the matmuls, to which the peer's were rounded before they became"
         " float32, and with a narrow stream the residual stream has that dtype too. MFU counts"
-        " causal attention once and nothing twice. Must and aim are what this project set itself"
-        " on an H200.",
+        " causal attention once and nothing twice.",
     )
 
 
 def _rows(race: Race) -> Iterator[tuple[Cell, ...]]:
-    peer_ms = race.step_ms("peer")
-    if peer_ms is None or race.step_ms() is None:
+    if race.step_ms("peer") is None or race.step_ms() is None:
         return
-    goal = race.goal
-    ends = (race.peak("peer"), race.peak("ours"))
     yield from _time_row(race, "ours", race.name)
-    if goal.memory is not None and all(ends):
-        share = ends[1] / ends[0]  # type: ignore[operator]
-        yield (
-            f"{race.name}, peak memory", *_peaks(ends), share, None,
-            f"≤\N{NO-BREAK SPACE}{goal.memory:g}×", _outcome(share <= goal.memory), None,
-            f"{MEMORY_AIM:g}×",
-        )  # fmt: skip
-    yield from _spare_row(race, peer_ms)
+    if race.spec.less_memory:
+        yield from _memory_row(race, "ours", f"{race.name}, peak memory")
+        yield from _memory_row(race, "spare", f"{race.name}, peak memory, {race.form('spare')}")
     yield from _time_row(race, "narrow", f"{race.name}, narrower formats")
 
 
 def _time_row(race: Race, side: str, name: str) -> Iterator[tuple[Cell, ...]]:
-    lead, ratio = race.lead(side), race.ratio(side)
-    peer_ms, ms = race.step_ms("peer"), race.step_ms(side)
-    if peer_ms is None or ms is None or ratio is None:
+    ratio, ms = race.ratio(side), race.step_ms(side)
+    if ms is not None and ratio is not None:
+        yield (
+            name, race.form("peer"), race.step_ms("peer"), race.form(side), ms,
+            lead_cell(race.lead(side)), _interval(ratio), race.mfu(side),
+        )  # fmt: skip
+
+
+def _memory_row(race: Race, side: str, name: str) -> Iterator[tuple[Cell, ...]]:
+    """Peaks in the columns of the forms; the times of another form than the row above has."""
+    peer, own = race.peak("peer"), race.peak(side)
+    if peer is None or own is None or race.step_ms(side) is None:
         return
-    goal = race.goal
-    reached: Cell = None
-    must: Cell = None
-    if goal.faster is not None:
-        must = f"≥\N{NO-BREAK SPACE}{goal.faster:g}×"
-        reached = _against(ratio if lead is None else lead.ratio or lead.value, goal.faster)
-    elif goal.most_ms is not None:
-        must = f"≤\N{NO-BREAK SPACE}{goal.most_ms:g}\N{NO-BREAK SPACE}ms"
-        reached = _outcome(ms <= goal.most_ms)
-    aim = None
-    if goal.aim_mfu is not None:
-        aim = f"{percent(goal.aim_mfu)} MFU".replace(" ", "\N{NO-BREAK SPACE}")
+    other = side != "ours"
     yield (
-        name, race.form("peer"), peer_ms, race.form(side), ms, lead_cell(lead), _interval(ratio),
-        must, reached, race.mfu(side), aim,
+        name, bytes_(peer), race.step_ms("peer") if other else None, bytes_(own),
+        race.step_ms(side) if other else None, own / peer, None, race.mfu(side) if other else None,
     )  # fmt: skip
 
 
@@ -119,40 +98,6 @@ def lead_cell(lead: Lead | None) -> Cell:
 
 def _interval(ratio: Ratio) -> Interval:
     return Interval(value=ratio.value, low=ratio.low, high=ratio.high)
-
-
-def _spare_row(race: Race, peer_ms: float) -> Iterator[tuple[Cell, ...]]:
-    spare_ms, peaks = race.step_ms("spare"), (race.peak("peer"), race.peak("spare"))
-    if spare_ms is None or not all(peaks):
-        return
-    share = peaks[1] / peaks[0]  # type: ignore[operator]
-    slower = spare_ms / peer_ms
-    must = f"≤ {SPARE_MEMORY:g}× in ≤ {SPARE_TIME:g}× the time"
-    fits = share <= SPARE_MEMORY and slower <= SPARE_TIME
-    yield (
-        f"{race.name}, peak memory, {race.form('spare')}", *_peaks(peaks), share, None, must,
-        f"{_outcome(fits)} ({number(slower, 3)}× the time)", race.mfu("spare"), f"{SPARE_AIM:g}×",
-    )  # fmt: skip
-
-
-def _peaks(ends: tuple[float | None, float | None]) -> tuple[Cell, Cell, Cell, Cell]:
-    """In the columns of the forms: a peak has no time."""
-    peer, ours = (bytes_(end) if end is not None else None for end in ends)
-    return peer, None, ours, None
-
-
-def _against(ratio: Ratio | float, least: float) -> str:
-    if isinstance(ratio, float):
-        return _outcome(ratio >= least)
-    if ratio.low < least <= ratio.value:
-        return "reached, not by all of its interval"
-    if ratio.value < least <= ratio.high:
-        return "below, not by all of its interval"
-    return _outcome(ratio.value >= least)
-
-
-def _outcome(reached: bool) -> str:
-    return "reached" if reached else "below"
 
 
 def heat_table(raced: Sequence[Race]) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""What the fastest step is to reach, next to what a user would take instead. No torch."""
+"""The races of the step study: their shapes, and the forms of each side. No torch."""
 
 from __future__ import annotations
 
@@ -22,53 +22,34 @@ MODES = ("default", "reduce-overhead")
 ATTENTIONS = ("sdpa_flash", "sdpa_cudnn")
 
 
-class Goal(NamedTuple):
-    """A training step, and what ours is to reach in it."""
+class RaceSpec(NamedTuple):
+    """The training step of a race, and which of our forms take part in it."""
 
     size: str
     context: int
     batch: int
     dtype: str = "bfloat16"
     table: str = "2025"
-    faster: float | None = None
-    """How many times as fast as the peer at least."""
-    most_ms: float | None = None
-    aim_mfu: float | None = None
-    """Of the data sheet's rate."""
-    memory: float | None = None
-    """Our peak as a share of the peer's at most."""
     checkpoint: str = NONE
-    """Of the peer: without it the step does not fit."""
+    """Activation checkpointing of the peer, where the step does not fit without."""
     thrifty: int = 0
-    """There: blocks that keep their inputs only, where the rest keeps the gates too."""
+    """Blocks of ours that save only their inputs, where the peer is checkpointed."""
     other_attention: str = "sdpa_cudnn"
-    """Tried beside `auto`, which decides for steps whose host is not ahead."""
-    spare: bool = False
-    """Ours races with as little kept as one product made again allows, too."""
+    """Tried next to `auto`, which decides for steps whose host is not ahead."""
+    less_memory: bool = False
+    """Our forms save less for the backward than they could, and one saves inputs only; their peak
+    memory is compared with the peer's."""
 
 
-GOALS: dict[str, Goal] = {
-    "2.7b-2048": Goal("2.7b", 2048, 4, faster=1.10, aim_mfu=0.56, memory=0.9, spare=True),
-    "2.7b-512": Goal("2.7b", 512, 4, faster=1.25, aim_mfu=0.50, other_attention="triton"),
-    "xl-512": Goal("xl", 512, 4, faster=1.4, aim_mfu=0.40, other_attention="triton"),
-    "xl-2048": Goal("xl", 2048, 4, faster=1.15, aim_mfu=0.55),
-    "small-512": Goal("small", 512, 4, most_ms=9.0, aim_mfu=0.22, other_attention="triton"),
-    "8b-32768": Goal(
-        "8b",
-        32_768,
-        1,
-        "bfloat16-pure",
-        "2026",
-        faster=1.15,
-        aim_mfu=0.55,
-        checkpoint="1",
-        thrifty=16,
-    ),
-    "tiny-64": Goal("tiny", 64, 2, "float32"),
+RACES: dict[str, RaceSpec] = {
+    "2.7b-2048": RaceSpec("2.7b", 2048, 4, less_memory=True),
+    "2.7b-512": RaceSpec("2.7b", 512, 4, other_attention="triton"),
+    "xl-512": RaceSpec("xl", 512, 4, other_attention="triton"),
+    "xl-2048": RaceSpec("xl", 2048, 4),
+    "small-512": RaceSpec("small", 512, 4, other_attention="triton"),
+    "8b-32768": RaceSpec("8b", 32_768, 1, "bfloat16-pure", "2026", checkpoint="1", thrifty=16),
+    "tiny-64": RaceSpec("tiny", 64, 2, "float32"),
 }
-SPARE_TIME, SPARE_MEMORY, SPARE_AIM = 1.15, 0.8, 0.75
-"""With less kept: at most so many times the peer's time, at most this share of its memory."""
-MEMORY_AIM = 0.85
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +97,10 @@ class Racer(NamedTuple):
 _UPDATES = {IN_BACKWARD: "updates", AS_MADE: "narrow updates"}
 
 
-def goal(name: str) -> Goal:
-    if name not in GOALS:
-        raise unknown_name("race", name, GOALS)
-    return GOALS[name]
+def race_spec(name: str) -> RaceSpec:
+    if name not in RACES:
+        raise unknown_name("race", name, RACES)
+    return RACES[name]
 
 
 def racers(
@@ -129,18 +110,18 @@ def racers(
     """The peer in its forms and ours; the same formats of weights, gradients and state. One of the
     peer, then ours, then the rest: where time runs out there is a race all the same. `forms` leaves
     those whose name has one of these words in it."""
-    wanted = goal(name)
-    first = start(wanted.size, wanted.table, wanted.context, wanted.batch, {})
-    common = msgspec.structs.replace(first, dtype=wanted.dtype)
+    spec = race_spec(name)
+    first = start(spec.size, spec.table, spec.context, spec.batch, {})
+    common = msgspec.structs.replace(first, dtype=spec.dtype)
     # All logits of a long sequence over a large vocabulary do not fit: both get the fused loss.
-    loss = "fused" if wanted.checkpoint != NONE else "plain"
+    loss = "fused" if spec.checkpoint != NONE else "plain"
     peer = msgspec.structs.replace(
-        common, optimizer="torch-fused", loss=loss, checkpoint=wanted.checkpoint
+        common, optimizer="torch-fused", loss=loss, checkpoint=spec.checkpoint
     )
     ours = msgspec.structs.replace(
         common, optimizer="stepscope-fused", attention="auto", loss="fused"
     )
-    if wanted.size == "tiny":
+    if spec.size == "tiny":
         # For machines without a GPU, where nothing is compiled in a hurry.
         peers = [_racer("peer", peer, attention=kind) for kind in ("sdpa", "reference")]
         own = [_racer("ours", ours, optimizer="torch-fused")]
@@ -149,7 +130,7 @@ def racers(
             _racer("peer", peer, compile=scope, compile_mode=mode, attention=attention)
             for scope, mode, attention in itertools.product(scopes, modes, attentions)
         ]
-        own = list(_our_forms(wanted, ours))
+        own = list(_our_forms(spec, ours))
     found = [*peers[:1], *own, *peers[1:]]
     left = [racer for racer in found if not forms or any(form in racer.name for form in forms)]
     if {"peer", "ours"} - {racer.side for racer in left}:
@@ -160,33 +141,33 @@ def racers(
     return tuple(left)
 
 
-def _our_forms(wanted: Goal, ours: Workload) -> Iterator[Racer]:
+def _our_forms(spec: RaceSpec, ours: Workload) -> Iterator[Racer]:
     joined = msgspec.structs.replace(ours, fused=True, joined=True)
     beside = msgspec.structs.replace(joined, optimizer=IN_BACKWARD)
-    if wanted.checkpoint != NONE:
+    if spec.checkpoint != NONE:
         # As much is kept as fits; what runs again is one product of some blocks.
-        for keep in (f"{INPUTS}-{wanted.thrifty}", INPUTS):
+        for keep in (f"{INPUTS}-{spec.thrifty}", INPUTS):
             yield _racer("ours", beside, keep=keep)
-        yield _racer("ours", ours, compile="block", checkpoint=wanted.checkpoint)
+        yield _racer("ours", ours, compile="block", checkpoint=spec.checkpoint)
         return
-    keep = ALL if wanted.memory is None else GATES
+    keep = GATES if spec.less_memory else ALL
     yield _racer("ours", beside, keep=keep, graph=True)
-    if wanted.memory is not None:
+    if spec.less_memory:
         yield _racer("ours", beside, keep=NORMS, graph=True, searched=True)
-    for attention in ("auto", wanted.other_attention):
+    for attention in ("auto", spec.other_attention):
         yield _racer("ours", beside, keep=keep, graph=True, searched=True, attention=attention)
     yield _racer("ours", joined, keep=keep, graph=True)
-    if wanted.memory is not None:
+    if spec.less_memory:
         yield _racer("ours", beside, keep=keep)
     yield _racer("ours", ours, compile="block", graph=True)
     # Gradients in another format than the peer's, and a stream: no forms of the same row.
     made = msgspec.structs.replace(beside, keep=keep, graph=True, optimizer=AS_MADE)
     yield _racer("narrow", made)
-    most = ALL if wanted.memory is None else NORMS
-    made = msgspec.structs.replace(made, dtype=f"{wanted.dtype}-stream", searched=True, keep=most)
-    for attention in ("auto", wanted.other_attention):
+    most = NORMS if spec.less_memory else ALL
+    made = msgspec.structs.replace(made, dtype=f"{spec.dtype}-stream", searched=True, keep=most)
+    for attention in ("auto", spec.other_attention):
         yield _racer("narrow", made, attention=attention)
-    if wanted.spare:
+    if spec.less_memory:
         yield _racer("spare", beside, keep=INPUTS)
 
 

@@ -1,0 +1,359 @@
+"""Compare the goals of this project with what was measured: reached, missed or inconclusive.
+
+    python benchmarks/goals.py                       the committed records, results/*.jsonl
+    python benchmarks/goals.py FILE ...              records of your own
+    python benchmarks/goals.py --strict FILE ...     exit with 1 when a goal is missed
+
+The goals are in benchmarks/goals.toml. A goal is reached or missed when the 95 % interval of its
+value lies on one side of the threshold, and inconclusive when the threshold lies within; a value
+without an interval (one block of consecutive steps, a peak of memory) decides alone. The margin is
+the distance to the threshold as a share of it: positive where there is room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stepscope.analysis.paired import STUDY as AGAINST_TORCH
+from stepscope.analysis.paired import paired
+from stepscope.errors import StepscopeError, UsageError, no_such_file
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Record
+from stepscope.records.stats import Ratio, Summary, summarize
+from stepscope.report.blocks import Interval
+from stepscope.report.format import number
+from stepscope.studies.ddp.view import Ways, against_torch
+from stepscope.studies.flash.comparisons import (
+    Comparison,
+    compared,
+    geometric_mean,
+    short_races,
+)
+from stepscope.studies.flash.rows import OURS
+from stepscope.studies.flash.rows import races as attention_races
+from stepscope.studies.rehearsal.checks import Row, check_of
+from stepscope.studies.step.rows import Race
+from stepscope.studies.step.rows import races as step_races
+
+ROOT = Path(__file__).resolve().parent.parent
+GOALS = Path(__file__).with_suffix(".toml")
+REACHED, MISSED, INCONCLUSIVE, NOT_MEASURED = "reached", "missed", "inconclusive", "not measured"
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A threshold for one measure of one or several cases; goals.toml explains the fields."""
+
+    measure: str
+    case: tuple[str, ...] = ()
+    at_least: float | None = None
+    at_most: float | None = None
+    aim: bool = False
+    device: str = ""
+    side: str = "ours"
+    peer: str = ""
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure is {self.measure}, not one of {', '.join(MEASURES)}")
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(f"{self.measure} needs either at_least or at_most")
+
+    @property
+    def threshold(self) -> float:
+        return self.at_least if self.at_least is not None else self.at_most or 0.0
+
+    def margin(self, value: float) -> float:
+        distance = value / self.threshold - 1
+        return distance if self.at_least is not None else -distance
+
+
+class Value(NamedTuple):
+    """What was measured for one case of a goal; the ends are those of its 95 % interval."""
+
+    case: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Judged(NamedTuple):
+    goal: Goal
+    found: Value
+
+    @property
+    def outcome(self) -> str:
+        value = self.found.value
+        if value is None:
+            return NOT_MEASURED
+        ends = [value if end is None else end for end in (self.found.low, self.found.high)]
+        within = [self.goal.margin(end) >= 0 for end in ends]
+        return REACHED if all(within) else INCONCLUSIVE if any(within) else MISSED
+
+
+class Evidence(NamedTuple):
+    """Records, and the lines of benchmarks that keep plain JSON."""
+
+    records: tuple[Record, ...]
+    lines: tuple[dict[str, Any], ...]
+
+    def on(self, device: str) -> Evidence:
+        return Evidence(
+            tuple(r for r in self.records if device in (r.environment.device_name or "")),
+            tuple(line for line in self.lines if device in line.get("device", "")),
+        )
+
+    def of(self, study: str) -> list[Record]:
+        return [r for r in self.records if r.study == study and r.status == "ok"]
+
+
+def _value(case: str, found: Ratio | Summary | Interval | float | None) -> Value:
+    if found is None or isinstance(found, float):
+        return Value(case, found)
+    middle = found.median if isinstance(found, Summary) else found.value
+    return Value(case, middle, found.low, found.high)
+
+
+def _step_values(
+    goal: Goal, evidence: Evidence, measured: Callable[[Race], Value]
+) -> Iterator[Value]:
+    by_name = {race.name: race for race in step_races(evidence.of("step"))}
+    for name in goal.case:
+        case = name if goal.side == "ours" else f"{name} {goal.side}"
+        found = measured(by_name[name]) if name in by_name else Value(case)
+        yield found._replace(case=case)
+
+
+def _step_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    def speedup(race: Race) -> Value:
+        lead = race.lead(goal.side)
+        return _value("", race.ratio(goal.side) if lead is None else lead.ratio or lead.value)
+
+    return _step_values(goal, evidence, speedup)
+
+
+def _step_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    return _step_values(goal, evidence, lambda race: _milliseconds(race, goal.side))
+
+
+def _milliseconds(race: Race, side: str) -> Value:
+    """The median of the blocks of consecutive steps; without blocks, what the page shows."""
+    blocks = race.blocks(side)
+    return _value("", summarize(blocks) if blocks else race.step_ms(side))
+
+
+def _step_mfu(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    def utilization(race: Race) -> Value:
+        share, took = race.mfu(goal.side), _milliseconds(race, goal.side)
+        if share is None or took.value is None or took.low is None or took.high is None:
+            return Value("", share)
+        return Value("", share, share * took.value / took.high, share * took.value / took.low)
+
+    return _step_values(goal, evidence, utilization)
+
+
+def _step_memory(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    def share(race: Race) -> Value:
+        peer, own = race.peak("peer"), race.peak(goal.side)
+        return Value("", own / peer if own and peer else None)
+
+    return _step_values(goal, evidence, share)
+
+
+def _attention_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    ran = attention_races(evidence.of("flash"))
+    found = {
+        pair.race.shape.sizes: pair.ratio
+        for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
+    }
+    for sizes in goal.case:
+        yield _value(f"{goal.peer} {sizes}", found.get(sizes))
+
+
+def _attention_mean_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    """The geometric mean; one over some of the shapes would be another quantity."""
+    ran = attention_races(evidence.of("flash"))
+    ratios = [pair.ratio for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)]
+    complete = len(ratios) == len(goal.case)
+    yield _value(
+        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(ratios) if complete else None
+    )
+
+
+def _attention_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    ran = {
+        race.shape.sizes: race
+        for race in attention_races(evidence.of("flash"))
+        if race.shape.dtype == goal.dtype
+    }
+    for sizes in goal.case:
+        yield _value(sizes, ran[sizes].times(OURS) if sizes in ran else None)
+
+
+def _attention_short_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    ran = attention_races(evidence.of("flash"))
+    for ours in goal.case:
+        found = short_races(ran, ours)
+        least = min(found, key=lambda pair: pair.ratio.value) if found else None
+        where = f" {least.race.shape.sizes}" if least else ""
+        yield _value(f"{ours}{where}", least.ratio if least else None)
+
+
+def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    for record in evidence.of("ddp"):
+        ways = Ways(record)
+        if (found := against_torch(ways)) is not None:
+            yield _value(ways.title, found[1])
+
+
+def _wrapper_step_ratio(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    for record in evidence.of(AGAINST_TORCH):
+        config = record.config
+        if config["theirs"] in goal.case:
+            case = f"{config['ours']}, context {config['context']}, {config['ranks']} ranks"
+            yield _value(case, paired(record).wall)
+
+
+def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    """The slowest trial; one that named another rank, or none, took forever."""
+    for fault in goal.case:
+        trials = [line for line in evidence.lines if line.get("fault") == fault]
+        times = [trial["seconds"] if trial["named"] else math.inf for trial in trials]
+        yield Value(f"a rank {fault}", max(times, default=None))
+
+
+def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    for record in evidence.of("rehearsal"):
+        if record.config.get("kind") == "check" and (check := check_of(record)) is not None:
+            yield _error(check.title, check.verdict.worst)
+
+
+def _error(case: str, row: Row) -> Value:
+    ends = [row.predicted_ms / ms - 1 for ms in (row.measured.low, row.measured.high)]
+    low = 0.0 if min(ends) < 0 < max(ends) else min(map(abs, ends))
+    return Value(case, abs(row.error), low, max(map(abs, ends)))
+
+
+def _recording_cost(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    for line in evidence.lines:
+        took = line.get("ms")
+        for name in goal.case:
+            if isinstance(took, dict) and name in took:
+                pairs = zip(took[name], took["plain"], strict=False)
+                yield _value(line["case"], summarize([ms / plain for ms, plain in pairs]))
+
+
+def _command_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
+    for command in goal.case:
+        times = [line["seconds"] for line in evidence.lines if line.get("command") == command]
+        yield Value(command, times[-1] if times else None)
+
+
+MEASURES: dict[str, Callable[[Goal, Evidence], Iterator[Value]]] = {
+    "step-speedup": _step_speedup,
+    "step-ms": _step_ms,
+    "step-mfu": _step_mfu,
+    "step-memory": _step_memory,
+    "attention-speedup": _attention_speedup,
+    "attention-mean-speedup": _attention_mean_speedup,
+    "attention-ms": _attention_ms,
+    "attention-short-speedup": _attention_short_speedup,
+    "ddp-step-ratio": _ddp_step_ratio,
+    "wrapper-step-ratio": _wrapper_step_ratio,
+    "rank-fault-seconds": _rank_fault_seconds,
+    "rehearsal-error": _rehearsal_error,
+    "recording-cost": _recording_cost,
+    "command-seconds": _command_seconds,
+}
+
+
+def read_goals(path: Path = GOALS) -> list[Goal]:
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text())["goal"], list[Goal])
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, KeyError) as error:
+        raise UsageError(f"{path} has an invalid goal: {error}", "correct the file") from error
+
+
+def read_evidence(paths: Iterable[Path]) -> Evidence:
+    records: list[Record] = []
+    lines: list[dict[str, Any]] = []
+    for path in paths:
+        if not path.is_file():
+            raise no_such_file(path)
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        if '"study"' in first:
+            records += read_records(path)
+        else:
+            lines += _plain_lines(path)
+    return Evidence(tuple(records), tuple(lines))
+
+
+def _plain_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for index, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            yield msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{path}, line {index} is not a record: {error}") from error
+
+
+def judge(goals: Iterable[Goal], evidence: Evidence) -> list[Judged]:
+    judged = []
+    for goal in goals:
+        found = list(MEASURES[goal.measure](goal, evidence.on(goal.device)))
+        judged += [Judged(goal, value) for value in found or [Value("any case")]]
+    return judged
+
+
+def print_judged(judged: Sequence[Judged]) -> None:
+    rows = [("outcome", "goal", "case", "measured", "95 % interval", "wanted", "margin")]
+    for goal, found in judged:
+        bound = "≥" if goal.at_least is not None else "≤"
+        ends = (found.low, found.high)
+        rows.append(
+            (
+                Judged(goal, found).outcome,
+                goal.measure + (" (aim)" if goal.aim else ""),
+                found.case,
+                "" if found.value is None else number(found.value, 4),
+                "" if None in ends else f"[{number(ends[0], 4)}, {number(ends[1], 4)}]",
+                f"{bound} {goal.threshold:g}",
+                "" if found.value is None else f"{goal.margin(found.value):+.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
+    outcomes = [one.outcome for one in judged]
+    kinds = (REACHED, MISSED, INCONCLUSIVE, NOT_MEASURED)
+    print(", ".join(f"{outcomes.count(kind)} {kind}" for kind in kinds))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("records", nargs="*", type=Path, help="JSON Lines (results/*.jsonl)")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 when a goal is missed that is no aim"
+    )
+    options = parser.parse_args()
+    try:
+        evidence = read_evidence(options.records or sorted((ROOT / "results").glob("*.jsonl")))
+        judged = judge(read_goals(), evidence)
+    except StepscopeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print_judged(judged)
+    missed = any(one.outcome == MISSED and not one.goal.aim for one in judged)
+    return 1 if options.strict and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
