@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +14,14 @@ from stepscope.records.schema import Series
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
+    from stepscope.studies.subject import Subject
 
 TRACES = "STEPSCOPE_TRACES"
 """The environment variable that names the folder in which traces are kept."""
 
 
 def trace_step(
-    run: Callable[[], object],
-    device: Device,
-    name: str,
-    *,
-    steps: int,
-    before: Callable[[], None] | None = None,
+    step: Subject, device: Device, name: str, *, steps: int
 ) -> tuple[Series, dict[str, str]]:
     """The lengths of the traced steps, and the notes of a record: `profile`, and `trace` where it
     was kept."""
@@ -37,7 +32,7 @@ def trace_step(
     with tempfile.TemporaryDirectory() as scratch:
         # Read as it is: to unpack what was just packed takes longer than to write it twice.
         plain = Path(scratch) / "trace.json"
-        capture(run, device, plain, steps=steps, before=before)
+        capture(step.run_phases, device, plain, steps=steps, before=step.reset)
         summary = summarize_file(plain)
         if device.kind == "cuda" and not summary.on_device:
             raise StepscopeError(
