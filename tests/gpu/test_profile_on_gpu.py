@@ -14,9 +14,9 @@ from stepscope.errors import first_cause
 from stepscope.records.schema import Series
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.captured import CapturedStep
-from stepscope.studies.profile.experiments import graph_replay, run_phases
+from stepscope.studies.profile.experiments import graph_replay
 from stepscope.studies.registry import find_study
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import WorkloadFlags, workloads
 
 pytestmark = [
@@ -125,7 +125,7 @@ def test_a_capture_that_fails_takes_nothing_from_what_follows() -> None:
     (workload,) = workloads(
         WorkloadFlags(size=("tiny",), context=(64,)), ("forward-backward",)
     )  # fmt: skip
-    step = TrainingStep(workload, device)
+    step = TransformerStep(workload, device)
     whole = step._forward
 
     def forward_that_waits() -> None:
@@ -140,7 +140,7 @@ def test_a_capture_that_fails_takes_nothing_from_what_follows() -> None:
     with pytest.raises(CaseSkipped, match=r"cannot be a CUDA graph: .*captur"):
         CapturedStep(step, device)
     # A step whose graph is still held must not get into the way of the next capture.
-    step = TrainingStep(workload, device)
-    run_phases(step.phases())
+    step = TransformerStep(workload, device)
+    step.run_phases()
     tried = graph_replay(step, device)
     assert len(tried.timing.series[0].values) == 7

@@ -19,7 +19,7 @@ from stepscope.studies.step import StepFlags
 from stepscope.studies.step.race import Field, Steps
 from stepscope.studies.step.races import Heat, racers
 from stepscope.studies.step.training import measure_loss
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 pytestmark = [
@@ -55,7 +55,7 @@ def workload(**fields: Any) -> Workload:
 
 def trained(work: Workload, device: CudaDevice) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights after a few steps on batches that differ."""
-    step = TrainingStep(work, device)
+    step = TransformerStep(work, device)
     if work.graph:
         before = [p.detach().clone() for p in step.model.parameters()]
         phases = step.phases()
@@ -131,14 +131,14 @@ def test_what_cannot_be_captured_is_skipped_and_leaves_the_device_usable(
         ({"dtype": ("float16",)}, "overflowed"),
         ({"compile": ("block",), "compile_mode": ("reduce-overhead",)}, "graphs of its own"),
     ):
-        step = TrainingStep(workload(**fields, graph=True), device)
+        step = TransformerStep(workload(**fields, graph=True), device)
         with pytest.raises(CaseSkipped, match=said):
             step.phases()
     torch.randn(4, device="cuda")
 
 
 def test_gradients_are_counted_before_a_graph_lets_go_of_them(device: CudaDevice) -> None:
-    step = TrainingStep(workload(graph=True, optimizer=("stepscope-fused",)), device)
+    step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), device)
     step.phases()
     assert step.gradients_missing() == 0
     assert all(p.grad is None for p in step.model.parameters())

@@ -26,7 +26,7 @@ from stepscope.records.memory import (
     WITHIN_OPERATORS,
     saved_bytes,
 )
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 CPU = torch.device("cpu")
@@ -39,9 +39,8 @@ def accounted(
         size="tiny", table="2025", context=24, batch=2, dtype=dtype, attention=attention,
         compile="no", optimizer="torch", mode="train-step", overrides={"vocab": 77},
     )  # fmt: skip
-    step = TrainingStep(work, pick_device("cpu"))
-    for phase in step.phases():
-        phase.run()
+    step = TransformerStep(work, pick_device("cpu"))
+    step.run_phases()
     step.reset()
     ledger = StorageLedger(CPU, None)
     with ledger.watching(step.model, step.optimizer):

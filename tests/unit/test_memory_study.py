@@ -26,7 +26,7 @@ from stepscope.studies.memory import MemoryFlags, recording
 from stepscope.studies.registry import find_study
 from stepscope.studies.step_peaks import steps_in_turns
 from stepscope.studies.traced import TRACES
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
         compile="no", optimizer="torch", mode="forward", overrides={"vocab": 32},
     )  # fmt: skip
     device = pick_device("cpu")
-    step = TrainingStep(work, device)
+    step = TransformerStep(work, device)
     assert recording._snapshot(step, device, work) == ({}, [])
     device.kind = "cuda"
     noted, turns = recording._snapshot(step, device, work)
@@ -121,6 +121,6 @@ def test_steps_take_turns_in_an_order_that_changes() -> None:
         return entered
 
     ways = {name: way(name) for name in "ab"}
-    took = steps_in_turns(TrainingStep(work, device), device, ways, rounds=3)
+    took = steps_in_turns(TransformerStep(work, device), device, ways, rounds=3)
     assert order == [*"ab", *"ba", *"ab"]
     assert {name: len(held) for name, held in took.items()} == {"a": 3, "b": 3}

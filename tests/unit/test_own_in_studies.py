@@ -17,10 +17,11 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.own.training import OwnTrainingStep
+from stepscope.studies.base import PlannedCase, CaseSkipped
+from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.subject import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
@@ -73,10 +74,10 @@ def test_a_forward_has_a_forwards_flops_and_blocks_run_again_count_once() -> Non
         (made,) = workloads(
             WorkloadFlags(model="own_models:causal_lm", batch=(2,)), ("train-step",)
         )
-        return TrainingStep(msgspec.structs.replace(made, **changes), CpuDevice())
+        return make_step(msgspec.structs.replace(made, **changes), CpuDevice())
 
     whole, forward, again = step(), step(mode="forward"), step(checkpoint="1")
-    assert isinstance(whole, OwnTrainingStep)
+    assert isinstance(whole, UserStep)
     assert [phase.name for phase in forward.phases()] == ["forward"]
     steps = {"whole": whole, "forward": forward, "again": again}
     flops = {name: one.quantities()["flops"].value for name, one in steps.items()}

@@ -24,7 +24,7 @@ from stepscope.model.transformer import TransformerLM
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
 from stepscope.studies.plans import plan_of
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import OPTIMIZERS, Mode, Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"
@@ -38,7 +38,7 @@ def plan(size: str = "2.7b", context: int = 512, **fields: Any) -> StepPlan:
 
 def counted_phases(work: Workload) -> dict[str, int]:
     """Peak bytes of each phase by counting tensors, the model itself included."""
-    step = TrainingStep(work, pick_device("cpu"))
+    step = TransformerStep(work, pick_device("cpu"))
     counter = TensorBytes(torch.device("cpu"))
     counter.count([*step.model.parameters(), *step.model.buffers(), step.tokens, step.targets])
     peaks = {}

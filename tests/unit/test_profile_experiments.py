@@ -12,23 +12,22 @@ from stepscope.studies.profile.experiments import (
     LARGER,
     experiments,
     larger_batch,
-    run_phases,
 )
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
 
 
-def built(mode: Mode, compiled: str = "no") -> TrainingStep:
+def built(mode: Mode, compiled: str = "no") -> TransformerStep:
     flags = WorkloadFlags(size=("tiny",), context=(8,), batch=(2,), vocab=16, compile=(compiled,))
     (workload,) = workloads(flags, (mode,))
-    return TrainingStep(workload, CpuDevice())
+    return TransformerStep(workload, CpuDevice())
 
 
-def run(step: TrainingStep) -> None:
-    run_phases(step.phases())
+def run(step: TransformerStep) -> None:
+    step.run_phases()
 
 
-def notes(step: TrainingStep) -> list[dict[str, object]]:
+def notes(step: TransformerStep) -> list[dict[str, object]]:
     """A place for notes on the AccumulateGrad node of each parameter that the next forward uses."""
     views = [p.view_as(p) for p in step.model.parameters()]
     return [view.grad_fn.next_functions[0][0].metadata for view in views]  # type: ignore[union-attr,misc]

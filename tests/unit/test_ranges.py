@@ -20,25 +20,24 @@ from stepscope.measure.device import CpuDevice
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import AdamW
 from stepscope.ranges import name_groups, named
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)
 
 
-def tiny_step(**changes: str) -> TrainingStep:
+def tiny_step(**changes: str) -> TransformerStep:
     fields = {"attention": "reference", "compile": "no", "optimizer": "torch"} | changes
     workload = Workload(
         size="tiny", table="2025", context=16, batch=2, dtype="float32", mode="train-step",
         overrides={"d_model": 32, "d_ff": 64, "vocab": 50, "n_heads": 2}, **fields,
     )  # fmt: skip
-    return TrainingStep(workload, CpuDevice())
+    return TransformerStep(workload, CpuDevice())
 
 
-def run(step: TrainingStep) -> None:
-    for phase in step.phases():
-        phase.run()
+def run(step: TransformerStep) -> None:
+    step.run_phases()
 
 
 def test_nobody_listens_so_nothing_is_made() -> None:

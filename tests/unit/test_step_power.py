@@ -19,7 +19,7 @@ from stepscope.studies.base import Measurement
 from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.race import measure_race
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 
 STUDY = find_study("step")
 H200 = environment(max_sm_clock_mhz=1980.0)
@@ -70,8 +70,8 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
 def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    followed: list[TrainingStep] = []
-    monkeypatch.setattr(TrainingStep, "follow_weights", lambda step: followed.append(step))
+    followed: list[TransformerStep] = []
+    monkeypatch.setattr(TransformerStep, "follow_weights", lambda step: followed.append(step))
     made, bench = raced(monkeypatch, broken=False)
     assert bench.told[-2:] == ["energy of peer", "energy of ours"]
     for side in ("peer", "ours"):

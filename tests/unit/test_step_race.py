@@ -26,7 +26,7 @@ from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.races import RACES, Heat, Racer, racers
 from stepscope.studies.step.rows import races
 from stepscope.studies.step.speed import heat_table
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 STUDY = find_study("step")
@@ -129,16 +129,16 @@ def test_the_last_that_was_tried_is_not_built_again(
     fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
-    plain = race.TrainingStep
+    plain = race.TransformerStep
 
-    def watched(work: Workload, *how: Any, **named: Any) -> TrainingStep:
+    def watched(work: Workload, *how: Any, **named: Any) -> TransformerStep:
         built.append(work.attention)
         return plain(work, *how, **named)
 
     def timed(entry: race.Entry, *_: Any) -> list[float]:
         return [1.0 if entry.racer.workload.attention == fastest else 2.0]
 
-    monkeypatch.setattr(race, "TrainingStep", watched)
+    monkeypatch.setattr(race, "TransformerStep", watched)
     monkeypatch.setattr(race, "_timed", timed)
     config = tiny_race_config()
     assert config["racers"][-1][1]["attention"] == "reference"

@@ -25,7 +25,7 @@ from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
 from stepscope.studies.step.rows import curves, ladders, races
 from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
 from stepscope.studies.step.training import begin_again
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
@@ -36,10 +36,9 @@ def test_training_begins_again_with_master_weights_too() -> None:
         start("tiny", "tiny", 8, 1, {"vocab": 32, "n_layers": 1}),
         dtype="bfloat16-master", optimizer="stepscope-fused",
     )  # fmt: skip
-    step = TrainingStep(work, CpuDevice())
+    step = TransformerStep(work, CpuDevice())
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    for phase in step.phases():
-        phase.run()
+    step.run_phases()
     begin_again(step, before)
     for parameter, held in zip(step.model.parameters(), before, strict=True):
         assert parameter.equal(held)
@@ -126,10 +125,9 @@ class TestText:
 
 def test_steps_that_share_weights_train_the_same_ones() -> None:
     first = start("tiny", "2025", 8, 2, {"vocab": 32})
-    one = TrainingStep(msgspec.structs.replace(first, optimizer="torch-fused"), CpuDevice())
-    for phase in one.phases():
-        phase.run()
-    two = TrainingStep(
+    one = TransformerStep(msgspec.structs.replace(first, optimizer="torch-fused"), CpuDevice())
+    one.run_phases()
+    two = TransformerStep(
         msgspec.structs.replace(first, attention="sdpa", loss="fused", optimizer="torch-fused"),
         CpuDevice(), shares=one,
     )  # fmt: skip
@@ -138,8 +136,7 @@ def test_steps_that_share_weights_train_the_same_ones() -> None:
     weight = two.model.head.weight
     assert two.optimizer.state[weight]["exp_avg"] is one.optimizer.state[weight]["exp_avg"]
     before, moment = weight.detach().clone(), two.optimizer.state[weight]["exp_avg"].clone()
-    for phase in two.phases():
-        phase.run()
+    two.run_phases()
     assert not weight.detach().equal(before)
     assert not one.optimizer.state[weight]["exp_avg"].equal(moment)
 

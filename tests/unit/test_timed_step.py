@@ -6,6 +6,7 @@ import pytest
 
 from quiet_bench import QuietBench
 from stepscope.studies.plans import prediction_for
+from stepscope.studies.subject import TrainingStep
 from stepscope.studies.timed_step import measure_step
 from stepscope.studies.workload import Mode, Workload
 
@@ -37,7 +38,5 @@ def test_the_peak_on_a_cpu_is_counted_tensor_by_tensor() -> None:
 
 
 def test_what_compiled_code_holds_on_a_cpu_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import stepscope.studies.step_parts as subject
-
-    monkeypatch.setattr(subject, "compile_model", lambda *_: None)
+    monkeypatch.setattr(TrainingStep, "compile_model", lambda *_: None)
     assert peak("forward", compile="model") is None

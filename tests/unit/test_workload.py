@@ -13,8 +13,8 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
-from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.base import PlannedCase, CaseSkipped
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import (
     COMPILE,
     MODES,
@@ -159,7 +159,7 @@ def test_quantities_count_the_work_of_the_mode() -> None:
     ],
 )
 def test_the_phases_of_a_mode_in_their_order(mode: Mode, names: list[str]) -> None:
-    step = TrainingStep(workload(mode), CpuDevice())
+    step = TransformerStep(workload(mode), CpuDevice())
     assert [phase.name for phase in step.phases()] == names
 
 
@@ -169,14 +169,15 @@ def test_the_phases_of_a_mode_in_their_order(mode: Mode, names: list[str]) -> No
 def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
     if optimizer in WITHIN_BACKWARD and dtype == "float16":
         with pytest.raises(CaseSkipped, match="gradients"):
-            TrainingStep(workload(dtype=(dtype,), optimizer=(optimizer,)), CpuDevice())
+            TransformerStep(workload(dtype=(dtype,), optimizer=(optimizer,)), CpuDevice())
         return
-    step = TrainingStep(workload(dtype=(dtype,), optimizer=(optimizer,), **SMALLEST), CpuDevice())
+    step = TransformerStep(
+        workload(dtype=(dtype,), optimizer=(optimizer,), **SMALLEST), CpuDevice()
+    )
     before = [p.detach().clone() for p in step.model.parameters()]
     for _ in range(2):
         step.reset()
-        for phase in step.phases():
-            phase.run()
+        step.run_phases()
     assert torch.isfinite(step.loss)  # type: ignore[arg-type]
     pairs = zip(before, step.model.parameters(), strict=True)
     # A gain of 1 in bfloat16 is too coarse for one step to move it.
@@ -185,16 +186,15 @@ def test_a_train_step_changes_the_weights(dtype: str, optimizer: str) -> None:
 
 
 def test_gradients_that_nothing_reaches_are_counted() -> None:
-    step = TrainingStep(workload(), CpuDevice())
+    step = TransformerStep(workload(), CpuDevice())
     parameters = list(step.model.parameters())
     parameters[0].requires_grad_(False)
     assert step.gradients_missing() == 1
 
 
 def test_forward_backward_starts_every_step_without_gradients() -> None:
-    step = TrainingStep(workload("forward-backward"), CpuDevice())
-    for phase in step.phases():
-        phase.run()
+    step = TransformerStep(workload("forward-backward"), CpuDevice())
+    step.run_phases()
     step.reset()
     assert step.logits is None
     assert all(p.grad is None for p in step.model.parameters())
@@ -203,7 +203,7 @@ def test_forward_backward_starts_every_step_without_gradients() -> None:
 def test_a_host_refuses_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "memory_bytes", 1 << 20)
     with pytest.raises(CaseSkipped, match=r"needs at least .* GiB, this machine has 0\.0"):
-        TrainingStep(workload(), CpuDevice())
+        TransformerStep(workload(), CpuDevice())
 
 
 def test_what_is_as_it_was_is_not_in_the_key() -> None:
@@ -227,11 +227,10 @@ def test_what_is_as_it_was_is_not_in_the_key() -> None:
 def test_a_fused_loss_has_no_phase_of_its_own_and_learns_the_same() -> None:
     losses = []
     for loss, fused in (("plain", False), ("fused", True)):
-        step = TrainingStep(workload(loss=(loss,), fused=fused, **SMALLEST), CpuDevice())
+        step = TransformerStep(workload(loss=(loss,), fused=fused, **SMALLEST), CpuDevice())
         for _ in range(3):
             step.reset()
-            for phase in step.phases():
-                phase.run()
+            step.run_phases()
         assert step.gradients_missing() == 0
         step.reset()
         for phase in step.phases()[:-1]:
@@ -242,11 +241,11 @@ def test_a_fused_loss_has_no_phase_of_its_own_and_learns_the_same() -> None:
 
 
 def test_a_graph_is_refused_where_it_cannot_be() -> None:
-    step = TrainingStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
+    step = TransformerStep(workload(graph=True, optimizer=("stepscope-fused",)), CpuDevice())
     with pytest.raises(CaseSkipped, match="NVIDIA GPUs"):
         step.phases()
     with pytest.raises(CaseSkipped, match="reads its count of steps on the host"):
-        TrainingStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
+        TransformerStep(workload(graph=True, optimizer=("stepscope",)), CpuDevice())
 
 
 def test_names_in_words_stay_apart() -> None:
@@ -272,11 +271,10 @@ def test_a_joined_step_makes_the_loss_of_the_plain_one(dtype: str, keep: str) ->
     joined = {"fused": True, "joined": True, "keep": keep, "loss": ("fused",)}
     losses = []
     for more in ({}, joined):
-        step = TrainingStep(workload(dtype=(dtype,), **SMALLEST, **more), CpuDevice())
+        step = TransformerStep(workload(dtype=(dtype,), **SMALLEST, **more), CpuDevice())
         for _ in range(2):
             step.reset()
-            for phase in step.phases():
-                phase.run()
+            step.run_phases()
         losses.append(step.loss.item())  # type: ignore[union-attr]
         assert step.gradients_missing() == 0
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)

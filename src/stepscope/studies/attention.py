@@ -101,22 +101,14 @@ class Attention(Study[AttentionFlags, Any]):
         )
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.measure.timer import time_step
         from stepscope.studies.attention_workload import AttentionStep
+        from stepscope.studies.timed_step import time_steps
 
         workload = msgspec.convert(config, AttentionWorkload)
         bench.device.reset_peak()
         step = AttentionStep(workload, bench.device)
         saved = step.saved_bytes()
-        timing = time_step(
-            step.phases(),
-            bench.device,
-            warmup=config["warmup"],
-            steps=config["steps"],
-            min_seconds=0.2,
-            before=step.reset,
-            progress=lambda done, total: bench.progress(done, total, "steps"),
-        )
+        timing = time_steps(step, bench, config, min_seconds=0.2)
         quantities = list(workload.quantities())
         peak = bench.device.peak_bytes()
         # Where tensors are not counted, the resident set is too coarse for one operation.

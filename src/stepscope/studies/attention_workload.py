@@ -17,6 +17,7 @@ from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.host_memory import refuse_beyond_host_memory
+from stepscope.studies.subject import Subject
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class AttentionStep:
+class AttentionStep(Subject):
     """Inputs on the device and the call as phases, ready for a timer."""
 
     def __init__(self, workload: AttentionWorkload, device: Device) -> None:

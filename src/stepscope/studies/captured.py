@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import first_cause
 from stepscope.studies.base import CaseSkipped
+from stepscope.studies.subject import run_in_order
 from stepscope.studies.workload import GRAPHS_OF_TORCH
 from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
-    from stepscope.studies.training_step import TrainingStep
+    from stepscope.studies.transformer_step import TransformerStep
 
 _WARM_UP = 3
 _FIRST = -1
@@ -31,7 +32,7 @@ _FIRST = -1
 class CapturedStep:
     """`replay` is a whole step on what `step.tokens` and `step.targets` hold then."""
 
-    def __init__(self, step: TrainingStep, device: Device) -> None:
+    def __init__(self, step: TransformerStep, device: Device) -> None:
         _refuse(step, device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.gradients_missing = 0
@@ -45,18 +46,16 @@ class CapturedStep:
             raise CaseSkipped(f"cannot be a CUDA graph: {why}") from error
         step.forget_graph()
 
-    def _capture(self, step: TrainingStep, device: Device) -> None:
-        phases = step.eager_phases()
-        work = [phase for phase in phases if phase.name != "optimizer"]
-        optimizer = [phase for phase in phases if phase.name == "optimizer"]
-        warm_up(step, phases)
+    def _capture(self, step: TransformerStep, device: Device) -> None:
+        work = step.passes()
+        warm_up(step, step.eager_phases())
         if step.workload.optimizer in WITHIN_BACKWARD:
             self._graphs.append(captured([*work, _update(step)], device))
             self.gradients_missing = step.without_gradient()
             return
         self._graphs.append(captured(work, device))
         self.gradients_missing = step.without_gradient()
-        if optimizer:
+        if step.mode == "train-step":
             prepare = getattr(step.optimizer, "prepare", None)
             if prepare is not None:
                 prepare()
@@ -69,7 +68,7 @@ class CapturedStep:
             graph.replay()
 
 
-def warm_up(step: TrainingStep, phases: Sequence[Phase]) -> None:
+def warm_up(step: TransformerStep, phases: Sequence[Phase]) -> None:
     """Steps on a stream of their own, after which nothing of them is left but what they tuned."""
     import torch
 
@@ -78,8 +77,7 @@ def warm_up(step: TrainingStep, phases: Sequence[Phase]) -> None:
     with torch.cuda.stream(side):
         for _ in range(_WARM_UP):
             forget_steps(step)
-            for phase in phases:
-                phase.run()
+            run_in_order(phases)
     torch.cuda.current_stream().wait_stream(side)
     forget_steps(step)
 
@@ -93,8 +91,7 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
         # Work that is forked off within the capture, on a stream of the usual priority, then fills
         # what this one leaves idle.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=_FIRST)):  # type: ignore[no-untyped-call]
-            for phase in phases:
-                phase.run()
+            run_in_order(phases)
         done = True
     finally:
         if not done:
@@ -102,7 +99,7 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def forget_steps(step: TrainingStep) -> None:
+def forget_steps(step: TransformerStep) -> None:
     """Let go of all that steps left behind: gradients, and the autograd graph of the last one.
 
     A parameter's AccumulateGrad node lives as long as any graph that has it, and stays on the
@@ -115,13 +112,13 @@ def forget_steps(step: TrainingStep) -> None:
     gc.collect()
 
 
-def _update(step: TrainingStep) -> Phase:
+def _update(step: TransformerStep) -> Phase:
     from stepscope.measure.timer import Phase
 
     return Phase("optimizer", step.optimizer.step)
 
 
-def _refuse(step: TrainingStep, device: Device) -> None:
+def _refuse(step: TransformerStep, device: Device) -> None:
     workload = step.workload
     if device.kind != "cuda":
         raise CaseSkipped("CUDA graphs exist on NVIDIA GPUs, not on a CPU")

@@ -1,10 +1,11 @@
-"""Models of one's own by the name of the function that builds them."""
+"""A user's model, by the name of the function that builds it."""
 
 from __future__ import annotations
 
 import re
 
 from stepscope.errors import UsageError
+from stepscope.model.config import precision
 
 
 def check_name(name: str) -> str:
@@ -15,3 +16,14 @@ def check_name(name: str) -> str:
             "give it with --model",
         )
     return name.replace(":", ".")
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Refuse dtypes that need a model of ours."""
+    form = precision(dtype)
+    if form.master or form.narrow_stream:
+        raise UsageError(
+            f"{name} does not run in {dtype}",
+            "a model of your own has no master weights, and the residual stream that its author"
+            " gave it: take bfloat16 or bfloat16-pure",
+        )

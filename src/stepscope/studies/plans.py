@@ -34,9 +34,9 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
 
 def can_be_predicted(workload: Workload, device_kind: str) -> bool:
     """Not a compiled step, whose operators are the compiler's choice, nor the replay of a graph,
-    which asks the allocator for nothing, nor somebody else's model, nor a form that no plan knows
-    on that device."""
-    if workload.compile != "no" or workload.graph or workload.own:
+    which asks the allocator for nothing, nor what no plan knows on that device: a user's model
+    has no known shape."""
+    if workload.compile != "no" or workload.graph:
         return False
     try:
         plan_of(workload, device_kind)

@@ -1,4 +1,4 @@
-"""What every rank of a study trains: a model of ours by its size, or one of somebody's own."""
+"""What every rank of a study trains: a Transformer by its size, or a user's model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fed(NamedTuple):
         return self.loss(model, self.batch)
 
 
-class Subject(NamedTuple):
+class RankSubject(NamedTuple):
     model: nn.Module
     """On the host."""
     fed: Fed
@@ -51,7 +51,7 @@ def tokens_fed(tokens: Tensor) -> Fed:
 def make_subject(
     world: World, config: dict[str, Any], device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-) -> Subject:  # fmt: skip
+) -> RankSubject:  # fmt: skip
     """The same weights on every rank, and data of its own."""
     import torch
 
@@ -67,7 +67,7 @@ def make_subject(
         def loss(model: nn.Module, given: Any) -> Tensor:
             return loss_of(call(model, given), given, built.loss, config["own"])
 
-        return Subject(built.model.to(device, dtype), Fed(batch, loss))
+        return RankSubject(built.model.to(device, dtype), Fed(batch, loss))
     from stepscope.model import TransformerLM
 
     shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
@@ -75,7 +75,7 @@ def make_subject(
     generator = torch.Generator().manual_seed(world.rank)
     # Token numbers below the smallest vocabulary: the values do not matter for the time.
     tokens = torch.randint(100, (share, config["context"] + 1), generator=generator)
-    return Subject(model, tokens_fed(tokens.to(world.device)))
+    return RankSubject(model, tokens_fed(tokens.to(world.device)))
 
 
 def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def compile_model(model: torch.nn.Module, how: str, mode: str = "default") -> None:
-    if how == "model":
-        model.compile(mode=mode)
-    elif how == "block":
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.compile(mode=mode)
+_OF_USERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-4},
+    "adamw-loop": {"lr": 1e-4, "foreach": False},
+    "adamw-fused": {"lr": 1e-4, "fused": True},
+    "sgd": {"lr": 1e-3, "momentum": 0.9},
+    "sgd-fused": {"lr": 1e-3, "momentum": 0.9, "fused": True},
+}
+"""Optimizers of the study of users' models: torch's, without ranges of ours."""
 
 
 def make_optimizer(
@@ -30,6 +32,10 @@ def make_optimizer(
     from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
     from stepscope.ranges import name_groups
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name in _OF_USERS:
+        of_torch = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
+        return of_torch(trained, **_OF_USERS[name])
     if name == "stepscope" and capturable:
         raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
     kind: Callable[..., torch.optim.Optimizer] = {
@@ -45,9 +51,9 @@ def make_optimizer(
     if name == "torch-fused":
         settings["fused"] = True
     made = (
-        MasterWeights(model.parameters(), kind, **settings)
+        MasterWeights(trained, kind, **settings)
         if master and not has_kernel
-        else kind(model.parameters(), **settings)
+        else kind(trained, **settings)
     )
     name_groups(made)
     return made

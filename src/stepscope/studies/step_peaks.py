@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.records.memory import INPUTS, Standing
+from stepscope.records.memory import INPUTS, STEP_END, Standing
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.plans import prediction_for
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
+    from stepscope.measure.ledger import StorageLedger
     from stepscope.studies.base import Bench
-    from stepscope.studies.training_step import TrainingStep
+    from stepscope.studies.subject import TrainingStep
     from stepscope.studies.workload import Workload
 
 
@@ -72,8 +73,7 @@ def one_step(step: TrainingStep, device: Device) -> float:
     step.reset()
     device.synchronize()
     start = time.perf_counter()
-    for phase in step.phases():
-        phase.run()
+    step.run_phases()
     device.synchronize()
     return (time.perf_counter() - start) * 1e3
 
@@ -94,6 +94,17 @@ def steps_in_turns(
                 took[name].append(one_step(step, device))
         order = [*order[1:], order[0]]
     return took
+
+
+def account(ledger: StorageLedger, step: TrainingStep) -> None:
+    """One step in which every storage is put on its line."""
+    step.reset()
+    step.device.synchronize()
+    with ledger.watching(step.model, step.optimizer):
+        for phase in step.phases():
+            ledger.phase(phase.name, phase.run)
+        step.reset()
+        ledger.moment(STEP_END)
 
 
 def peak_quantities(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ from stepscope.records.schema import Series
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
+    from stepscope.studies.subject import Subject
 
 TRACES = "STEPSCOPE_TRACES"
 """The environment variable that names the folder in which traces are kept."""
@@ -28,14 +28,7 @@ class Traced(NamedTuple):
     attachments: dict[str, Summary]
 
 
-def trace_step(
-    run: Callable[[], object],
-    device: Device,
-    name: str,
-    *,
-    steps: int,
-    before: Callable[[], None] | None = None,
-) -> Traced:
+def trace_step(step: Subject, device: Device, name: str, *, steps: int) -> Traced:
     """One step traced several times, its trace read; the note `trace` names the file where it was
     kept."""
     from stepscope.measure.capture import capture
@@ -45,7 +38,7 @@ def trace_step(
     with tempfile.TemporaryDirectory() as scratch:
         # Read as it is: to unpack what was just packed takes longer than to write it twice.
         plain = Path(scratch) / "trace.json"
-        capture(run, device, plain, steps=steps, before=before)
+        capture(step.run_phases, device, plain, steps=steps, before=step.reset)
         summary = summarize_file(plain)
         if device.kind == "cuda" and not summary.on_device:
             raise StepscopeError(

@@ -65,20 +65,11 @@ class Warmup(Study[WarmupFlags, Any]):
         )
 
     def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.measure.timer import time_step
-        from stepscope.studies.training_step import TrainingStep
+        from stepscope.studies.timed_step import time_steps
+        from stepscope.studies.training_step import make_step
 
-        workload = msgspec.convert(config, Workload)
-        step = TrainingStep(workload, bench.device)
-        timing = time_step(
-            step.phases(),
-            bench.device,
-            warmup=config["warmup"],
-            steps=config["steps"],
-            inner_marks="always",
-            before=step.reset,
-            progress=lambda done, total: bench.progress(done, total, "steps"),
-        )
+        step = make_step(msgspec.convert(config, Workload), bench.device)
+        timing = time_steps(step, bench, config, inner_marks="always")
         return Measurement(
             series=timing.series, quantities=step.quantities(), readings=timing.readings
         )

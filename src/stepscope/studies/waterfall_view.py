@@ -42,15 +42,15 @@ class Fall(NamedTuple):
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
     """None where the record lacks the ceilings that an ideal time needs, or the model is somebody
     else's. Where the same kernels were replayed as a CUDA graph, the total is that time."""
-    if workload.own:
+    model = workload.shape
+    if model is None:
         return None
     rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
     if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
         return None
     form = precision(workload.dtype)
     step = Step(
-        workload.model(), workload.batch, workload.context, form, workload.mode,
-        workload.run_again(),
+        model, workload.batch, workload.context, form, workload.mode, workload.run_again()
     )  # fmt: skip
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)

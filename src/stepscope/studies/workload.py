@@ -18,7 +18,7 @@ from stepscope.model.memory import ALL, check_forms, kept
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.model_names import check_name
+from stepscope.studies.model_names import check_dtype, check_name
 from stepscope.studies.workload_flags import (
     COMPILE,
     COMPILE_MODES,
@@ -75,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             if value not in known:
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
-        form = precision(self.dtype)
+        precision(self.dtype)
         if self.own:
             check_name(self.own)
             if self.checkpoint not in (NONE, "1"):
@@ -83,12 +83,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                     f"{self.own} has no stretches of checkpoint={self.checkpoint}",
                     "a model of your own has --checkpoint no or 1",
                 )
-            if form.master or form.narrow_stream:
-                raise UsageError(
-                    f"{self.own} does not run in {self.dtype}",
-                    "a model of your own has no master weights, and the residual stream that its"
-                    " author gave it",
-                )
+            check_dtype(self.own, self.dtype)
         self.stretches()
         self._check_joined()
 
@@ -102,21 +97,34 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.joined and self.compile != "no":
             raise UsageError("a compiled model has no joined products", "leave one of both out")
 
-    def model(self) -> ModelConfig:
+    @property
+    def shape(self) -> ModelConfig | None:
+        """None for a user's model: only the built one can be asked."""
         if self.own:
-            raise UsageError(f"the shape of {self.own} is not known", "count instead")
+            return None
         sized = find_size(self.size, self.table)
         return with_overrides(sized, context=self.context, **self.overrides)
 
+    def model(self) -> ModelConfig:
+        """The shape, where nothing can be done without it."""
+        shape = self.shape
+        if shape is None:
+            raise UsageError(f"the shape of {self.own} is not known", "count instead")
+        return shape
+
+    @property
+    def layers(self) -> int:
+        """A user's model counts as a single block."""
+        shape = self.shape
+        return 1 if shape is None else shape.n_layers
+
     def stretches(self) -> tuple[int, ...]:
-        """Blocks of each checkpointed stretch, outermost first."""
-        if self.own:
-            return () if self.checkpoint == NONE else (1,)
-        return stretches(self.checkpoint, self.model().n_layers)
+        """Blocks of each checkpointed segment, outermost first."""
+        return stretches(self.checkpoint, self.layers)
 
     def kept(self) -> tuple[str, ...]:
-        """What each block keeps for the backward."""
-        return () if self.own else kept(self.keep, self.model().n_layers)
+        """What each block saves for the backward."""
+        return kept(self.keep, self.layers)
 
     @property
     def key(self) -> str:
@@ -182,10 +190,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_again(self) -> float:
         """How often each block's forward runs again in the backward, on average."""
-        if self.own:
-            return float(self.checkpoint != NONE)
-        layers = self.model().n_layers
-        return blocks_again(self.stretches(), layers) / layers
+        return blocks_again(self.stretches(), self.layers) / self.layers
 
     def quantities(self) -> tuple[Quantity, ...]:
         """What is known of the step before it runs."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
     from stepscope.studies.own import OwnCase
-    from stepscope.studies.own.step import OwnStep
+    from stepscope.studies.own.step import UserStep
 
 BASE, CHANGED = "base", "changed"
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
@@ -59,13 +59,13 @@ def _in_turns(
     cases: Mapping[str, OwnCase], device: Device, rounds: int, bench: Bench
 ) -> Timing:  # fmt: skip
     from stepscope.measure.turns import time_in_turns
-    from stepscope.studies.own.step import OwnStep
+    from stepscope.studies.own.step import own_step
 
-    steps = {name: OwnStep(case, device) for name, case in cases.items()}
+    steps = {name: own_step(case, device) for name, case in cases.items()}
     for step in steps.values():
         step.compile()
     return time_in_turns(
-        {name: _in_its_format(step) for name, step in steps.items()},
+        {name: _in_its_precision(step) for name, step in steps.items()},
         device,
         warmup=3,
         rounds=rounds,
@@ -123,12 +123,11 @@ def trial_quantities(
     return (*highest, *lost)
 
 
-def _in_its_format(step: OwnStep) -> Callable[[], None]:
-    """The format of float32 products is a setting of the whole process."""
+def _in_its_precision(step: UserStep) -> Callable[[], None]:
+    """Both steps run in one process, which has one precision of float32 matmuls."""
 
     def run() -> None:
-        step.use_format()
-        step.reset()
+        step.set_matmul_precision()
         step.run()
 
     return run
@@ -139,9 +138,9 @@ def _losses(
 ) -> tuple[list[float | None], int | None]:  # fmt: skip
     import torch
 
-    from stepscope.studies.own.step import OwnStep
+    from stepscope.studies.own.step import own_step
 
-    step = OwnStep(case, device)
+    step = own_step(case, device)
     step.compile()
     device.reset_peak()
     found: list[float | None] = []

@@ -30,7 +30,7 @@ class Row:
     @cached_property
     def model(self) -> ModelConfig | None:
         """None for a model of one's own, whose shape is not known."""
-        return None if self.workload.own else self.workload.model()
+        return self.workload.shape
 
     @cached_property
     def flops(self) -> Flops | None:

@@ -21,7 +21,7 @@ from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.checkpointing.strategies import refuse_what_fits_nowhere, worth_running
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+from stepscope.studies.workload import WorkloadFlags, workloads
 
 
 class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
@@ -60,14 +60,10 @@ class Checkpointing(Study[CheckpointingFlags, Any]):
         plain = msgspec.structs.replace(flags, checkpoint=("no",))
         for workload in workloads(plain, ("train-step",)):
             config = {"steps": flags.steps}
-            for strategy in flags.checkpoint or _strategies(workload):
+            for strategy in flags.checkpoint or worth_running(workload.layers):
                 one = msgspec.structs.replace(workload, checkpoint=strategy)
                 found[one.key] = self._case(one.key, msgspec.to_builtins(one) | config, one.needs())
             if flags.budget_gib is not None:
-                if workload.own:
-                    raise UsageError(
-                        f"what {workload.own} needs cannot be predicted", "leave --budget-gib out"
-                    )
                 budget = int(flags.budget_gib * 2**30)
                 # Refused here if it fits nowhere; the strategy is chosen on the device, which
                 # knows how its allocator rounds.
@@ -117,11 +113,6 @@ class Checkpointing(Study[CheckpointingFlags, Any]):
             "h200": (xl, xl_naive),
             "full": (xl, xl_naive, CheckpointingFlags(size=("small", "large"), context=(512,))),
         }
-
-
-def _strategies(workload: Workload) -> tuple[str, ...]:
-    """Of somebody else's model it is not known how many blocks there are: each alone."""
-    return ("no", "1") if workload.own else worth_running(workload.model().n_layers)
 
 
 STUDY = Checkpointing()

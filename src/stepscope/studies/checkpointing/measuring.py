@@ -11,7 +11,7 @@ import msgspec
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.strategies import chosen_for
 from stepscope.studies.step_peaks import counted_peaks, peak_quantities, plain_steps
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
         workload = chosen_for(workload, budget, device.kind)
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     with _limited(device, budget):
-        step = TrainingStep(workload, device)
+        step = make_step(workload, device)
         plain = plain_steps(step, device, allocator, config["steps"], bench)
         peaks = plain.peaks or counted_peaks(step, device)
     return Measurement(

@@ -26,9 +26,7 @@ class Tried:
 
     @property
     def layers(self) -> int:
-        if self.workload.own:
-            return int(self.record.quantity("blocks") or 1)
-        return self.workload.model().n_layers
+        return int(self.record.quantity("blocks") or self.workload.layers)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -26,7 +26,9 @@ def worth_running(layers: int) -> tuple[str, ...]:
 
 def refuse_what_fits_nowhere(workload: Workload, budget: int) -> None:
     """Before a device is known: to the byte, as no allocator gives less than is asked for."""
-    likely = sorted(worth_running(workload.model().n_layers), key=lambda name: name != "1")
+    if workload.shape is None:
+        raise UsageError(f"the memory of {workload.own} cannot be predicted", "omit --budget-gib")
+    likely = sorted(worth_running(workload.layers), key=lambda name: name != "1")
     peaks = {}
     for strategy in likely:
         peaks[strategy] = _peak(workload, strategy, "cpu")
@@ -37,7 +39,7 @@ def refuse_what_fits_nowhere(workload: Workload, budget: int) -> None:
 
 def chosen_for(workload: Workload, budget: int, device_kind: str) -> Workload:
     """The strategy predicted to fit that runs the least again; of equal ones the smallest."""
-    layers = workload.model().n_layers
+    layers = workload.layers
     peaks = {name: _peak(workload, name, device_kind) for name in worth_running(layers)}
     fitting = [name for name, peak in peaks.items() if peak * MARGIN <= budget]
     if not fitting:

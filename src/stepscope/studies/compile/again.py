@@ -20,10 +20,10 @@ def main() -> None:
 
     config = json.load(sys.stdin)
     device = pick_device(sys.argv[1])
-    eager, source = eager_form(config, device)
-    eager.run()
+    eager = eager_form(config, device)
+    eager.step.run()
     load_compiler()
-    first_s = first_run_s(compiled_form(config, device, source), device)
+    first_s = first_run_s(compiled_form(config, device, eager).step, device)
     # On a line of its own, whatever a library has left unfinished on this one.
     sys.stdout.write("\n" + json.dumps({"first_s": first_s}) + "\n")
 

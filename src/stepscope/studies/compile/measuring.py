@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +20,13 @@ from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Phase
+    from stepscope.studies.subject import Subject
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN_WITHIN_S = 900.0
@@ -45,35 +44,27 @@ class Form(NamedTuple):
     """One way to run the subject."""
 
     name: str
-    phases: tuple[Phase, ...]
-    reset: Callable[[], None]
+    step: Subject
     replays: bool = False
     """torch makes CUDA graphs of it."""
 
-    def run(self) -> None:
-        self.reset()
-        for phase in self.phases:
-            phase.run()
 
-
-def eager_form(config: dict[str, Any], device: Device) -> tuple[Form, Any]:
-    """The subject as it is, and what the compiled form is made from."""
+def eager_form(config: dict[str, Any], device: Device) -> Form:
+    """The subject as it is."""
     if config["kind"] == "attention":
-        step = AttentionStep(msgspec.convert(config, AttentionWorkload), device)
-        return Form("eager", step.phases(), step.reset), step
+        return Form("eager", AttentionStep(msgspec.convert(config, AttentionWorkload), device))
     workload = msgspec.convert(config, Workload)
-    plain = TrainingStep(msgspec.structs.replace(workload, compile="no"), device)
-    return Form("eager", plain.phases(), plain.reset), plain
+    return Form("eager", make_step(msgspec.structs.replace(workload, compile="no"), device))
 
 
-def compiled_form(config: dict[str, Any], device: Device, eager: Any) -> Form:
+def compiled_form(config: dict[str, Any], device: Device, eager: Form) -> Form:
+    """The same subject compiled, on the tensors of the eager one."""
+    source: Any = eager.step
     if config["kind"] == "attention":
-        step = eager.variant(attention="compiled")
-        return Form("compiled", step.phases(), step.reset)
+        return Form("compiled", source.variant(attention="compiled"))
     workload = msgspec.convert(config, Workload)
-    shared = TrainingStep(workload, device, shares=eager)
     replays = device.kind == "cuda" and workload.compile_mode in GRAPHS_OF_TORCH
-    return Form("compiled", shared.phases(), shared.reset, replays)
+    return Form("compiled", make_step(workload, device, shares=source), replays)
 
 
 def load_compiler() -> float:
@@ -86,11 +77,11 @@ def load_compiler() -> float:
     return time.perf_counter() - start
 
 
-def first_run_s(form: Form, device: Device) -> float:
+def first_run_s(step: Subject, device: Device) -> float:
     """A first step, from the call until the device is done with it."""
     device.synchronize()
     start = time.perf_counter()
-    form.run()
+    step.run()
     device.synchronize()
     return time.perf_counter() - start
 
@@ -103,17 +94,17 @@ def measure_compile(config: dict[str, Any], bench: Bench) -> Measurement:
 
 def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     device = bench.device
-    eager, source = eager_form(config, device)
+    eager = eager_form(config, device)
     # Twice: the first step also makes the optimizer's state and loads libraries.
-    eager.run()
-    eager.run()
-    compiled = compiled_form(config, device, source)
+    eager.step.run()
+    eager.step.run()
+    compiled = compiled_form(config, device, eager)
     bench.progress(0, 3, "compiling")
     load_s = load_compiler()
-    cold_s = first_run_s(compiled, device)
+    cold_s = first_run_s(compiled.step, device)
     for form in (eager, compiled):
         for _ in range(config["warmup"]):
-            form.run()
+            form.step.run()
     before = compilations()
     bench.progress(1, 3, "timing")
     series = _in_turns((eager, compiled), device, config["rounds"], bench)
@@ -129,7 +120,7 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     notes: dict[str, str] = {}
     if config["warm"]:
         bench.progress(2, 3, "compiling again from the cache")
-        del eager, compiled, source
+        del eager, compiled, form
         gc.collect()
         device.release()
         try:
@@ -166,8 +157,9 @@ def _in_turns(
     for number in range(rounds):
         for form in forms if number % 2 == 0 else forms[::-1]:
             timing = time_step(
-                form.phases, device, warmup=0, steps=1, inner_marks="always", before=form.reset
-            )
+                form.step.phases(), device, warmup=0, steps=1, inner_marks="always",
+                before=form.step.reset,
+            )  # fmt: skip
             for one in timing.series:
                 held.setdefault((form.name, one.name, one.clock), []).extend(one.values)
         bench.progress(number + 1, rounds, "rounds")
@@ -186,14 +178,14 @@ def _memory(forms: tuple[Form, ...], device: Device) -> tuple[Quantity, ...]:
     """
     found: list[tuple[str, str, int]] = []
     for form in forms:
-        form.reset()
+        form.step.reset()
         device.release()
         before = device.held_bytes()
         if before is None:
             return ()
         device.reset_peak()
         left = 0
-        for phase in form.phases:
+        for phase in form.step.phases():
             if phase.name == "backward":
                 left = (device.held_bytes() or 0) - before
             phase.run()
@@ -204,7 +196,7 @@ def _memory(forms: tuple[Form, ...], device: Device) -> tuple[Quantity, ...]:
         else:
             found.append(("before_backward", form.name, left))
         found.append(("peak_bytes", form.name, peak + replayed))
-        form.reset()
+        form.step.reset()
     return tuple(
         Quantity(name=name, variant=form_name, value=size, unit="B")
         for name, form_name, size in found
@@ -215,14 +207,13 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
     """Torch's tracer alone: it finds graphs and breaks, and what it found runs as it is."""
     import torch
 
-    step = TrainingStep(
+    step = make_step(
         msgspec.structs.replace(msgspec.convert(config, Workload), compile="no"), bench.device
     )
     for module in blocks_of(step.model) if config["compile"] == "block" else [step.model]:
         module.compile(backend="eager")
-    form = Form("traced", step.phases(), step.reset)
-    first_s = first_run_s(form, bench.device)
-    again_s = first_run_s(form, bench.device)
+    first_s = first_run_s(step, bench.device)
+    again_s = first_run_s(step, bench.device)
     if not torch._dynamo.utils.counters["stats"]:
         raise CaseSkipped("torch's tracer was not asked: is TORCHDYNAMO_DISABLE set?")
     return Measurement(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.studies.rank_subject import Fed, Subject, make_subject
+from stepscope.studies.rank_subject import Fed, RankSubject, make_subject
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,7 +99,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
     return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
 
 
-def make_subject_of(world: World, config: dict[str, Any]) -> Subject:
+def make_subject_of(world: World, config: dict[str, Any]) -> RankSubject:
     import torch
 
     pure = config.get("dtype") == "bfloat16-pure"

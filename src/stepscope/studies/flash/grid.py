@@ -76,8 +76,7 @@ def kernels_of(step: AttentionStep, device: Device) -> dict[str, str]:
     for mode in ("forward", "backward"):
         one = step.variant(mode=mode)
         one.reset()
-        (phase,) = one.phases()
-        runs = profile_kernels(phase.run, device)
+        runs = profile_kernels(one.run_phases, device)
         if runs is not None:
             kernels[mode] = kernel_names(runs)
     return kernels
@@ -111,14 +110,8 @@ def _memory(step: AttentionStep, held_before: int | None, device: Device) -> tup
 def _time(step: AttentionStep, config: dict[str, Any], bench: Bench) -> Timing:
     from stepscope.measure.timer import Phase, time_step
 
-    phases = step.phases()
-
-    def whole() -> None:
-        for phase in phases:
-            phase.run()
-
     return time_step(
-        (Phase(step.workload.mode, whole),),
+        (Phase(step.workload.mode, step.run_phases),),
         bench.device,
         warmup=config["warmup"],
         steps=config["steps"],

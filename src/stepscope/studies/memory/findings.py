@@ -159,10 +159,10 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
     if not cases:
         return
     case = max(cases, key=lambda case: case.bytes("largest_bytes") or 0)
-    work = case.workload
-    if work.own:
+    work, shape = case.workload, case.workload.shape
+    if shape is None:
         return
-    stream = work.batch * work.context * work.model().d_model * 4
+    stream = work.batch * work.context * shape.d_model * 4
     text = (
         f"The largest single tensor of {case.name} has"
         f" {bytes_(case.bytes('largest_bytes') or 0)} ({case.record.notes.get('largest', '')});"

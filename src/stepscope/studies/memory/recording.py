@@ -17,15 +17,21 @@ from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Series, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.step_peaks import one_step, peak_quantities, plain_steps, steps_in_turns
+from stepscope.studies.step_peaks import (
+    account,
+    one_step,
+    peak_quantities,
+    plain_steps,
+    steps_in_turns,
+)
 from stepscope.studies.traced import TRACES
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
-    from stepscope.measure.ledger import StorageLedger
+    from stepscope.studies.subject import TrainingStep
 
 
 def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
@@ -42,7 +48,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         bench.progress(0, 1, "context and libraries")
         found["context_bytes"] = _context_and_libraries(workload, device, allocator)
     device.reset_peak()
-    step = TrainingStep(workload, device)
+    step = make_step(workload, device)
     ledger = StorageLedger(device.torch_device, allocator)
     ledger.count_existing((step.model,), ())
     ledger.count(step.inputs, INPUTS)
@@ -59,7 +65,7 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
         found["driver_bytes"] = standing[STEP_END].driver
     bench.progress(0, 1, "ledger")
     start = time.perf_counter()
-    _account(ledger, step, device)
+    account(ledger, step)
     recorded = (time.perf_counter() - start) * 1e3
     if allocator is not None:
         ledger.library_bytes = found["library_bytes"] = allocator.library_bytes()
@@ -100,10 +106,9 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
     space again, in segments of its own.
     """
     for planned in (workload, _in_small(workload)):
-        step = TrainingStep(planned, device)
-        for phase in step.phases():
-            phase.run()
-        del step, phase
+        step = make_step(planned, device)
+        step.run_phases()
+        del step
         if planned is workload:
             # What cases before this one left of cuBLAS's work space is not this one's.
             allocator.library_bytes()
@@ -113,23 +118,11 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
 
 
 def _in_small(workload: Workload) -> Workload:
-    if workload.own:
-        return msgspec.structs.replace(workload, batch=1, checkpoint=NONE)
+    """A user's model has its own shape: of it, only the batch is small."""
     return msgspec.structs.replace(
         workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE,
         keep=ALL,
     )  # fmt: skip
-
-
-def _account(ledger: StorageLedger, step: TrainingStep, device: Device) -> None:
-    """One step in which every storage is put on a line."""
-    step.reset()
-    device.synchronize()
-    with ledger.watching(step.model, step.optimizer):
-        for phase in step.phases():
-            ledger.phase(phase.name, phase.run)
-        step.reset()
-        ledger.moment(STEP_END)
 
 
 def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:

@@ -161,9 +161,8 @@ class Accounted(Account):
     def per_parameter(self) -> float:
         """Bytes of parameters, gradients and optimizer state for each parameter."""
         held = sum(self.line(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
-        if self.workload.own:
-            return held / (self.record.quantity("parameters") or 1)
-        return held / cost.parameters(self.workload.model()).total
+        counted = self.record.quantity("parameters")
+        return held / (counted or cost.parameters(self.workload.model()).total)
 
 
 def accounted(records: Sequence[Record]) -> list[Accounted]:

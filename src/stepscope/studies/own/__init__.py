@@ -21,7 +21,7 @@ from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
-from stepscope.studies.model_names import check_name
+from stepscope.studies.model_names import check_dtype, check_name
 
 STUDY_NAME = "own"
 COMPILE = ("no", "block", "model", "graphs")
@@ -88,16 +88,7 @@ class OwnCase(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value not in known:
                 raise unknown_name(kind, value, known)
-        form = precision(self.dtype)
-        if form.narrow_stream:
-            raise UsageError(
-                f"the residual stream of {self.model} is its author's", "take bfloat16"
-            )
-        if form.master:
-            raise UsageError(
-                "master weights are part of an optimizer, and this one is torch's",
-                "take bfloat16, or bfloat16-pure",
-            )
+        check_dtype(self.model, self.dtype)
 
     @property
     def key(self) -> str:

@@ -21,21 +21,23 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_own(
-    model: torch.nn.Module, how: str, attention: written_out_as_one_kernel | None = None
-) -> None:
-    """`graphs` are torch's own CUDA graphs. With `attention`, what is written out is one kernel."""
-    keywords: dict[str, Any] = {}
-    if how == "graphs":
-        keywords["mode"] = "reduce-overhead"
+    model: torch.nn.Module,
+    how: str,
+    attention: written_out_as_one_kernel | None = None,
+    mode: str = "default",
+) -> int:
+    """Compile the `model`, or each `block` of it, and return how many modules that were; `graphs`
+    is the model with CUDA graphs of torch.compile. With `attention`, naive attention is one
+    kernel."""
+    keywords: dict[str, Any] = {"mode": "reduce-overhead" if how == "graphs" else mode}
     if attention is not None:
         from stepscope.attention.substitute_graph import backend
 
         keywords = {"backend": functools.partial(backend, within=attention, how=how)}
-    if how in ("model", "graphs"):
-        model.compile(**keywords)
-    elif how == "block":
-        for block in blocks_of(model):
-            block.compile(**keywords)
+    modules = blocks_of(model) if how == "block" else [model]
+    for module in modules:
+        module.compile(**keywords)
+    return len(modules)
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> int:

@@ -1,141 +1,146 @@
-"""The training step of a model of one's own, as phases for the instruments."""
+"""The training step of a user's model, in every study that takes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.model.config import precision
+from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own import OwnCase
-from stepscope.studies.own.building import Built, build, call, loss_of
-from stepscope.studies.own.changing import checkpoint_blocks, compile_own, one_kernel_attention
+from stepscope.studies.own.building import build, call, loss_of
+from stepscope.studies.own.changing import blocks_of, checkpoint_blocks, one_kernel_attention
+from stepscope.studies.subject import TrainingStep
+from stepscope.studies.workload_flags import Mode
 
 if TYPE_CHECKING:
     import torch
 
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Phase
 
 
-class OwnStep:
-    """Built once; every phase is a closure without arguments."""
+class UserModel(NamedTuple):
+    """A user's model and the settings that it trains with."""
 
-    def __init__(self, case: OwnCase, device: Device, *, seed: int = 0) -> None:
+    name: str
+    """package.module:function that builds it."""
+    batch: int
+    dtype: str
+    optimizer: str
+    compile: str = "no"
+    compile_mode: str = "default"
+    fuse_attention: bool = False
+    """Naive attention runs as one kernel."""
+    checkpoint: bool = False
+    """Every entry of its ModuleLists is checkpointed."""
+    mode: Mode = "train-step"
+
+
+def own_step(case: OwnCase, device: Device) -> UserStep:
+    """The step of a case, not compiled yet."""
+    graphs = case.compile == "graphs"
+    return UserStep(
+        UserModel(
+            name=case.model, batch=case.batch, dtype=case.dtype, optimizer=case.optimizer,
+            compile=case.compile, compile_mode="reduce-overhead" if graphs else "default",
+            fuse_attention=case.attention == "fused", checkpoint=case.checkpoint == "blocks",
+        ),
+        device,
+    )  # fmt: skip
+
+
+class UserStep(TrainingStep):
+    """The forward includes the loss, which the model may return itself.
+
+    Eager until `compile` is called.
+    """
+
+    def __init__(
+        self, user: UserModel, device: Device, *, seed: int = 0, shares: TrainingStep | None = None
+    ) -> None:
         import torch
 
-        form = precision(case.dtype)
-        torch.manual_seed(seed)
-        self.case = case
-        self.use_format()
-        self.device = device
-        self.attention = one_kernel_attention() if case.attention == "fused" else None
-        self.built: Built = build(case.model)
-        self.model = self.built.model.to(device.torch_device, getattr(torch, form.weights))
+        from stepscope.studies.shared_weights import adopt_moments, adopt_weights
+        from stepscope.studies.step_parts import make_optimizer
+
+        super().__init__(device, user.dtype, user.mode, seed=seed)
+        self._user = user
+        self._attention = one_kernel_attention() if user.fuse_attention else None
+        self._built = build(user.name)
+        dtype = getattr(torch, precision(user.dtype).weights)
+        self.model = self._built.model.to(device.torch_device, dtype)
         self.model.train()
-        if case.checkpoint == "blocks" and not checkpoint_blocks(self.model):
-            raise CaseSkipped(f"the model of {case.model} has no ModuleList of blocks")
-        self._compiled = False
-        self.optimizer = make_own_optimizer(case.optimizer, self.model)
-        self.scaler = torch.amp.GradScaler(device.kind, enabled=form.compute == "float16")
-        self.batch = self.built.make_batch(case.batch, device.torch_device)
-        self.loss: torch.Tensor | None = None
-        self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: (
-            torch.autocast(device.kind, getattr(torch, form.compute))
-            if form.autocast
-            else nullcontext()
-        )
-
-    def use_format(self) -> None:
-        """The format of float32 products is a setting of the whole process."""
-        import torch
-
-        fast = precision(self.case.dtype).compute == "tf32"
-        torch.set_float32_matmul_precision("high" if fast else "highest")
+        if shares is not None:
+            adopt_weights(self.model, shares.model)
+        if user.checkpoint and not checkpoint_blocks(self.model):
+            raise CaseSkipped(f"the model of {user.name} has no ModuleList of blocks to checkpoint")
+        self.optimizer = make_optimizer(user.optimizer, self.model)
+        if shares is not None:
+            adopt_moments(self.optimizer, shares.optimizer)
+        self.next_batch()
 
     def compile(self) -> None:
-        """As the case asks for it. Until then the step is eager, and its FLOPs can be counted."""
-        if self.case.compile == "no":
-            return
-        if self.attention is not None:
-            # Shows what masks its attention has, which the compiler cannot see.
+        """Compile the model as its settings say."""
+        if self._user.compile != "no" and self._attention is not None:
+            # Shows the masks of its attention, which the compiler cannot see.
             self._forward()
             self.reset()
-        compile_own(self.model, self.case.compile, self.attention)
-        self._compiled = True
+        self.compile_model(self._user.compile, self._user.compile_mode, self._attention)
+        if self._user.compile != "no":
+            # The compiled graph has the fused attention.
+            self._attention = None
 
-    def phases(self) -> tuple[Phase, ...]:
-        from stepscope.measure.timer import Phase
+    def next_batch(self) -> None:
+        """Draw another batch of the same size."""
+        self.batch = self._built.make_batch(self._user.batch, self.device.torch_device)
 
-        return (
-            Phase("forward", self._forward),
-            Phase("backward", self._backward),
-            Phase("optimizer", self._optimize),
-        )
-
-    def run(self) -> None:
-        for phase in self.phases():
-            phase.run()
-
-    def tokens(self) -> int | None:
-        """Positions of its sequences: of the first input with numbers of tokens in two dimensions;
-        None where there is none."""
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        for one in tree_leaves(self.batch):
-            if isinstance(one, torch.Tensor) and one.dim() == 2 and not one.is_floating_point():
-                return one.numel()
-        return None
+        return tuple(one for one in tree_leaves(self.batch) if isinstance(one, torch.Tensor))
 
-    def next_batch(self) -> None:
-        """Other data of the same kind."""
-        self.batch = self.built.make_batch(self.case.batch, self.device.torch_device)
+    def token_count(self) -> int | None:
+        """Elements of the first input that holds integers in two dimensions."""
+        sequences = (t for t in self.inputs if t.dim() == 2 and not t.is_floating_point())
+        return next((one.numel() for one in sequences), None)
 
-    def reset(self) -> None:
-        self.loss = None
+    def named_parts(self) -> AbstractContextManager[Any]:
+        from stepscope.measure.modules import ModuleRanges
+
+        return ModuleRanges([self.model]).entered()
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        found = {
+            "parameters": (sum(p.numel() for p in self.model.parameters()), "parameters"),
+            "samples": (self._user.batch, "samples"),
+            "blocks": (len(blocks_of(self.model)), "blocks"),
+            "flops": (self.flops, "FLOP"),
+        }
+        return quantities(found)
+
+    @cached_property
+    def flops(self) -> int:
+        """Counted at the dispatcher in one step, which runs eagerly: compiled kernels are not seen
+        there."""
+        import torch
+
+        from stepscope.measure.flops import CountingFlops
+
+        counting = CountingFlops()
+        with torch.compiler.set_stance("force_eager"), counting:
+            self.run()
+        self.reset()
+        return counting.counted.total
 
     def _forward(self) -> None:
         from stepscope.ranges import named
 
-        eager = None if self._compiled else self.attention
-        if eager is None and self.case.compile == "graphs":
-            import torch
-
-            # What the step before left may be overwritten now.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self._mark_graph_step()
         with named("forward"), self._autocast():
-            with eager or nullcontext():
+            with self._attention or nullcontext():
                 output = call(self.model, self.batch)
-            self.loss = loss_of(output, self.batch, self.built.loss, self.case.model)
-
-    def _backward(self) -> None:
-        from stepscope.ranges import named
-
-        assert self.loss is not None
-        with named("backward"):
-            self.scaler.scale(self.loss).backward()  # type: ignore[no-untyped-call]
-
-    def _optimize(self) -> None:
-        from stepscope.ranges import named
-
-        with named("optimizer"):
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-
-
-def make_own_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    import torch
-
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name.startswith("sgd"):
-        fused = name == "sgd-fused"
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=fused or None)
-    ways: dict[str, dict[str, bool]] = {
-        "adamw": {},
-        "adamw-loop": {"foreach": False},
-        "adamw-fused": {"fused": True},
-    }
-    return torch.optim.AdamW(parameters, lr=1e-4, **ways[name])  # type: ignore[arg-type]
+            self.loss = loss_of(output, self.batch, self._built.loss, self._user.name)

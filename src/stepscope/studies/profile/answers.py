@@ -120,7 +120,8 @@ def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] 
 
 def attention_core(group: Group) -> AttentionCore | None:
     """None where the attention is one kernel, or where no range says what belongs to it."""
-    if group.workload.own:
+    model, w = group.workload.shape, group.workload
+    if model is None:
         return None
     traced = group.modes.get("forward") or group.fullest()
     times: dict[str, float] = defaultdict(float)
@@ -128,7 +129,6 @@ def attention_core(group: Group) -> AttentionCore | None:
         times[_core_part(use)] += use.ms
     if not (times["matmul"] and times["softmax"]):
         return None
-    model, w = group.workload.model(), group.workload
     scores = w.batch * model.n_heads * w.context**2 * model.n_layers
     return AttentionCore(
         times["matmul"],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from stepscope.studies.captured import captured, forget_steps, warm_up
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Phase, Timing
+    from stepscope.measure.timer import Timing
 
 LARGER = (4, 2)
 """How many times the batch is tried that has the same launches: the next where memory ends."""
@@ -26,19 +26,18 @@ class Tried(NamedTuple):
     """How many times the batch."""
 
 
-Experiment: TypeAlias = "Callable[[TrainingStep, Device, float], Tried]"
+Experiment: TypeAlias = "Callable[[TransformerStep, Device, float], Tried]"
 
 
 def experiments(workload: Workload) -> tuple[tuple[str, Experiment], ...]:
     """Those that this step allows; a compiled one would be compiled anew for a larger batch."""
-    if workload.graph or workload.own:
-        # A batch of somebody else's cannot be repeated, nor does it stay where it is.
+    if workload.graph:
         return ()
     replay = ("graph_replay", graph_replay)
     return (("larger_batch", larger_batch), replay) if workload.compile == "no" else (replay,)
 
 
-def larger_batch(step: TrainingStep, device: Device, enough_seconds: float) -> Tried:
+def larger_batch(step: TransformerStep, device: Device, enough_seconds: float) -> Tried:
     """The same model and optimizer, so that only the activations need more memory."""
     import torch
 
@@ -53,14 +52,14 @@ def larger_batch(step: TrainingStep, device: Device, enough_seconds: float) -> T
     raise torch.OutOfMemoryError(said)
 
 
-def _with_batch(step: TrainingStep, device: Device, times: int, enough_seconds: float) -> Timing:
+def _with_batch(step: TransformerStep, device: Device, times: int, enough_seconds: float) -> Timing:
     from stepscope.measure.timer import Phase, time_step
 
     larger = copy.copy(step)
     larger.tokens, larger.targets = (t.repeat(times, 1) for t in (step.tokens, step.targets))
     try:
         forget_steps(step)
-        whole = Phase("step", lambda: run_phases(larger.phases()))
+        whole = Phase("step", larger.run_phases)
         return time_step(
             (whole,), device, warmup=2, steps=3, before=larger.reset,
             enough_seconds=enough_seconds, enough_samples=_ENOUGH_SAMPLES,
@@ -69,11 +68,11 @@ def _with_batch(step: TrainingStep, device: Device, times: int, enough_seconds: 
         forget_steps(larger)
 
 
-def graph_replay(step: TrainingStep, device: Device, enough_seconds: float = math.inf) -> Tried:
+def graph_replay(step: TransformerStep, device: Device, enough_seconds: float = math.inf) -> Tried:
     """All but the optimizer, whose step reads its counters back, as one launch."""
     from stepscope.measure.timer import Phase, time_step
 
-    phases = [phase for phase in step.eager_phases() if phase.name != "optimizer"]
+    phases = step.passes()
     try:
         warm_up(step, phases)
         graph = captured(phases, device)
@@ -85,8 +84,3 @@ def graph_replay(step: TrainingStep, device: Device, enough_seconds: float = mat
     finally:
         # The tensors of a graph live in its own pool and end with it.
         forget_steps(step)
-
-
-def run_phases(phases: Sequence[Phase]) -> None:
-    for phase in phases:
-        phase.run()

@@ -13,7 +13,7 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload
 
 
@@ -30,11 +30,10 @@ def main(words: list[str]) -> None:
 
     config = read_config(words)
     device = pick_device("cuda")
-    step = TrainingStep(config, device)
+    step = make_step(config, device)
 
     def run() -> None:
-        for phase in step.phases():
-            phase.run()
+        step.run_phases()
         device.synchronize()
 
     for _ in range(config.warmup):

@@ -132,7 +132,7 @@ class Group(NamedTuple):
         return self.workload.name
 
     def layers(self) -> int:
-        return 1 if self.workload.own else self.workload.model().n_layers
+        return self.workload.layers
 
     def element_bytes(self) -> int:
         """Of what the softmax reads: autocast lets it compute in float32."""
@@ -160,7 +160,7 @@ def leading(found: Sequence[Group]) -> Group:
 def _order(group: Group) -> tuple[Any, ...]:
     """Small models first, short contexts, the larger batch; formats and compiled ones after."""
     w = group.workload
-    total = 0 if w.own else parameters(w.model()).total
+    total = parameters(w.shape).total if w.shape else 0
     return total, w.size, w.context, -w.batch, group.key()[-1], w.dtype != "float32", w.dtype
 
 

@@ -9,9 +9,11 @@ import msgspec
 from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.profile.experiments import experiments, run_phases
+from stepscope.studies.profile.experiments import experiments
+from stepscope.studies.timed_step import time_steps
 from stepscope.studies.traced import trace_step
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -19,23 +21,14 @@ if TYPE_CHECKING:
 
 
 def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
-    from stepscope.measure.timer import time_step
-
     workload = msgspec.convert(config, Workload)
     device = bench.device
-    step = TrainingStep(workload, device)
-    timing = time_step(
-        step.phases(),
-        device,
-        warmup=config["warmup"],
-        steps=config["steps"],
-        enough_seconds=config["enough_seconds"],
-        before=step.reset,
-        progress=lambda done, total: bench.progress(done, total, "steps"),
-    )
+    step = make_step(workload, device)
+    timing = time_steps(step, bench, config, enough_seconds=config["enough_seconds"])
     series, found = list(timing.series), list(step.quantities())
     notes: dict[str, str] = {}
-    if config["experiments"] and device.kind == "cuda":
+    # The batch of a user's model cannot be repeated, nor does it stay where it is.
+    if config["experiments"] and device.kind == "cuda" and isinstance(step, TransformerStep):
         for name, experiment in experiments(workload):
             bench.progress(0, 1, name.replace("_", " "))
             tried = None
@@ -53,13 +46,7 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
                 found.append(Quantity(name=name, value=sequences, unit="sequences"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
-        traced = trace_step(
-            lambda: run_phases(step.phases()),
-            device,
-            workload.key,
-            steps=config["traced"],
-            before=step.reset,
-        )
+        traced = trace_step(step, device, workload.key, steps=config["traced"])
     return Measurement(
         series=(*series, traced.series),
         quantities=tuple(found),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stepscope.analysis.rehearsal.recording import ReadyTimes
 from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.training_step import make_step
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def record_step(
 
     if workload.graph or workload.fuses_loss:
         raise CaseSkipped("a rehearsal needs forward, loss and backward one by one")
-    step = TrainingStep(workload, device)
+    step = make_step(workload, device)
     forward, loss, backward, optimizer = step.phases()
 
     def compute_loss() -> None:

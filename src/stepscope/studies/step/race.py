@@ -25,7 +25,7 @@ from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.captured import forget_steps
 from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.races import Heat, Racer
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
@@ -51,18 +51,11 @@ class Steps(NamedTuple):
     seconds: float
 
 
-class Entry:
+class Entry(NamedTuple):
     """A form that is ready to run."""
 
-    def __init__(self, racer: Racer, step: TrainingStep) -> None:
-        self.racer = racer
-        self.step = step
-        self._phases = step.phases()
-
-    def run(self) -> None:
-        self.step.reset()
-        for phase in self._phases:
-            phase.run()
+    racer: Racer
+    step: TransformerStep
 
 
 def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
@@ -111,7 +104,7 @@ def _consecutive(
     from stepscope.measure.consecutive import time_consecutive
 
     return time_consecutive(
-        {entry.racer.name: entry.run for entry in entries},
+        {entry.racer.name: entry.step.run for entry in entries},
         bench.device,
         blocks=blocks,
         block_seconds=seconds,
@@ -124,7 +117,7 @@ def _interleaved(entries: Sequence[Entry], bench: Bench, rounds: int, min_second
     from stepscope.measure.turns import time_in_turns
 
     return time_in_turns(
-        {entry.racer.name: entry.run for entry in entries},
+        {entry.racer.name: entry.step.run for entry in entries},
         bench.device,
         warmup=2,
         rounds=rounds,
@@ -146,7 +139,7 @@ def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dic
         bench.progress(place, len(entries), f"energy of {side}")
         try:
             entry.step.follow_weights()
-            found = measure_energy(entry.run, bench.device, _UNBROKEN_S)
+            found = measure_energy(entry.step.run, bench.device, _UNBROKEN_S)
         except Exception as error:
             found = first_cause(error)
         held, why = energy_quantities(found, None)
@@ -163,7 +156,7 @@ class Field:
         plain = msgspec.structs.replace(
             first.workload, compile="no", compile_mode="default", graph=False
         )
-        self._owner = TrainingStep(plain, bench.device)
+        self._owner = TransformerStep(plain, bench.device)
         begin_moments(self._owner.optimizer)
         self.heats: dict[str, dict[str, Heat]] = {}
         """By side and name."""
@@ -178,11 +171,11 @@ class Field:
         """Built and run once; nothing of that step is left to disturb another's capture."""
         if racer.name in self._ready:
             return self._ready[racer.name]
-        entry = Entry(racer, TrainingStep(racer.workload, self._bench.device, shares=self._owner))
-        entry.run()
+        step = TransformerStep(racer.workload, self._bench.device, shares=self._owner)
+        step.run()
         self._bench.device.synchronize()
-        forget_steps(entry.step)
-        return entry
+        forget_steps(step)
+        return Entry(racer, step)
 
     def heat(self, racer: Racer, steps: Steps, seconds: float, *, last: bool = False) -> None:
         """The last of all stays ready if it may be the fastest of its side."""
@@ -292,7 +285,7 @@ class Field:
         self._bench.device.release()
 
     @staticmethod
-    def _shared_bytes(step: TrainingStep) -> int:
+    def _shared_bytes(step: TransformerStep) -> int:
         """Weights and moments."""
 
         def size(tensors: list[torch.Tensor]) -> int:
@@ -311,7 +304,7 @@ def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[flo
     """Milliseconds of consecutive steps."""
     from stepscope.measure.consecutive import consecutive_steps
 
-    return consecutive_steps(entry.run, device, seconds, least)[1]
+    return consecutive_steps(entry.step.run, device, seconds, least)[1]
 
 
 def _allow_many_forms() -> None:

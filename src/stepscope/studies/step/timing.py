@@ -8,9 +8,9 @@ import msgspec
 
 from stepscope.errors import first_cause
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.timed_step import measure_step
+from stepscope.studies.timed_step import measure_step, time_steps
 from stepscope.studies.traced import trace_step
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -26,29 +26,17 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
 
     The same kernels run in all three; only the trace of the first says what each is for.
     """
-    from stepscope.measure.timer import time_step
-
     workload = msgspec.convert(config, Workload)
     device = bench.device
-    step = TrainingStep(msgspec.structs.replace(workload, graph=False), device)
-    phases = step.phases()
-
-    def whole() -> None:
-        for phase in phases:
-            phase.run()
-
-    timing = time_step(
-        phases, device, warmup=config["warmup"], steps=config["steps"],
-        min_seconds=config["min_seconds"], before=step.reset,
-        progress=lambda done, total: bench.progress(done, total, "steps"),
-    )  # fmt: skip
+    step = TransformerStep(msgspec.structs.replace(workload, graph=False), device)
+    timing = time_steps(step, bench, config, min_seconds=config["min_seconds"])
     series = list(timing.series)
     bench.progress(0, 1, "trace")
     name = f"step-{config['rung']}_{step.workload.key}"
-    traced = trace_step(whole, device, name, steps=config["traced"], before=step.reset)
+    traced = trace_step(step, device, name, steps=config["traced"])
     notes = dict(traced.notes)
     if workload.graph:
-        del step, phases
+        del step
         device.release()
         try:
             series += _replayed(workload, config, bench)
@@ -64,14 +52,9 @@ def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
 
 
 def _replayed(workload: Workload, config: dict[str, Any], bench: Bench) -> list[Series]:
-    from stepscope.measure.timer import time_step
-
     bench.progress(0, 1, "as a graph")
-    step = TrainingStep(workload, bench.device)
-    timing = time_step(
-        step.phases(), bench.device, warmup=config["warmup"], steps=config["steps"],
-        min_seconds=config["min_seconds"],
-    )  # fmt: skip
+    step = TransformerStep(workload, bench.device)
+    timing = time_steps(step, bench, config, min_seconds=config["min_seconds"])
     return [
         msgspec.structs.replace(held, name="replay")
         for held in timing.series

@@ -10,7 +10,7 @@ import msgspec
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.step.text import entropy, sequences
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
@@ -24,21 +24,20 @@ def measure_loss(config: dict[str, Any], bench: Bench) -> Measurement:
 
     workload = msgspec.convert(config, Workload)
     seed, steps = config["seed"], config["steps"]
-    step = TrainingStep(workload, bench.device, seed=seed)
+    step = TransformerStep(workload, bench.device, seed=seed)
     for group in step.optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     rows = sequences(
         steps * workload.batch, workload.context + 1, workload.model().vocab, seed, config["words"]
     )
     text = torch.from_numpy(rows).view(steps, workload.batch, -1)
-    phases = _from_the_beginning(step)
+    _capture(step)
     losses = torch.empty(steps, device=bench.device.torch_device)
     for number, batch in enumerate(text):
         step.reset()
         step.tokens.copy_(batch[:, :-1])
         step.targets.copy_(batch[:, 1:])
-        for phase in phases:
-            phase.run()
+        step.run_phases()
         assert step.loss is not None
         losses[number].copy_(step.loss.detach())
         if number % 10 == 9:
@@ -53,17 +52,15 @@ def measure_loss(config: dict[str, Any], bench: Bench) -> Measurement:
     )
 
 
-def _from_the_beginning(step: TrainingStep) -> Any:
-    """The phases of the step; a graph is captured after steps that must not count."""
-    if not step.workload.graph:
-        return step.phases()
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    phases = step.phases()
-    begin_again(step, before)
-    return phases
+def _capture(step: TransformerStep) -> None:
+    """Capture the step now, where it is a graph, and undo the steps that this takes."""
+    if step.workload.graph:
+        before = [parameter.detach().clone() for parameter in step.model.parameters()]
+        step.phases()
+        begin_again(step, before)
 
 
-def begin_again(step: TrainingStep, weights: Sequence[Tensor]) -> None:
+def begin_again(step: TransformerStep, weights: Sequence[Tensor]) -> None:
     """As if no step had been made since those weights, where all tensors lie: a graph has their
     addresses."""
     import torch
