@@ -67,6 +67,14 @@ def ceilings(bfloat16: float = 700e12, sheet: float = 989e12) -> tuple[Ceiling, 
     )
 
 
+def replaced(quantities: tuple[Quantity, ...], by: tuple[Quantity, ...]) -> tuple[Quantity, ...]:
+    """Quantities, with those of the same name and dimensions replaced and the others added."""
+    held = {
+        (one.name, one.variant, one.phase, one.rank, one.size): one for one in (*quantities, *by)
+    }
+    return tuple(held.values())
+
+
 def record(**changes: Any) -> Record:
     """A sound record of a train step; its case and id follow from its config unless given."""
     config = {
@@ -77,12 +85,15 @@ def record(**changes: Any) -> Record:
         "mode": "train-step",
     } | changes.pop("config", {})
     case = "-".join(str(value) for value in config.values())
-    quantities = (
-        Quantity(name="flops", value=28e12, unit="FLOP"),
-        Quantity(name="tokens", value=2048, unit="tokens"),
-        Quantity(name="peak_bytes", value=40 << 30, unit="B"),
-        Quantity(name="gradients_missing", value=0, unit="parameters"),
-    ) | changes.pop("quantities", {})
+    quantities = replaced(
+        (
+            Quantity(name="flops", value=28e12, unit="FLOP"),
+            Quantity(name="tokens", value=2048, unit="tokens"),
+            Quantity(name="peak_bytes", value=40 << 30, unit="B"),
+            Quantity(name="gradients_missing", value=0, unit="parameters"),
+        ),
+        changes.pop("quantities", ()),
+    )
     fields: dict[str, Any] = {
         "run": "run-1",
         "study": "benchmark",

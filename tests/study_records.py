@@ -9,7 +9,6 @@ import msgspec
 
 from sample_records import environment, record, times
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import encode
 from stepscope.model.config import precision
 from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, Point, SavedTensor
 from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
@@ -112,7 +111,9 @@ def profile_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "notes": {} if failed else {"profile": encode(summarize(trace.read()))},
+            "attachments": {}
+            if failed
+            else {"profile": msgspec.to_builtins(summarize(trace.read()))},
             "ceilings": (
                 matrix_ceiling("float32", 50e12),
                 Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured"),
@@ -148,7 +149,7 @@ def memory_record(
         for name in names
     ]
     values = {"peak_bytes": peak, "predicted_bytes": 1.01 * peak, "largest_bytes": peak / 4}
-    values |= {f"peak.{name}": peak for name in names} | dict(found or {})
+    values |= dict(found or {})
     if changes.get("environment", environment()).device_kind == "cuda":
         on_device = {"context_bytes": 1 << 29, "reserved_bytes": peak + (1 << 28)}
         values = on_device | {"driver_bytes": peak + (1 << 28) + (1 << 29)} | values
@@ -159,22 +160,23 @@ def memory_record(
         config=case.config,
         **{
             "series": () if failed else (times("step", 10.0, "host"), times("recorded", 20.0)),
-            "quantities": tuple(
-                Quantity(name=name, value=value, unit="B") for name, value in values.items()
+            "quantities": (
+                *(Quantity(name=name, value=value, unit="B") for name, value in values.items()),
+                *(Quantity(name="peak_bytes", phase=name, value=peak, unit="B") for name in names),
             ),
-            "notes": {}
+            "notes": {} if failed else {"largest": "aten.bmm.default at reference.py:31"},
+            "attachments": {}
             if failed
-            else {
-                "ledger": msgspec.json.encode(phases).decode(),
-                "saved": msgspec.json.encode(saved).decode(),
-                "largest": "aten.bmm.default at reference.py:31",
-                "course": msgspec.json.encode(
-                    [
+            else msgspec.to_builtins(
+                {
+                    "ledger": phases,
+                    "saved": saved,
+                    "course": [
                         Point(phase=name, operator=10 * place, kinds={PARAMETERS: peak // place})
                         for place, name in enumerate(names, start=1)
-                    ]
-                ).decode(),
-            },
+                    ],
+                }
+            ),
         }
         | changes,
     )
