@@ -140,7 +140,9 @@ def _in_turns(
         for other in records:
             if other.study != "compile" or changed(other) != wanted or code not in advised:
                 continue
-            before, after = (median_ms(other, f"{form}.step") for form in ("eager", "compiled"))
+            before, after = (
+                median_ms(other, "step", variant=form) for form in ("eager", "compiled")
+            )
             if before is not None and after is not None:
                 realised = facts.step_ms * (1 - after / before)
                 yield Pair(code, record.case, facts.step_ms, advised[code], realised, name)

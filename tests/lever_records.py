@@ -29,22 +29,30 @@ def lever_record(
 ) -> Record:
     study = find_study("levers")
     (case,) = study.cases(study.flags(lever=(lever,)))
-    found = (Quantity(name="work", value=work[0], unit=work[1]),)
+    found = [Quantity(name="work", value=work[0], unit=work[1])]
     for place, form in enumerate(("slow", "fast")):
-        found[f"moved.{form}"] = Quantity(value=moved[place], unit="B")
-        found[f"flops.{form}"] = Quantity(value=flops[place], unit="FLOP")
-        found[f"error.{form}"] = Quantity(value=1e-7, unit="1")
+        facts = {
+            "moved": (moved[place], "B"),
+            "flops": (flops[place], "FLOP"),
+            "error": (1e-7, "1"),
+        }
         if kept is not None:
-            found[f"kept.{form}"] = Quantity(value=kept[place], unit="B")
+            facts["kept"] = (kept[place], "B")
+        found += [
+            Quantity(name=name, variant=form, value=value, unit=unit)
+            for name, (value, unit) in facts.items()
+        ]
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="levers",
         case=case.key,
         config=case.config,
         **{
-            "series": () if failed else (times("slow", slow), times("fast", fast)),
-            "quantities": {} if failed else found,
-            "notes": {} if failed else {"format.slow": formats[0], "format.fast": formats[1]},
+            "series": ()
+            if failed
+            else (times("step", slow, variant="slow"), times("step", fast, variant="fast")),
+            "quantities": () if failed else tuple(found),
+            "attachments": {} if failed else {"dtypes": {"slow": formats[0], "fast": formats[1]}},
             "ceilings": CEILINGS,
         }
         | changes,
@@ -65,7 +73,7 @@ def card_record(**changes: Any) -> Record:
         **{
             "series": (),
             "quantities": facts,
-            "notes": {"card.name": "NVIDIA H200", "card.compute capability": "9.0"},
+            "attachments": {"card": {"name": "NVIDIA H200", "compute capability": "9.0"}},
             "ceilings": CEILINGS,
         }
         | changes,

@@ -26,7 +26,7 @@ def own_record(
         study="own", case=case.key,
         **{
             "series": () if failed else step_series(step),
-            "quantities": {} if failed else (Quantity(name="peak_bytes", value=peak, unit="B"),),
+            "quantities": () if failed else (Quantity(name="peak_bytes", value=peak, unit="B"),),
             "config": msgspec.to_builtins(case),
         }
         | changes,
@@ -44,10 +44,17 @@ def inspected_record(rank: int = 0, ranks: int = 1, step: float = 1.0, **changes
                 "dtype": "float32", "warmup": 3, "timed": 5, "traced": 2,
             },
             "series": () if failed else (times("step", step, "host"),),
-            "notes": {} if failed else profile_record(environment=where).notes,
+            "attachments": {} if failed else profile_record(environment=where).attachments,
         }
         | changes,
     )  # fmt: skip
+
+
+def attached(made: Record, **attachments: object) -> Record:
+    """The record with these attachments, as a store would give it back."""
+    return msgspec.structs.replace(
+        made, attachments=made.attachments | msgspec.to_builtins(attachments)
+    )
 
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:
@@ -66,11 +73,23 @@ def tried(
     spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
     other = (1.0, 0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
     series = (
-        Series(name="base", unit="ms", values=tuple(50 * s for s in spread), clock="device"),
-        Series(name="base", unit="ms", values=(1.0,) * 7),
-        Series(name="changed", unit="ms", values=tuple(times * s for s in other), clock="device"),
-        Series(name="loss.base", unit="nats", values=(2.0, 1.5, 1.2, 1.0)),
-        Series(name="loss.changed", unit="nats", values=losses),
+        Series(
+            name="step",
+            variant="base",
+            unit="ms",
+            values=tuple(50 * s for s in spread),
+            clock="device",
+        ),
+        Series(name="step", variant="base", unit="ms", values=(1.0,) * 7),
+        Series(
+            name="step",
+            variant="changed",
+            unit="ms",
+            values=tuple(times * s for s in other),
+            clock="device",
+        ),
+        Series(name="loss", variant="base", unit="nats", values=(2.0, 1.5, 1.2, 1.0)),
+        Series(name="loss", variant="changed", unit="nats", values=losses),
     )
     failed = changes.get("status", "ok") != "ok"
     return record(

@@ -28,13 +28,13 @@ def collective_record(
     flags = study.flags(collective=(collective,), ranks=(ranks,), sizes=SIZES)
     (case,) = study.cases(flags)
     series = tuple(
-        msgspec.structs.replace(
-            times(str(size), (latency_ms + size / bytes_per_ms) * (1 + rank / 100), "host"),
-            rank=rank,
+        times(
+            "collective", (latency_ms + size / bytes_per_ms) * (1 + rank / 100), "host",
+            rank=rank, size=size,
         )
         for size in SIZES
         for rank in range(ranks)
-    )
+    )  # fmt: skip
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="allreduce",
@@ -43,7 +43,7 @@ def collective_record(
         **{
             "series": () if failed else series,
             "quantities": tuple(
-                Quantity(name=f"wrong.{size}", value=wrong, unit="elements") for size in SIZES
+                Quantity(name="wrong", size=size, value=wrong, unit="elements") for size in SIZES
             ),
             "notes": {} if failed else {"backend": "gloo"},
         }
@@ -78,8 +78,8 @@ def ddp_record(
             phases |= {"slowest": 2.0, "transfer": step - 102.0, "communication": communication}
         for name, ms in phases.items():
             for rank in range(ranks):
-                held = times(f"{way}.{name}", max(ms, 1e-3), "host", seed=len(series))
-                series.append(msgspec.structs.replace(held, rank=rank))
+                ms = max(ms, 1e-3)
+                series.append(times(name, ms, "host", variant=way, rank=rank, seed=len(series)))
     lanes = {"naive": {"compute": [(0.0, 30.0, "forward")], "reductions": [(90.0, 95.0, "2 MiB")]}}
     failed = changes.get("status", "ok") != "ok"
     return record(
@@ -89,12 +89,11 @@ def ddp_record(
         **{
             "series": () if failed else tuple(series),
             "quantities": (Quantity(name="gradient_bytes", value=2**29, unit="B"),),
-            "notes": {} if failed else {
-                "backend": "gloo", "timeline": msgspec.json.encode(lanes).decode(),
-            },
+            "notes": {} if failed else {"backend": "gloo"},
+            "attachments": {} if failed else {"timeline": lanes},
         }
         | changes,
-    )  # fmt: skip
+    )
 
 
 def sharding_record(
@@ -111,17 +110,16 @@ def sharding_record(
     (case,) = study.cases(flags)
     took = dict.fromkeys(("unsharded", "broadcast", "scatter", "torch ZeRO"), 100.0)
     took |= steps or {}
-    series, held = [], {}
+    series, held = [], []
     for way, step in took.items():
         for name, ms in {"step": step, "backward": step - 20.0, "optimizer": 20.0}.items():
             for rank in range(ranks):
-                one = times(f"{way}.{name}", ms, "host", seed=len(series))
-                series.append(msgspec.structs.replace(one, rank=rank))
+                series.append(times(name, ms, "host", variant=way, rank=rank, seed=len(series)))
         for rank in range(ranks):
             part = 1.0 if way == "unsharded" else (shares or [1 / ranks] * ranks)[rank]
             sizes = {"parameters": 2**30, "gradients": 2**30, "state": 2**31 * part}
             for kind, size in sizes.items():
-                held[f"{way}.{kind}.rank{rank}"] = Quantity(value=size, unit="B")
+                held.append(Quantity(name=kind, variant=way, rank=rank, value=size, unit="B"))
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="sharding",
@@ -129,7 +127,7 @@ def sharding_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": {} if failed else held,
+            "quantities": () if failed else tuple(held),
             "notes": {} if failed else {"backend": "gloo"},
         }
         | changes,
@@ -142,22 +140,21 @@ def fsdp_record(steps: Mapping[str, float] | None = None, **how: Any) -> Record:
     base = sharding_record(steps, **how)
     named = {"broadcast": "FSDP", "torch ZeRO": "torch fully_shard"}
     ranks = base.config["ranks"]
-    held = {}
-    for name, quantity in base.quantities.items():
-        way, _, rest = name.partition(".")
-        kind, _, rank = rest.partition(".")
-        if way in named:
-            part = (shares or [1 / ranks] * ranks)[int(rank.removeprefix("rank"))]
-            whole = base.quantities[f"unsharded.{kind}.{rank}"].value
-            held[f"{named[way]}.{kind}.{rank}"] = Quantity(value=whole * part, unit="B")
-        elif way == "unsharded":
-            held[name] = quantity
-    series = []
-    for one in base.series:
-        way, _, phase = one.name.rpartition(".")
-        if way != "scatter":
-            new_name = f"{named.get(way, way)}.{phase}"
-            series.append(msgspec.structs.replace(one, name=new_name))
+    held = []
+    for one in base.quantities:
+        if one.variant in named:
+            part = (shares or [1 / ranks] * ranks)[one.rank]
+            whole = base.quantity(one.name, variant="unsharded", rank=one.rank) or 0.0
+            held.append(
+                msgspec.structs.replace(one, variant=named[one.variant], value=whole * part)
+            )
+        elif one.variant == "unsharded":
+            held.append(one)
+    series = [
+        msgspec.structs.replace(one, variant=named.get(one.variant, one.variant))
+        for one in base.series
+        if one.variant != "scatter"
+    ]
     return msgspec.structs.replace(
-        base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=held
+        base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=tuple(held)
     )

@@ -94,22 +94,23 @@ def autocast_record(
         OperatorFormats(operator="pow", inputs=("float32",), output=("float32",), count=1),
     )
     failed = changes.get("status", "ok") != "ok"
-    found = {"casts": 7.0, "cast_bytes": 4096.0, "norm_error.float16": 0.01}
     return record(
         study="autocast",
         case=case.key,
         config=case.config,
         **{
             "series": () if failed else (times("step", 10.0, "host"), times("casts", 1.0, "host")),
-            "quantities": tuple(
-                Quantity(name=name, value=v, unit="1") for name, v in found.items()
+            "quantities": (
+                Quantity(name="casts", value=7.0, unit="1"),
+                Quantity(name="cast_bytes", value=4096.0, unit="1"),
+                Quantity(name="norm_error", variant="float16", value=0.01, unit="1"),
             ),
-            "notes": {}
+            "attachments": {}
             if failed
             else {
-                "formats": msgspec.json.encode(formats or named).decode(),
-                "forward": msgspec.json.encode(listed).decode(),
-                "backward": msgspec.json.encode(listed[:1]).decode(),
+                "formats": formats or named,
+                "forward": msgspec.to_builtins(listed),
+                "backward": msgspec.to_builtins(listed[:1]),
             },
         }
         | changes,

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from sample_records import ceilings, record
-from stepscope.analysis.rehearsal.recording import (
-    NOTE,
-    Gradient,
-    ReadyTimes,
-    Recording,
-    encode_times,
-)
+from stepscope.analysis.rehearsal.recording import NOTE, Gradient, ReadyTimes, Recording
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.parallel.buckets import MEGABYTE, Item
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.ranks import ALONE, strategies
+from stepscope.studies.rehearsal.ranks import ALONE, Sampled, strategies
 
 PHASES = {"step": 100.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0}
 
@@ -85,20 +81,24 @@ def check_record(
     flags = study.flags(size=("tiny",), context=(32,), check_ranks=(ranks,), bucket_mb=(2.0,))
     _, case = study.cases(flags)
     channel, upkeep = Line(latency_ms, MEGABYTE), Upkeep(issue=0.05, agree=0.5)
-    times = {f"step.{ALONE}": PHASES["step"], "issue": upkeep.issue, "agree": upkeep.agree}
+    times = {
+        Sampled("step", ALONE): PHASES["step"],
+        Sampled("issue"): upkeep.issue,
+        Sampled("agree"): upkeep.agree,
+    }
     held = Recording.of_samples(_phases(), ready_times())
     for strategy, bucket_mb in strategies([2.0]):
         way = name_of(strategy, bucket_mb)
         told = replay(held, strategy, channel, bucket_mb, upkeep).step_ms
-        times[f"step.{way}"] = told * (1 + (errors or {}).get(way, 0.0))
+        times[Sampled("step", way)] = told * (1 + (errors or {}).get(way, 0.0))
     for size in (2**12, 2**20, 2**23):
-        times[f"alone.{size}"] = channel.alone(size)
-        times[f"burst.{size}.8"] = 8 * channel.alone(size)
+        times[Sampled("alone", size=size)] = channel.alone(size)
+        times[Sampled("burst", "8", size)] = 8 * channel.alone(size)
         # Nothing but noise: packing is free here.
-        times[f"pack.{size}"] = 1e-9 * size
+        times[Sampled("pack", size=size)] = 1e-9 * size
     series = tuple(
-        Series(name=name, unit="ms", rank=rank, values=(ms,) * 5)
-        for name, ms in times.items()
+        Series(**what._asdict(), unit="ms", rank=rank, values=(ms,) * 5)
+        for what, ms in times.items()
         for rank in range(ranks)
     )
     return _record(case.key, case.config, (*_phases(), *series), changes)
@@ -123,9 +123,8 @@ def _record(
         **{
             "series": () if failed else series,
             "quantities": (Quantity(name="flops", value=9e12, unit="FLOP"),),
-            "notes": {}
-            if failed
-            else {NOTE: encode_times(ready_times()), "compute": "waits", "backend": "gloo"},
+            "notes": {} if failed else {"compute": "waits", "backend": "gloo"},
+            "attachments": {} if failed else {NOTE: msgspec.to_builtins(ready_times())},
             "ceilings": (*ceilings(), copy),
         }
         | changes,

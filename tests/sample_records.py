@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,25 @@ def samples(
     return tuple((median * noise / np.median(noise)).tolist())
 
 
-def times(name: str, median: float, clock: Clock = "device", **how: Any) -> Series:
-    return Series(name=name, unit="ms", values=samples(median, **how), clock=clock)
+def times(
+    name: str, median: float, clock: Clock = "device", *,
+    variant: str = "", phase: str = "", rank: int = 0, size: int = 0, **how: Any,
+) -> Series:  # fmt: skip
+    return Series(
+        name=name, unit="ms", values=samples(median, **how), clock=clock,
+        variant=variant, phase=phase, rank=rank, size=size,
+    )  # fmt: skip
+
+
+def merged(*groups: Iterable[Quantity]) -> tuple[Quantity, ...]:
+    """Quantities of all groups; one of a later group replaces that of the same name and dimensions
+    in an earlier group."""
+    found = {
+        (one.name, one.variant, one.phase, one.rank, one.size): one
+        for group in groups
+        for one in group
+    }
+    return tuple(found.values())
 
 
 def step_series(step: float = 100.0, issued: float = 0.4, **how: Any) -> tuple[Series, ...]:
@@ -77,12 +95,12 @@ def record(**changes: Any) -> Record:
         "mode": "train-step",
     } | changes.pop("config", {})
     case = "-".join(str(value) for value in config.values())
-    quantities = (
+    defaults = (
         Quantity(name="flops", value=28e12, unit="FLOP"),
         Quantity(name="tokens", value=2048, unit="tokens"),
         Quantity(name="peak_bytes", value=40 << 30, unit="B"),
         Quantity(name="gradients_missing", value=0, unit="parameters"),
-    ) | changes.pop("quantities", {})
+    )
     fields: dict[str, Any] = {
         "run": "run-1",
         "study": "benchmark",
@@ -93,9 +111,9 @@ def record(**changes: Any) -> Record:
         "started": "2026-01-02T03:04:05+00:00",
         "elapsed_s": 12.5,
         "series": step_series(),
-        "quantities": quantities,
         "ceilings": ceilings(),
     } | changes
+    fields["quantities"] = merged(defaults, changes.get("quantities", ()))
     fields.setdefault(
         "id",
         "-".join((fields["run"], fields["study"], fields["case"], str(fields.get("attempt", 1)))),

@@ -17,7 +17,6 @@ from stepscope.analysis.energy_parts import (
     WHOLE,
 )
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import encode
 from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.base import PlannedCase
@@ -41,7 +40,7 @@ def _cases(part: str, **flags: Any) -> tuple[PlannedCase, ...]:
 
 def _made(case: PlannedCase, changes: dict[str, Any], **parts: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
-    made = {"series": (), "notes": {}} if failed else parts
+    made = {"series": ()} if failed else parts
     return record(
         study="step", case=case.key, config=case.config,
         **{"ceilings": CEILINGS} | made | changes,
@@ -76,7 +75,7 @@ def waterfall_record(
     series += [times("replay", replay)] if replay is not None else []
     return _made(
         case, changes, series=tuple(series),
-        notes={"profile": encode(summarize(training_step().read()))},
+        attachments={"profile": msgspec.to_builtins(summarize(training_step().read()))},
     )  # fmt: skip
 
 
@@ -93,28 +92,37 @@ def step_race_record(
     """
     (case,) = _cases("race", race=(name,))
     took = took or {"peer: block default sdpa_flash": 100.0, "ours: model default auto": 80.0}
-    notes = {"out.peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"}
+    best, heats = {}, {}
     for racer, ms in took.items():
         side = racer.partition(":")[0]
-        notes[f"best.{side}"] = racer
-        heat = {"ms": ms, "first_s": 10.0, "peak_bytes": (peaks or {}).get(side, 50.0) * 2**30}
-        notes[f"heat.{racer}"] = msgspec.json.encode(heat).decode()
-    quantities = (Quantity(name="flops", value=28e12, unit="FLOP"),)
+        best[side] = racer
+        peak = (peaks or {}).get(side, 50.0) * 2**30
+        heats[racer] = {"ms": ms, "first_s": 10.0, "peak_bytes": peak}
+    quantities = [Quantity(name="flops", value=28e12, unit="FLOP")]
     for side, (watts, ms, mhz) in (drawn or {}).items():
         taken = Energy(watts * ms * 1e-3, watts, ms, mhz, 25, 0.5)
         held, _ = energy_quantities(taken, None)
-        quantities |= {f"{side}.{name}": value for name, value in held.items()}
+        quantities += [msgspec.structs.replace(one, variant=side) for one in held]
     blocks = tuple(
         Series(
-            name=f"{notes[f'best.{side}']}.consecutive",
+            name="consecutive",
+            variant=best[side],
             unit="ms",
             clock="device",
             values=tuple(steps),
         )
         for side, steps in (consecutive or {}).items()
     )
-    samples = tuple(times(racer, ms) for racer, ms in took.items())
-    return _made(case, changes, series=(*samples, *blocks), notes=notes, quantities=quantities)
+    samples = tuple(times("step", ms, variant=racer) for racer, ms in took.items())
+    attachments = {
+        "best": best,
+        "heats": heats,
+        "excluded": {"peer: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
+    }
+    return _made(
+        case, changes, series=(*samples, *blocks), attachments=attachments,
+        quantities=tuple(quantities),
+    )  # fmt: skip
 
 
 def tiny_race_config(**changes: Any) -> dict[str, Any]:
@@ -130,16 +138,26 @@ def tiny_race_config(**changes: Any) -> dict[str, Any]:
 
 def compile_record(
     kind: str = "model", *, eager: float = 30.0, compiled: float = 20.0, cold_s: float = 10.0,
-    warm_s: float | None = None, notes: Mapping[str, str] | None = None,
-    quantities: Mapping[str, float] | None = None, **changes: Any,
+    warm_s: float | None = None, found: Mapping[str, float] | None = None, **changes: Any,
 ) -> Record:  # fmt: skip
-    """A case of the compile study whose steps took so many ms, a third of it forward."""
+    """A case of the compile study whose steps took so many ms, a third of it forward.
+
+    `found` has values of quantities by name.
+    """
     flags = CompileFlags(part=(kind,), compile=("block",), seq=(1024,), head=(64,))  # type: ignore[arg-type]
     (case,) = find_study("compile").cases(flags)
     values = {"cold_s": cold_s, "graphs": 2, "operators": 100, "breaks": 0, "recompilations": 0}
-    values |= {"recompiled_while_timed": 0, "eager.before_backward": 4e9}
-    values |= {"compiled.before_backward": 3e9, "eager.peak_bytes": 8e9, "compiled.peak_bytes": 6e9}
-    values |= dict(quantities or {}) | ({} if warm_s is None else {"warm_s": warm_s})
+    values |= {"recompiled_while_timed": 0} | dict(found or {})
+    values |= {} if warm_s is None else {"warm_s": warm_s}
+    sizes = {
+        "eager": {"before_backward": 4e9, "peak_bytes": 8e9},
+        "compiled": {"before_backward": 3e9, "peak_bytes": 6e9},
+    }
+    memory = (
+        Quantity(name=name, variant=form, value=size, unit="B")
+        for form, held in sizes.items()
+        for name, size in held.items()
+    )
     shares = {"step": 1.0, "forward": 0.3, "backward": 0.6}
     failed = changes.get("status", "ok") != "ok"
     return record(
@@ -148,14 +166,13 @@ def compile_record(
             "series": ()
             if failed
             else tuple(
-                times(f"{form}.{phase}", ms * share)
+                times(phase, ms * share, variant=form)
                 for form, ms in {"eager": eager, "compiled": compiled}.items()
                 for phase, share in shares.items()
             ),
-            "quantities": {}
+            "quantities": ()
             if failed
-            else tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items()),
-            "notes": dict(notes or {}),
+            else (*(Quantity(name=name, value=v, unit="1") for name, v in values.items()), *memory),
             "case": case.key,
         }
         | changes,

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from sample_records import environment, record, times
+from sample_records import environment, merged, record, times
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import encode
 from stepscope.model.config import precision
 from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, Point, SavedTensor
 from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
@@ -112,7 +111,9 @@ def profile_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "notes": {} if failed else {"profile": encode(summarize(trace.read()))},
+            "attachments": {}
+            if failed
+            else {"profile": msgspec.to_builtins(summarize(trace.read()))},
             "ceilings": (
                 matrix_ceiling("float32", 50e12),
                 Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured"),
@@ -132,7 +133,7 @@ def memory_record(
     peak: int = 1000 << 20,
     lines: Mapping[str, int] | None = None,
     saved: Sequence[SavedTensor] = (),
-    found: Mapping[str, float] | None = None,
+    found: Sequence[Quantity] = (),
     **changes: Any,
 ) -> Record:
     """One step whose phases all peak at `peak` bytes, on these lines."""
@@ -148,7 +149,6 @@ def memory_record(
         for name in names
     ]
     values = {"peak_bytes": peak, "predicted_bytes": 1.01 * peak, "largest_bytes": peak / 4}
-    values |= {f"peak.{name}": peak for name in names} | dict(found or {})
     if changes.get("environment", environment()).device_kind == "cuda":
         on_device = {"context_bytes": 1 << 29, "reserved_bytes": peak + (1 << 28)}
         values = on_device | {"driver_bytes": peak + (1 << 28) + (1 << 29)} | values
@@ -159,22 +159,24 @@ def memory_record(
         config=case.config,
         **{
             "series": () if failed else (times("step", 10.0, "host"), times("recorded", 20.0)),
-            "quantities": tuple(
-                Quantity(name=name, value=value, unit="B") for name, value in values.items()
+            "quantities": merged(
+                (Quantity(name=name, value=value, unit="B") for name, value in values.items()),
+                (Quantity(name="peak_bytes", phase=name, value=peak, unit="B") for name in names),
+                found,
             ),
-            "notes": {}
+            "notes": {} if failed else {"largest": "aten.bmm.default at reference.py:31"},
+            "attachments": {}
             if failed
-            else {
-                "ledger": msgspec.json.encode(phases).decode(),
-                "saved": msgspec.json.encode(saved).decode(),
-                "largest": "aten.bmm.default at reference.py:31",
-                "course": msgspec.json.encode(
-                    [
+            else msgspec.to_builtins(
+                {
+                    "ledger": phases,
+                    "saved": saved,
+                    "course": [
                         Point(phase=name, operator=10 * place, kinds={PARAMETERS: peak // place})
                         for place, name in enumerate(names, start=1)
-                    ]
-                ).decode(),
-            },
+                    ],
+                }
+            ),
         }
         | changes,
     )
@@ -187,7 +189,7 @@ def checkpointing_record(
     step: float = 10.0,
     budget_gib: float | None = None,
     layers: int = 8,
-    found: Mapping[str, float] | None = None,
+    found: Sequence[Quantity] = (),
     **changes: Any,
 ) -> Record:
     """One strategy of a step of so many blocks, highest in the backward."""
@@ -196,8 +198,7 @@ def checkpointing_record(
         size=("tiny",), context=(128,), layers=layers, checkpoint=(strategy,), budget_gib=budget_gib
     )
     case = study.cases(flags)[-1]
-    values = {"peak_bytes": peak, "predicted_bytes": 1.01 * peak, "peak.forward": 0.5 * peak}
-    values |= {"peak.loss": 0.6 * peak, "peak.backward": peak} | dict(found or {})
+    peaks = {"": peak, "forward": 0.5 * peak, "loss": 0.6 * peak, "backward": peak}
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="checkpointing",
@@ -205,10 +206,15 @@ def checkpointing_record(
         config=case.config,
         **{
             "series": () if failed else (times("step", step),),
-            "quantities": {}
+            "quantities": ()
             if failed
-            else tuple(
-                Quantity(name=name, value=value, unit="B") for name, value in values.items()
+            else merged(
+                (
+                    Quantity(name="peak_bytes", phase=phase, value=at, unit="B")
+                    for phase, at in peaks.items()
+                ),
+                (Quantity(name="predicted_bytes", value=1.01 * peak, unit="B"),),
+                found,
             ),
             "notes": {} if failed else {"strategy": strategy},
         }
@@ -232,11 +238,11 @@ def attention_record(
     flags = study.flags(seq=(seq,), head=(head,), attention=(attention,))
     (case,) = (c for c in study.cases(flags) if c.config["mode"] == mode)
     workload = msgspec.convert(case.config, AttentionWorkload)
-    quantities = workload.quantities()
+    quantities = list(workload.quantities())
     if saved is not None:
-        quantities["saved_bytes"] = Quantity(value=saved, unit="B")
+        quantities.append(Quantity(name="saved_bytes", value=saved, unit="B"))
     if peak is not None:
-        quantities["peak_bytes"] = Quantity(value=peak, unit="B")
+        quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
     failed = changes.get("status", "ok") != "ok"
     series = (times("step", step), times("step", step, "host"), times("issue", step / 4, "host"))
     return record(
@@ -245,7 +251,7 @@ def attention_record(
         config=case.config,
         **{
             "series": () if failed else series,
-            "quantities": {} if failed else quantities,
+            "quantities": () if failed else tuple(quantities),
             "ceilings": (matrix_ceiling("float32", 50e12),),
         }
         | changes,
@@ -277,29 +283,36 @@ def flash_record(
     )  # fmt: skip
     (case,) = study.cases(flags)
     workload = msgspec.convert(case.config, AttentionWorkload)
-    quantities = workload.quantities() | tuple(
-        Quantity(
-            name=f"flops.{mode}",
-            value=msgspec.structs.replace(workload, mode=mode).flops(),
-            unit="FLOP",
-        )
-        for mode in ("forward", "backward")
-    )
+    quantities = [
+        *workload.quantities(),
+        *(
+            Quantity(
+                name="flops",
+                phase=mode,
+                value=msgspec.structs.replace(workload, mode=mode).flops(),
+                unit="FLOP",
+            )
+            for mode in ("forward", "backward")
+        ),
+    ]
     if peak is not None:
-        quantities["peak_bytes"] = Quantity(value=peak, unit="B")
-    for name in RESULTS if error is not None else ():
-        quantities[f"error.{name}"] = Quantity(value=1e-3 * (error or 0.0), unit="1")
-        quantities[f"reference_error.{name}"] = Quantity(value=1e-3, unit="1")
-        quantities[f"last_place.{name}"] = Quantity(value=1e-5, unit="1")
+        quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
+    if error is not None:
+        errors = {"error": 1e-3 * error, "reference_error": 1e-3, "last_place": 1e-5}
+        quantities += [
+            Quantity(name=name, variant=result, value=value, unit="1")
+            for result in RESULTS
+            for name, value in errors.items()
+        ]
     for kernel in ("forward", "key_value", "query") if registers is not None else ():
         facts = {
             "tile_m": 64, "tile_n": 128, "warps": 4, "stages": 3, "registers": registers,
             "spills": 0, "shared_bytes": 98304,
         }  # fmt: skip
-        quantities |= tuple(
-            Quantity(name=f"{kernel}.{name}", value=value or 0, unit="1")
+        quantities += [
+            Quantity(name=name, variant=kernel, value=value or 0, unit="1")
             for name, value in facts.items()
-        )
+        ]
     took = {"both": both, "forward": both / 3, "backward": both * 2 / 3}
     series = [times(name, ms) for name, ms in took.items()]
     early = 0.2 if issued is None else issued / both
@@ -313,7 +326,7 @@ def flash_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "quantities": {} if failed else quantities,
+            "quantities": () if failed else tuple(quantities),
             "ceilings": (matrix_ceiling(dtype, 700e12 if dtype == "bfloat16" else 50e12),),
         }
         | changes,
@@ -333,8 +346,11 @@ def race_record(
     racers = (*took, *(out or {}))
     (case,) = study.cases(study.flags(part=("race",), race=(shape,), racers=racers))
     series = [
-        *(times(name, ms, seed=place) for place, (name, ms) in enumerate(took.items())),
-        *(times(f"{name}.wall", ms, "host") for name, ms in (in_a_row or {}).items()),
+        *(
+            times("step", ms, variant=name, seed=place)
+            for place, (name, ms) in enumerate(took.items())
+        ),
+        *(times("wall", ms, "host", variant=name) for name, ms in (in_a_row or {}).items()),
     ]
     failed = changes.get("status", "ok") != "ok"
     return record(
@@ -343,7 +359,7 @@ def race_record(
         config=case.config,
         **{
             "series": () if failed else tuple(series),
-            "notes": {f"out.{name}": reason for name, reason in (out or {}).items()},
+            "attachments": {"excluded": dict(out or {})},
         }
         | changes,
     )
@@ -363,16 +379,15 @@ def tiles_record(
     flags = study.flags(part=("tiles",), tile_head=(head,))
     (case,) = (c for c in study.cases(flags) if c.config["pass"] == kernel)
     took = {"chosen": 0.3, "64x128": 0.3, "16x16": 0.9} if took is None else took
-    values: dict[str, float] = {
-        "sm.registers": 65536, "sm.shared_bytes": 233472, "sm.threads": 2048, "sm.count": 132,
-    }  # fmt: skip
+    facts: dict[str, dict[str, float]] = {
+        "sm": {"registers": 65536, "shared_bytes": 233472, "threads": 2048, "count": 132}
+    }
     for name in took:
         m, _, n = ("64x128" if name == "chosen" else name).partition("x")
-        held = {
+        facts[name] = {
             "tile_m": int(m), "tile_n": int(n), "warps": 4, "stages": 3, "registers": 168,
             "spills": (spills or {}).get(name, 0), "shared_bytes": 98304,
         }  # fmt: skip
-        values |= {f"{name}.{fact}": value for fact, value in held.items()}
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="flash",
@@ -381,11 +396,13 @@ def tiles_record(
         **{
             "series": ()
             if failed
-            else tuple(times(name, ms, count=7) for name, ms in took.items()),
+            else tuple(times("step", ms, variant=name, count=7) for name, ms in took.items()),
             "quantities": tuple(
-                Quantity(name=k, value=value, unit="1") for k, value in values.items()
+                Quantity(name=fact, variant=name, value=value, unit="1")
+                for name, held in facts.items()
+                for fact, value in held.items()
             ),
-            "notes": dict(out or {}),
+            "attachments": {"refused": dict(out or {})},
         }
         | changes,
     )

@@ -170,7 +170,8 @@ def measured() -> Record:
     found = OWN.measure(case.config, QuietBench())
     made = record(
         study="own", case=case.key, config={}, series=found.series, quantities=found.quantities,
-        notes=found.notes, environment=environment(device_kind="cpu", device_name="a CPU"),
+        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+        environment=environment(device_kind="cpu", device_name="a CPU"),
     )  # fmt: skip
     return msgspec.structs.replace(made, config=case.config)
 
@@ -198,7 +199,7 @@ def test_the_lines_name_the_optimizer_that_there_is() -> None:
 def test_records_without_a_trace_give_no_advice(measured: Record) -> None:
     notes = {"trace_missing": "the program runs a profiler of its own"}
     with pytest.raises(StepscopeError, match="a profiler of its own"):
-        facts_of(msgspec.structs.replace(measured, notes=notes))
+        facts_of(msgspec.structs.replace(measured, notes=notes, attachments={}))
 
 
 def test_the_command_lists_advice_from_records(
@@ -313,7 +314,8 @@ def test_a_trial_runs_both_steps_on_the_same_data() -> None:
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
     found = measure_trial(trial, QuietBench())
-    losses = {s.name: s.values for s in found.series if s.name.startswith("loss.")}
-    assert losses["loss.base"] == pytest.approx(losses["loss.changed"], rel=1e-4)
-    assert len(losses["loss.base"]) == 4
-    assert [len(s.values) for s in found.series if s.name == "changed"] == [5]
+    losses = {s.variant: s.values for s in found.series if s.name == "loss"}
+    assert losses["base"] == pytest.approx(losses["changed"], rel=1e-4)
+    assert len(losses["base"]) == 4
+    steps = [len(s.values) for s in found.series if (s.name, s.variant) == ("step", "changed")]
+    assert steps == [5]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from test_advice_rules import facts
 
-from own_records import inspected_record
+from own_records import attached, inspected_record
 from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, Work
-from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
 from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice.attention_facts import is_called, score_bytes
@@ -40,15 +40,11 @@ def account(tensors: Sequence[SavedTensor], micro_batches: int = 1) -> Account:
         line = f"{SAVED}attend, {one.operator}"
         lines[line] = lines.get(line, 0) + one.bytes * one.times // micro_batches
     peak = PhasePeak(phase="forward", allocated=sum(lines.values()), lines=lines, operator="mm")
-    notes = {
-        "ledger": msgspec.json.encode([peak]).decode(),
-        "saved": msgspec.json.encode(list(tensors)).decode(),
-    }
-    return Account(inspected_record(notes=notes))
+    return Account(attached(inspected_record(), ledger=[peak], saved=list(tensors)))
 
 
 def summary() -> Summary:
-    return decode(inspected_record().notes["profile"])
+    return inspected_record().required("profile", Summary)
 
 
 def test_only_what_a_softmax_has_beside_it_is_scores() -> None:
@@ -135,7 +131,8 @@ def measured_step(module: str, build: str) -> Facts:
     found = OWN.measure(case.config, QuietBench())
     made = record(
         study="own", case=case.key, series=found.series, quantities=found.quantities,
-        notes=found.notes, environment=environment(device_kind="cpu", device_name="a CPU"),
+        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+        environment=environment(device_kind="cpu", device_name="a CPU"),
     )  # fmt: skip
     return facts_of(msgspec.structs.replace(made, config=case.config))
 

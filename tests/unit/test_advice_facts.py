@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from own_records import inspected_record
+from own_records import attached, inspected_record
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernel_names import describe
-from stepscope.analysis.trace.summary import decode, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
@@ -38,11 +38,10 @@ def test_the_format_of_products_is_that_of_their_kernels(
         matmul_precision=precision, distributed=False,
     )  # fmt: skip
     watched = inspected_record()
-    summary = decode(watched.notes["profile"])
+    summary = watched.required("profile", Summary)
     row = msgspec.structs.replace(summary.kernels[0], kind="matmul", unit=kernel, ms=1.0)
     summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,))
-    notes = {"profile": encode(summary), "setting": msgspec.json.encode(setting).decode()}
-    found = facts_of(msgspec.structs.replace(watched, notes=notes))
+    found = facts_of(attached(watched, profile=summary, setting=setting))
     assert (found.dtype, found.autocast) == (expected, expected == "bfloat16")
 
 
@@ -58,7 +57,7 @@ def test_where_a_program_waits_shows_in_its_copies(
     copies: tuple[str, ...], waits: str, reads_back: bool, pageable_ms: float
 ) -> None:
     watched = inspected_record()
-    summary = decode(watched.notes["profile"])
+    summary = watched.required("profile", Summary)
     rows = tuple(
         msgspec.structs.replace(
             summary.kernels[0], kernel=describe(name).short, kind="copy/cast", ms=1.0, count=1.0,
@@ -67,7 +66,7 @@ def test_where_a_program_waits_shows_in_its_copies(
         for name in copies
     )  # fmt: skip
     summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
-    found = facts_of(msgspec.structs.replace(watched, notes={"profile": encode(summary)}))
+    found = facts_of(attached(watched, profile=summary))
     assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
 
 
@@ -95,10 +94,9 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     kernels = tuple(row for row in watched.summary.kernels if row.phase != "outside")
     lines = tuple(line for line in watched.summary.lines if line.phase != "outside")
     without = msgspec.structs.replace(watched.summary, kernels=kernels, lines=lines)
-    notes = record.notes | {"profile": encode(without)}
-    bare = facts_of(msgspec.structs.replace(record, notes=notes))
+    bare = facts_of(attached(record, profile=without))
     assert bare.host_ms == pytest.approx(sum(took.values())), "no kernel outside, but time"
-    loading = Series(name="issue.data", unit="ms", values=(4.0, 6.0, 5.0))
+    loading = Series(name="issue", phase="data", unit="ms", values=(4.0, 6.0, 5.0))
     loads = facts_of(msgspec.structs.replace(record, series=(*record.series, loading)))
     assert loads.data_ms == 5.0
     assert loads.phases[0].host_ms == took["outside"] + 5.0
@@ -120,8 +118,7 @@ def test_only_what_has_a_fused_form_is_told_to_take_it(
     (one,) = setting.optimizers
     other = msgspec.structs.replace(one, name=name, of_torch=of_torch)
     changed = msgspec.structs.replace(setting, optimizers=(other,))
-    notes = watched.notes | {"setting": msgspec.json.encode(changed).decode()}
-    found = facts_of(msgspec.structs.replace(watched, notes=notes))
+    found = facts_of(attached(watched, setting=changed))
     assert found.optimizer == family
     assert found.optimizer_name == (name if of_torch else "")
 
@@ -149,8 +146,5 @@ def test_what_runs_again_counts_for_every_stretch_that_keeps_its_input() -> None
             ("backward", {f"{SAVED}{KEPT_INPUT}": 3 * mib, RECOMPUTED: 5 * mib}),
         )
     )
-    notes = inspected_record().notes | {
-        "ledger": msgspec.json.encode([forward, backward]).decode(),
-        "saved": msgspec.json.encode([kept]).decode(),
-    }
-    assert facts_of(inspected_record(notes=notes)).recomputed_bytes == 20 * mib
+    made = attached(inspected_record(), ledger=[forward, backward], saved=[kept])
+    assert facts_of(made).recomputed_bytes == 20 * mib

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_advice_rules import facts
 
-from own_records import advice, tried
+from own_records import advice, attached, tried
 from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged
 from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.advice.ranges import gain_range, observed, ratio_range
 from stepscope.analysis.advice.rule import Advice
 from stepscope.analysis.advice.timeline import wall_ms
-from stepscope.analysis.trace.summary import Summary, decode, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Interval, Table
@@ -52,8 +52,7 @@ def slower(summary: Summary, times: float) -> Summary:
 
 
 def with_trace(record: Record, times: float) -> Record:
-    profile = encode(slower(decode(record.notes["profile"]), times))
-    return msgspec.structs.replace(record, notes=record.notes | {"profile": profile})
+    return attached(record, profile=slower(record.required("profile", Summary), times))
 
 
 def predictions(record: Record) -> dict[str, float]:
@@ -210,7 +209,7 @@ def test_convolutions_of_an_emulated_dtype_call_for_float32() -> None:
 def test_the_lines_name_the_modules_of_the_program() -> None:
     (record, *_) = read_records(ON_CPU)
     assert facts_of(record).block_list == "blocks"
-    summary = decode(record.notes["profile"])
+    summary = record.required("profile", Summary)
     (first, *_) = summary.uses
     uses = tuple(
         msgspec.structs.replace(first, module=module, ms=ms)

@@ -67,8 +67,8 @@ class Here:
 
 def without_ceilings() -> Record:
     (record, *_) = read_records(RESULTS / "advise-slow_cpu.jsonl")
-    notes = {name: text for name, text in record.notes.items() if name != "advice"}
-    return msgspec.structs.replace(record, ceilings=(), notes=notes)
+    attachments = {name: one for name, one in record.attachments.items() if name != "advice"}
+    return msgspec.structs.replace(record, ceilings=(), attachments=attachments)
 
 
 @pytest.fixture

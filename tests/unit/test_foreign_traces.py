@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.analysis.kernel_names import CLASSES, Description, describe
@@ -16,7 +17,7 @@ from stepscope.analysis.trace.chrome import read_chrome
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Summary, decode, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.report.blocks import Finding
 from stepscope.studies.trace_findings import trace_findings
 from stepscope.studies.trace_view import gap_table, trace_blocks
@@ -115,7 +116,7 @@ def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
         ("ProfilerStep#3", "", False),
     ]
     assert gap_table(summary, "trace").rows[0][3] == "load"
-    assert decode(encode(summary)) == summary
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
     assert any(
         block.name == "trace-gaps" for block in trace_blocks(summary) if hasattr(block, "name")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import inspected_record
+from own_records import attached, inspected_record
 from sample_records import environment, times
-from stepscope.analysis.trace.summary import Line, decode, encode
+from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.memory import PARAMETERS, SAVED
-from stepscope.records.schema import Ceiling, Quantity
+from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.gather import with_profile
 from stepscope.studies.inspected.rows import Watched, programs
@@ -23,12 +22,16 @@ from stepscope.studies.inspected.view import headline_table
 from study_records import memory_record
 
 
+def with_summary(made: Record, **changes: object) -> Record:
+    summary = msgspec.structs.replace(made.required("profile", Summary), **changes)
+    return attached(made, profile=summary)
+
+
 def test_ranks_that_take_turns_are_not_blamed() -> None:
     def told(*starts: list[list[int]]) -> str:
         records = [
-            msgspec.structs.replace(one, notes=one.notes | {"collectives": json.dumps(times)})
+            attached(inspected_record(rank, len(starts)), collectives=times)
             for rank, times in enumerate(starts)
-            for one in [inspected_record(rank, len(starts))]
         ]
         (ranks,) = programs(records)
         texts = [one.text for one in inspected_findings(ranks)]
@@ -75,9 +78,8 @@ def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[st
 def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
     device: str, things: str
 ) -> None:
-    made = inspected_record(environment=environment(device_kind=device))
-    summary = msgspec.structs.replace(decode(made.notes["profile"]), launches=367.7)
-    made = msgspec.structs.replace(made, notes=made.notes | {"profile": encode(summary)})
+    where = environment(device_kind=device)
+    made = with_summary(inspected_record(environment=where), launches=367.7)
     (ranks,) = programs([made])
     texts = [one.text for one in inspected_findings(ranks)]
     assert any(f"in 368 {things}" in text for text in texts), texts
@@ -88,17 +90,14 @@ def test_what_runs_is_called_what_it_is_and_counted_in_whole_numbers(
 
 def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     lines = {PARAMETERS: 1 << 20, f"{SAVED}1 BatchNorm2d, batch_norm": 1 << 30}
-    made = inspected_record()
-    notes = made.notes | {"ledger": memory_record(lines=lines).notes["ledger"]}
-    (ranks,) = programs([msgspec.structs.replace(made, notes=notes)])
+    ledger = memory_record(lines=lines).attachments["ledger"]
+    (ranks,) = programs([attached(inspected_record(), ledger=ledger)])
     (text,) = [one.text for one in inspected_findings(ranks) if "kept for backward" in one.text]
     assert "the line “1 BatchNorm2d, batch_norm” has the most" in text
 
 
 def watched_with(**changes: object) -> Watched:
-    made = inspected_record()
-    summary = msgspec.structs.replace(decode(made.notes["profile"]), **changes)
-    return Watched(msgspec.structs.replace(made, notes=made.notes | {"profile": encode(summary)}))
+    return Watched(with_summary(inspected_record(), **changes))
 
 
 @given(
@@ -129,7 +128,7 @@ def test_shares_of_what_runs_are_shares_of_one_total(
     [(17 / 3, " in 5.7 calls on average, "), (6.0, " in 6 calls, "), (1.0, " in 1 call, ")],
 )
 def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
-    summary = decode(inspected_record().notes["profile"])
+    summary = inspected_record().required("profile", Summary)
     (first, *_) = summary.kernels
     row = msgspec.structs.replace(first, ms=100.0, count=counted)
     lead = watched_with(kernels=(row,), steps=(1.0, 1.0, 1.0))
@@ -140,7 +139,8 @@ def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
 def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
     made = inspected_record(step=1.0)
     for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
-        series = (*made.series, times("issue.forward", issue, "host"))
+        issued = msgspec.structs.replace(times("issue", issue, "host"), phase="forward")
+        series = (*made.series, issued)
         lead = Watched(msgspec.structs.replace(made, series=series))
         (text,) = [one.text for one in inspected_findings([lead]) if "to issue a step" in one.text]
         assert said in text

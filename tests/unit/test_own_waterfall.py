@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import inspected_record
+from own_records import attached, inspected_record
 from sample_records import environment
-from stepscope.analysis.trace.summary import Line, Summary, decode, encode
+from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Timeline
 from stepscope.studies.inspected.rows import Watched
@@ -120,8 +120,8 @@ def test_a_least_time_above_the_measured_one_has_its_reason(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
     made = watched(flops)
-    profile = encode(with_lines(decode(made.notes["profile"]), *lines))
-    lead = Watched(msgspec.structs.replace(made, notes=made.notes | {"profile": profile}))
+    profile = with_lines(made.required("profile", Summary), *lines)
+    lead = Watched(attached(made, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
     texts = [block.text for block in blocks if isinstance(block, Finding)]
     (said,) = (text for text in texts if text.startswith("The least"))

@@ -132,15 +132,15 @@ def races() -> list[tuple[str, Workload, float]]:
     found = []
     for record in read_records(RACES):
         race = record.config.get("race")
+        heats = record.attachment("heats", dict[str, Heat]) or {}
         for racer in msgspec.convert(record.config.get("racers", []), list[Racer]):
-            note = record.notes.get(f"heat.{racer.name}")
             work = racer.workload
             if (
-                note is not None
+                racer.name in heats
                 and work.compile == "no"
                 and not (work.searched and race == "xl-2048")
             ):
-                peak = msgspec.json.decode(note, type=Heat).peak_bytes
+                peak = heats[racer.name].peak_bytes
                 assert peak is not None
                 found.append((f"{race} {racer.name}", work, peak))
     return found

@@ -139,7 +139,7 @@ def test_a_profiler_of_the_loops_own_has_precedence() -> None:
     assert any(event.name == "aten::addmm" for event in own.events())
     record = scope.record()
     assert "a profiler of its own" in record.notes["trace_missing"]
-    assert "profile" not in record.notes
+    assert "profile" not in record.attachments
 
 
 def test_a_profiler_that_ran_before_is_waited_for() -> None:
@@ -169,9 +169,9 @@ def test_a_compiled_model_is_left_as_it_is() -> None:
         with scope.step():
             train(compiled, optimizer)
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
-    notes = scope.record().notes
-    assert "compiled" in notes["memory_missing"]
-    assert "profile" in notes
+    record = scope.record()
+    assert "compiled" in record.notes["memory_missing"]
+    assert "profile" in record.attachments
 
 
 @pytest.mark.parametrize("wrong", [("no model", None), (None, "no optimizer")])

@@ -58,12 +58,12 @@ def test_a_script_takes_turns_with_itself(script: Path) -> None:
     assert made.program is not None
     before = script.read_bytes()
     found = measure_script_trial(made, made.program, QuietBench())
-    series = {one.name: one.values for one in found.series}
-    assert len(series["base"]) == len(series["changed"]) == 5
+    series = {(one.name, one.variant): one.values for one in found.series}
+    assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
     # Neither the script nor its data is seeded: both runs see the same all the same.
-    assert series["loss.base"] == pytest.approx(series["loss.changed"], rel=1e-4)
-    assert len(series["loss.base"]) >= 8
-    assert series["loss.base"][-1] < series["loss.base"][0]
+    assert series["loss", "base"] == pytest.approx(series["loss", "changed"], rel=1e-4)
+    assert len(series["loss", "base"]) >= 8
+    assert series["loss", "base"][-1] < series["loss", "base"][0]
     assert found.notes == {}
     assert script.read_bytes() == before
     assert made.key == "train.py_a-change"
@@ -98,13 +98,13 @@ def test_a_change_that_changes_the_outcome_is_dropped(tmp_path: Path) -> None:
     made = trial(path, 0, optimizer="adamw-fused")
     assert made.program is not None
     found = measure_script_trial(made, made.program, QuietBench())
-    series = {one.name: one.values for one in found.series}
-    assert len(series["loss.base"]) == len(series["loss.changed"]) > 10
+    series = {(one.name, one.variant): one.values for one in found.series}
+    assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     # Both see the same data up to their first update.
-    assert series["loss.base"][0] == series["loss.changed"][0]
+    assert series["loss", "base"][0] == series["loss", "changed"][0]
     record = tried(30.0)
     losses = tuple(one for one in found.series if one.name.startswith("loss."))
-    times = tuple(one for one in record.series if not one.name.startswith("loss."))
+    times = tuple(one for one in record.series if one.name != "loss")
     judged = Tried(msgspec.structs.replace(record, series=(*times, *losses)))
     assert judged.verdict == "dropped: the loss differs"
 
@@ -144,10 +144,10 @@ def test_scripts_that_update_without_an_optimizers_step_of_their_loop_are_tried(
     made = trial(path, 0, dtype="bfloat16")
     assert made.program is not None
     found = measure_script_trial(made, made.program, QuietBench())
-    series = {one.name: one.values for one in found.series}
-    assert len(series["base"]) == len(series["changed"]) == 5
-    assert len(series["loss.base"]) == len(series["loss.changed"]) > 10
-    assert series["loss.base"][0] == pytest.approx(series["loss.changed"][0], rel=0.1)
+    series = {(one.name, one.variant): one.values for one in found.series}
+    assert len(series["step", "base"]) == len(series["step", "changed"]) == 5
+    assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
+    assert series["loss", "base"][0] == pytest.approx(series["loss", "changed"][0], rel=0.1)
     assert found.notes == {}
 
 
@@ -173,10 +173,11 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
 def test_verdicts_of_what_changed_nothing_or_broke_the_loss() -> None:
     idle = tried(30.0, notes={"without_effect": "nothing of the script was changed by it (data)"})
     assert Tried(idle).verdict == "dropped: nothing of the script was changed by it (data)"
-    lost = tried(30.0, quantities=(Quantity(name="loss_lost.changed", value=3, unit="steps"),))
+    step = Quantity(name="loss_lost", variant="changed", value=3, unit="steps")
+    lost = tried(30.0, quantities=(step,))
     assert Tried(lost).verdict == "dropped: the loss is no number from step 3 on"
     bare = tried(30.0)
-    series = tuple(one for one in bare.series if not one.name.startswith("loss."))
+    series = tuple(one for one in bare.series if one.name != "loss")
     unseen = Tried(msgspec.structs.replace(bare, series=series))
     assert unseen.verdict == "kept, without a loss to compare"
     assert unseen.kept

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.analysis.trace.chrome import read_chrome
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import decode, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
 from stepscope.report.blocks import Page, Section
 from stepscope.report.html import html_page
@@ -58,7 +59,7 @@ def told(data: bytes) -> None:
         said = str(error)
         assert len(said.splitlines()) == 1
         return
-    assert decode(encode(summary)) == summary
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
     whole = sum(line.ms for line in summary.lines)
     assert abs(whole - summary.wall_ms) <= 1e-6 * summary.wall_ms
     page = Page(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from sample_records import record
 from stepscope.analysis.trace.summarize import summarize, summarize_file
-from stepscope.analysis.trace.summary import Summary, decode, encode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
+from stepscope.records.schema import decode, encode
 from trace_files import ADD, SGEMM, ChromeTrace, nsight_file, training_step
 
 FILL = "Memset (Device)"
@@ -196,9 +199,13 @@ def test_a_gap_that_can_be_seen_stands_between_kernels_that_cannot() -> None:
 
 def test_a_summary_survives_being_kept() -> None:
     summary = of(training_step(blocks=2, steps=2))
-    assert decode(encode(summary)) == summary
-    with pytest.raises(StepscopeError, match="not of this form"):
-        decode('{"source": 1}')
+    kept = decode(encode(record(attachments={"profile": msgspec.to_builtins(summary)})))
+    assert kept.required("profile", Summary) == summary
+    assert kept.attachment("profile", Summary) == summary
+    assert kept.attachment("another", Summary) is None
+    other = decode(encode(record(attachments={"profile": {"source": 1}})))
+    with pytest.raises(StepscopeError, match=r"attachment 'profile' of record .* is invalid"):
+        other.required("profile", Summary)
 
 
 def test_a_file_of_nsight_has_a_summary_too(tmp_path: Path) -> None:

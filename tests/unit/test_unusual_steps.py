@@ -34,7 +34,7 @@ def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> No
     assert len(series.values) == 4
     assert max(series.values) < 200
     assert found.record.notes["left_out"] == "1"
-    assert found.record.notes["traced_validations"] == "[0]"
+    assert found.record.attachments["traced_validations"] == [0]
     assert found.summary is not None
     assert len(found.summary.steps) == 1
     assert found.summary.wall_ms < 200

@@ -223,7 +223,7 @@ def planted(rank: int, late_ns: int, record: Record) -> Record:
     return msgspec.structs.replace(
         record,
         config=record.config | {"rank": rank, "ranks": 2},
-        notes=record.notes | {"collectives": msgspec.json.encode(starts).decode()},
+        attachments=record.attachments | {"collectives": starts},
     )
 
 
