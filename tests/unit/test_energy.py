@@ -172,7 +172,7 @@ def test_a_counter_that_stops_gives_a_reason(
 
 def test_a_counter_that_is_not_there_gives_a_reason() -> None:
     quantities, notes = energy_quantities(measure_energy(lambda: None, CpuDevice()), 100)
-    assert quantities == {}
+    assert quantities == ()
     assert "a CPU's counter" in notes["no_energy"]
 
 
@@ -180,13 +180,16 @@ def test_energy_is_told_with_its_resolution() -> None:
     found = Energy(10.0, 400.0, 25.0, 1600.0, 100, 0.5)
     quantities, notes = energy_quantities(found, 2000, 8)
     assert notes == {}
-    assert quantities["power_w"] == Quantity(value=400.0, unit="W")
-    assert quantities["unbroken_step_ms"] == Quantity(value=25.0, unit="ms")
-    assert quantities["sm_clock_mhz"] == Quantity(value=1600.0, unit="MHz")
-    assert "sm_clock_mhz" not in energy_quantities(found._replace(sm_clock_mhz=None), None)[0]
-    assert quantities["joules_per_token"] == Quantity(value=0.005, unit="J")
-    assert quantities["joules_per_sample"] == Quantity(value=1.25, unit="J")
-    (told,) = energy_finding(own_record(quantities=dict(quantities)), "lab:build")
+    assert {
+        Quantity(name="power_w", value=400.0, unit="W"),
+        Quantity(name="unbroken_step_ms", value=25.0, unit="ms"),
+        Quantity(name="sm_clock_mhz", value=1600.0, unit="MHz"),
+        Quantity(name="joules_per_token", value=0.005, unit="J"),
+        Quantity(name="joules_per_sample", value=1.25, unit="J"),
+    } <= set(quantities)
+    without, _ = energy_quantities(found._replace(sm_clock_mhz=None), None)
+    assert "sm_clock_mhz" not in {one.name for one in without}
+    (told,) = energy_finding(own_record(quantities=quantities), "lab:build")
     assert "takes 10.0 J by the device's own counter, 5.00 mJ for each token" in told.text
     assert "One move of that counter is 0.50 J for each step, 5.0 % of it." in told.text
     (why,) = energy_finding(own_record(notes={"no_energy": "there is no counter"}), "")
@@ -197,5 +200,5 @@ def test_a_study_on_a_cpu_says_why_there_is_none() -> None:
     flags = OwnFlags(model="own_models:causal_lm", batch=(2,), warmup=0, steps=1, traced=1)
     (case,) = OWN.cases(flags)
     found = OWN.measure(case.config, QuietBench())
-    assert "joules" not in found.quantities
+    assert not any("joules" in quantity.name for quantity in found.quantities)
     assert "a CPU's counter" in found.notes["no_energy"]

@@ -35,9 +35,8 @@ def test_our_kernels_are_known_by_the_names_they_have() -> None:
         assert all(owner(name) == "triton" for name in made)
 
 
-def seen(attention: str, **notes: str) -> Record:
-    held = {f"kernels.{name}": text for name, text in notes.items()}
-    return record(config={"attention": attention}, notes=held)
+def seen(attention: str, **kernels: str) -> Record:
+    return record(config={"attention": attention}, attachments={"kernels": kernels})
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import torch
 from quiet_bench import QuietBench
 from sample_records import environment, times
 from stepscope.analysis.trace.files import read_trace
-from stepscope.analysis.trace.summary import decode
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.device import CpuDevice
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
@@ -139,7 +138,7 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
     tried = {"graph_replay": 0.38, "larger_batch": 1.1}
     slow = profile_record(
         "forward", trace=training_step(), experiments=tried,
-        quantities=profile_record().quantities | {"larger_batch": _sequences(16)},
+        quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
     said = findings(slow)
     assert "the host limits this step; the device is idle for 76.0 % of it" in said
@@ -167,7 +166,7 @@ def test_either_experiment_may_show_that_the_host_limits(
     record = profile_record(
         "forward", trace=training_step(),
         experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
-        quantities=profile_record().quantities | {"larger_batch": _sequences(16)},
+        quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
     (group,) = groups([record])
     assert group.fullest().experiments_say() is says
@@ -265,12 +264,6 @@ def test_how_much_is_told_apart_is_told() -> None:
     assert found.tone == "warn"
 
 
-def _sequences(value: float) -> object:
-    from stepscope.records.schema import Quantity
-
-    return Quantity(value=value, unit="sequences")
-
-
 def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
     record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
     (group,) = groups([record])
@@ -336,7 +329,7 @@ def test_a_real_step_is_timed_traced_and_kept(
     names = {series.name for series in measured.series}
     assert {"step", "forward", "loss", "backward", "optimizer", "traced"} <= names
     assert "graph_replay" not in names
-    summary = decode(measured.notes["profile"])
+    summary = measured.attachments["profile"]
     assert len(summary.steps) == 2
     assert summary.doubt == ""
     assert set(summary.phases) == {"forward", "loss", "backward", "optimizer"}
@@ -352,7 +345,9 @@ def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyP
         d_ff=16, heads=2, warmup=0, steps=1, traced=1,
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
-    assert set(STUDY.measure(case.config, QuietBench()).notes) == {"profile"}
+    measured = STUDY.measure(case.config, QuietBench())
+    assert measured.notes == {}
+    assert measured.attachments.keys() == {"profile"}
 
 
 def test_the_published_cases_hold_what_is_to_be_shown() -> None:
@@ -386,6 +381,7 @@ def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
     monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
     with pytest.raises(StepscopeError, match="recorded no kernels"):
         trace_step(lambda: torch.ones(3) * 2, Blind(), "blind", steps=1)
-    series, notes = trace_step(lambda: torch.ones(3) * 2, CpuDevice(), "seen", steps=1)
-    assert len(series.values) == 1
-    assert set(notes) == {"profile"}
+    traced = trace_step(lambda: torch.ones(3) * 2, CpuDevice(), "seen", steps=1)
+    assert len(traced.series.values) == 1
+    assert traced.notes == {}
+    assert traced.attachments.keys() == {"profile"}
