@@ -58,7 +58,7 @@ class Warmup(Study[WarmupFlags, Any]):
                 study=self.name,
                 key=f"{workload.key}_w{warmup}",
                 config=msgspec.to_builtins(workload) | {"warmup": warmup, "steps": flags.steps},
-                needs=workload.needs(),
+                needs=workload.needs,
             )
             for workload in workloads(flags, ("train-step",))
             for warmup in flags.warmup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,7 +17,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.memory import ALL, check_forms, kept
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
-from stepscope.studies.base import PlannedCase
+from stepscope.studies.base import Case, PlannedCase
 from stepscope.studies.model_names import check_dtype, check_name
 from stepscope.studies.workload_flags import (
     COMPILE,
@@ -37,8 +37,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step, fully named."""
+class Workload(Case, frozen=True, kw_only=True):
+    """One training step, fully named. A study's case is a subclass with what else it sets."""
 
     size: str
     table: str
@@ -178,6 +178,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def fuses_loss(self) -> bool:
         return self.loss == "fused" and self.mode != "forward"
 
+    @property
     def needs(self) -> tuple[str, ...]:
         """What the device must have for this: a number format, a compiler, graphs,
         cuBLAS."""
@@ -202,6 +203,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             Quantity(name="tokens", value=self.batch * self.context, unit="tokens"),
             Quantity(name="parameters", value=cost.parameters(config).total, unit="parameters"),
         )
+
+
+W = TypeVar("W", bound=Workload)
+
+
+def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
+    """The case of a study that measures this step, with the fields that are the study's."""
+    step = {name: getattr(workload, name) for name in Workload.__struct_fields__}
+    return kind(**step, **fields)
 
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
@@ -242,7 +252,7 @@ def step_cases(
             study=study,
             key=workload.key,
             config=msgspec.to_builtins(workload) | effort,
-            needs=workload.needs(),
+            needs=workload.needs,
         )
         for workload in workloads(flags, modes)
     )

@@ -62,7 +62,7 @@ class Checkpointing(Study[CheckpointingFlags, Any]):
             config = {"steps": flags.steps}
             for strategy in flags.checkpoint or worth_running(workload.layers):
                 one = msgspec.structs.replace(workload, checkpoint=strategy)
-                found[one.key] = self._case(one.key, msgspec.to_builtins(one) | config, one.needs())
+                found[one.key] = self._case(one.key, msgspec.to_builtins(one) | config, one.needs)
             if flags.budget_gib is not None:
                 budget = int(flags.budget_gib * 2**30)
                 # Refused here if it fits nowhere; the strategy is chosen on the device, which
@@ -70,7 +70,7 @@ class Checkpointing(Study[CheckpointingFlags, Any]):
                 refuse_what_fits_nowhere(workload, budget)
                 key = f"{workload.key}_budget={flags.budget_gib:g}"
                 limited = msgspec.to_builtins(workload) | config | {"budget_bytes": budget}
-                found[key] = self._case(key, limited, workload.needs())
+                found[key] = self._case(key, limited, workload.needs)
         return tuple(found.values())
 
     def _case(self, key: str, config: dict[str, Any], needs: tuple[str, ...]) -> PlannedCase:

@@ -93,12 +93,12 @@ class Compile(Study[CompileFlags, Any]):
 
     def _models(self, flags: CompileFlags, kind: str) -> Iterator[PlannedCase]:
         for workload in workloads(flags, ("train-step",)):
-            formats = workload.needs()[:1]
+            formats = workload.needs[:1]
             yield PlannedCase(
                 study=self.name,
                 key=f"{kind}_{workload.key}",
                 config={"kind": kind} | msgspec.to_builtins(workload) | _effort(flags),
-                needs=formats if kind == "trace" else workload.needs(),
+                needs=formats if kind == "trace" else workload.needs,
             )
 
     def _attentions(self, flags: CompileFlags) -> Iterator[PlannedCase]:

@@ -87,7 +87,7 @@ class Rehearsal(Study[RehearsalFlags, Any]):
                     study=self.name,
                     key=workload.key,
                     config=step | asked | {"kind": RECORDING},
-                    needs=workload.needs(),
+                    needs=workload.needs,
                 )
             )
             for ranks in flags.check_ranks:
@@ -100,7 +100,7 @@ class Rehearsal(Study[RehearsalFlags, Any]):
                         study=self.name,
                         key=f"{workload.key}_check_r{ranks}_{flags.compute}",
                         config=step | check,
-                        needs=workload.needs(),
+                        needs=workload.needs,
                     )
                 )
         return tuple(made)

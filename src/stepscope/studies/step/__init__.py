@@ -226,9 +226,9 @@ class Step(Study[StepFlags, Any]):
                 | {"heat_steps": 3, "steady_seconds": 1.0, "heat_seconds": flags.heat_seconds}
                 | {"form_seconds": flags.form_seconds, "min_seconds": flags.min_seconds},
                 needs=(
-                    workload.needs()[:1]
+                    workload.needs[:1]
                     if race_spec(name).size == "tiny"
-                    else (*workload.needs()[:1], "compiler", "graph")
+                    else (*workload.needs[:1], "compiler", "graph")
                 ),
             )
 

@@ -118,7 +118,7 @@ def needs(workload: Workload) -> tuple[str, ...]:
     did not do. And instructions, where a format that is emulated would take the time of all."""
     ours = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
     return (
-        *workload.needs(),
+        *workload.needs,
         *(["kernels"] if ours else []),
         *(["bfloat16-units"] if precision(workload.dtype).compute == "bfloat16" else []),
     )
