@@ -17,7 +17,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.base import PlannedCase, CaseSkipped
+from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
 from stepscope.studies.subject import TrainingStep

@@ -14,7 +14,7 @@ from sample_records import value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
-from stepscope.studies.base import PlannedCase, CaseSkipped
+from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import (
     COMPILE,
