@@ -40,7 +40,7 @@ def test_ranks_meet_on_one_page(tmp_path: Path) -> None:
             "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         },
-        capture_output=True, text=True, timeout=170,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("stepscope: page:") == 1

@@ -67,7 +67,7 @@ def torchrun(folder: Path, nodes: int, *words: str) -> list[tuple[int, str]]:
             )
         )  # fmt: skip
     try:
-        said = [agent.communicate(timeout=150)[0] for agent in agents]
+        said = [agent.communicate(timeout=400)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -289,7 +289,7 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     )
     model = ("--model", "own_models:conv_net", "--optimizer", "adamw-loop", "--batch", "1")
     effort = ("--verify", "--rounds", "5", "--loss-steps", "4", "--device", "cpu", "--json")
-    done = command("advise", *model, *effort, timeout=160)
+    done = command("advise", *model, *effort, timeout=400)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [one["code"] for one in told["advice"]] == ["fused-optimizer"]

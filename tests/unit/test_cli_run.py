@@ -41,7 +41,7 @@ def interrupt(
         if done == after:
             process.send_signal(how)
             done = -(10**6)
-    code = process.wait(timeout=60)
+    code = process.wait(timeout=400)
     process.communicate()
     return code, "".join(lines)
 
@@ -139,7 +139,7 @@ def test_an_interrupt_within_the_making_of_a_class_has_our_exit_code(tmp_path: P
         """)
     )
     done = subprocess.run(
-        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True, timeout=400
     )
     assert (done.returncode, done.stderr) == (130, "stepscope: interrupted\n")
 
@@ -158,7 +158,7 @@ def test_an_interrupt_before_the_first_case_leaves_nothing(cli: CommandLine) -> 
     while len(cli.processes()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=400)
     assert process.returncode == 130
     assert "interrupted" in said
     assert "Traceback" not in said

@@ -336,7 +336,7 @@ def test_a_part_that_is_missing_leaves_no_sum() -> None:
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "benchmarks/energy_by_part.py", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 
 

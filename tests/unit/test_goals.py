@@ -228,7 +228,7 @@ def test_the_committed_records_are_judged_by_the_committed_goals() -> None:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "goals.py"), *words],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def command(tmp_path: Path, script: Path) -> CommandLine:
 
 def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=60
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=400
     )
 
 
@@ -274,7 +274,7 @@ def test_an_interrupt_reaches_the_script_and_ends_us_alike(
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=400)
     assert process.returncode == -signal.SIGINT
     assert out == "tidied up\n"
     assert "KeyboardInterrupt" in errors

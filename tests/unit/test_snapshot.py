@@ -215,7 +215,7 @@ print(codes, grown < 200_000, grown)
 """
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{1} True"), done.stdout

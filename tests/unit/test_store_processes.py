@@ -66,7 +66,7 @@ def test_processes_that_open_and_write_at_once_lose_nothing(tmp_path: Path) -> N
         python(WRITER, path, names[1], count) as b,
         python(WRITER, path, names[2], count) as c,
     ):
-        assert [process.wait(timeout=90) for process in (a, b, c)] == [0, 0, 0]
+        assert [process.wait(timeout=400) for process in (a, b, c)] == [0, 0, 0]
     with Store(path, create=False) as store:
         assert {r.id for r in store.runs()} == set(names)
         for name in names:

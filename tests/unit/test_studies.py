@@ -22,7 +22,7 @@ from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page
 from stepscope.studies.presets import PRESETS, preset_cases
-from stepscope.studies.registry import all_studies, find_study
+from stepscope.studies.registry import all_studies, viewables
 from study_records import (
     attention_record,
     benchmark_record,
@@ -40,7 +40,7 @@ NEED_A_STEP = {"own", "inspect", "advise"}
 
 
 def test_every_study_is_tried_here() -> None:
-    assert set(mixed_records()) == set(all_studies())
+    assert set(mixed_records()) == set(viewables())
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -102,7 +102,7 @@ def pages_hold(records: list[Record]) -> None:
         assert record.case in text
 
 
-@pytest.mark.parametrize("study", all_studies())
+@pytest.mark.parametrize("study", viewables())
 class TestViews:
     def test_of_records_with_every_outcome(self, study: str) -> None:
         records = mixed_records()[study]
@@ -149,7 +149,7 @@ def test_a_page_of_nothing_is_refused() -> None:
         make_page([])
 
 
-def test_the_page_of_all_studies_has_their_sections_in_order() -> None:
+def test_the_page_of_viewables_has_their_sections_in_order() -> None:
     records = [record for held in mixed_records().values() for record in held]
     pages_hold(records)
     names = [section.name for section in make_page(records[::-1]).sections]

@@ -394,7 +394,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_run_goes_on(tmp_path: Path) -> 
     started = command.start("advise", *words)
     wait_for_the_record(command.out / "records.db")
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=60)
+    _, said = started.communicate(timeout=400)
     assert started.returncode == 130, said
     assert "go on with: stepscope advise --resume --verify" in said
     assert command.left_behind() == []
