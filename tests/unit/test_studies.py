@@ -22,7 +22,7 @@ from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
 from stepscope.studies.page import make_page
 from stepscope.studies.presets import PRESETS, preset_cases
-from stepscope.studies.registry import all_studies, viewables
+from stepscope.studies.registry import all_studies, find_study, viewables
 from study_records import (
     attention_record,
     benchmark_record,
@@ -89,7 +89,7 @@ def test_a_preset_or_study_that_does_not_exist_is_refused() -> None:
 def pages_hold(records: list[Record]) -> None:
     """Every block is whole: rows as wide as their table, and both pages can be written."""
     for study in dict.fromkeys(record.study for record in records):
-        for block in find_study(study).view([r for r in records if r.study == study]):
+        for block in viewables()[study].view([r for r in records if r.study == study]):
             if isinstance(block, Table):
                 assert {len(row) for row in block.rows} <= {len(block.columns)}, block.name
             if isinstance(block, Figure):
@@ -116,7 +116,7 @@ class TestViews:
     def test_of_no_record_that_is_ok(self, study: str) -> None:
         records = [record for record in mixed_records()[study] if record.status != "ok"]
         pages_hold(records)
-        assert not [b for b in find_study(study).view(records) if isinstance(b, Figure)]
+        assert not [b for b in viewables()[study].view(records) if isinstance(b, Figure)]
 
     def test_on_a_cpu_without_ceilings(self, study: str) -> None:
         make = {
