@@ -96,3 +96,7 @@ class FakeDevice(Device):
 
 def by_name(series: Any) -> dict[tuple[str, str], Any]:
     return {(each.name, each.clock): each for each in series}
+
+
+def by_variant(series: Any) -> dict[tuple[str, str, str], Any]:
+    return {(each.variant, each.name, each.clock): each for each in series}

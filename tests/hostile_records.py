@@ -25,7 +25,7 @@ TEXTS = (
 WRONG = (None, [], {}, "", 0, True, [[[[]]]])
 _LONGEST_LINE = 60_000
 _MOST_OF_A_STUDY = 40
-_PARTS = ("config", "notes", "series", "quantities", "ceilings", "readings")
+_PARTS = ("config", "notes", "attachments", "series", "quantities", "ceilings", "readings")
 
 Json = dict[str, Any]
 

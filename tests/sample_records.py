@@ -62,6 +62,24 @@ def merged(*groups: Iterable[Quantity]) -> tuple[Quantity, ...]:
     return tuple(found.values())
 
 
+def quantity_of(
+    quantities: Iterable[Quantity], name: str, *,
+    variant: str = "", phase: str = "", rank: int = 0, size: int = 0,
+) -> Quantity:  # fmt: skip
+    """The only quantity of that name with these dimensions."""
+    wanted = (name, variant, phase, rank, size)
+    (found,) = (
+        one
+        for one in quantities
+        if (one.name, one.variant, one.phase, one.rank, one.size) == wanted
+    )
+    return found
+
+
+def value_of(quantities: Iterable[Quantity], name: str, **dimensions: Any) -> float:
+    return quantity_of(quantities, name, **dimensions).value
+
+
 def step_series(step: float = 100.0, issued: float = 0.4, **how: Any) -> tuple[Series, ...]:
     """A train step whose phases add up; the host takes the share `issued` of it to launch it."""
     phases = (times(name, step * share, **how) for name, share in PHASE_SHARES.items())

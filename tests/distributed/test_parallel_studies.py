@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from quiet_bench import QuietBench
+from sample_records import value_of
 from stepscope.analysis.links import COLLECTIVES
 from stepscope.studies.registry import find_study
 from stepscope.studies.sharding.view import moved
@@ -17,13 +17,13 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
     flags = study.flags(collective=(collective,), sizes=(1024, 2**22), rounds=4)
     (case,) = study.cases(flags)
     measured = study.measure(case.config, QuietBench())
-    assert {(s.name, s.rank) for s in measured.series} == {
-        (size, rank) for size in ("1024", str(2**22)) for rank in (0, 1)
+    assert {(s.size, s.rank) for s in measured.series} == {
+        (size, rank) for size in (1024, 2**22) for rank in (0, 1)
     }
     assert all(len(series.values) == 4 for series in measured.series)
     # A process takes seconds to start; the smallest message does not.
-    assert min(min(s.values) for s in measured.series if s.name == "1024") < 100.0
-    assert all(quantity.value == 0 for quantity in measured.quantities.values())
+    assert min(min(s.values) for s in measured.series if s.size == 1024) < 100.0
+    assert [(one.size, one.value) for one in measured.quantities] == [(1024, 0), (2**22, 0)]
     assert measured.notes == {"backend": "gloo"}
 
 
@@ -32,16 +32,16 @@ def test_every_way_to_average_gradients_is_timed() -> None:
     flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3, ranks=(2,))
     (case,) = study.cases(flags)
     measured = study.measure(case.config, QuietBench())
-    steps = {(s.name.rpartition(".")[0], s.rank) for s in measured.series if ".step" in s.name}
+    steps = {(s.variant, s.rank) for s in measured.series if s.name == "step"}
     ways = (
         "no communication", "naive", "flat", "overlap", "bucketed 0.1 MiB", "torch DDP",
     )  # fmt: skip
     assert steps == {(way, rank) for way in ways for rank in (0, 1)}
     assert all(len(series.values) == 3 for series in measured.series)
-    assert measured.quantities["gradient_bytes"].value == 4 * 3_084_928
-    sent = {name: measured.quantities[f"reductions.{name}"].value for name in ways[1:5]}
+    assert value_of(measured.quantities, "gradient_bytes") == 4 * 3_084_928
+    sent = {name: value_of(measured.quantities, "reductions", variant=name) for name in ways[1:5]}
     assert sent["naive"] == sent["overlap"] > sent["bucketed 0.1 MiB"] > sent["flat"] == 1
-    lanes = msgspec.json.decode(measured.notes["timeline"])
+    lanes = measured.attachments["timeline"]
     for name in ways[1:5]:
         backward = next(s for s in lanes[name]["compute"] if s[2] == "backward")
         early = [s for s in lanes[name]["reductions"] if s[0] < backward[1]]
@@ -52,16 +52,17 @@ def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
     measured = study.measure(case.config, QuietBench())
-    held = {name: quantity.value for name, quantity in measured.quantities.items()}
-    whole = held["unsharded.state.rank0"]
-    assert whole == pytest.approx(2 * held["unsharded.parameters.rank0"], rel=1e-3)
+    held = measured.quantities
+    whole = value_of(held, "state", variant="unsharded")
+    size = value_of(held, "parameters", variant="unsharded")
+    assert whole == pytest.approx(2 * size, rel=1e-3)
     for way in ("broadcast", "scatter", "torch ZeRO"):
-        shares = [held[f"{way}.state.rank{rank}"] for rank in (0, 1)]
+        shares = [value_of(held, "state", variant=way, rank=rank) for rank in (0, 1)]
         assert sum(shares) == pytest.approx(whole, rel=1e-3)
         if way != "torch ZeRO":
             assert max(shares) == pytest.approx(whole / 2, rel=0.02), way
-        size = held["unsharded.parameters.rank0"]
-        assert held[f"{way}.sent.rank0"] == pytest.approx(moved(way, size, 2), rel=1e-3), way
+        sent = value_of(held, "sent", variant=way)
+        assert sent == pytest.approx(moved(way, size, 2), rel=1e-3), way
     assert {len(series.values) for series in measured.series} == {2}
 
 
@@ -70,8 +71,9 @@ def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
     (case,) = study.cases(flags)
     measured = study.measure(case.config, QuietBench())
-    held = {name: quantity.value for name, quantity in measured.quantities.items()}
+    held = measured.quantities
     for way in ("FSDP", "torch fully_shard"):
         for kind in ("parameters", "gradients", "state"):
-            share = max(held[f"{way}.{kind}.rank{rank}"] for rank in range(3))
-            assert share == pytest.approx(held[f"unsharded.{kind}.rank0"] / 3, rel=0.05), way
+            share = max(value_of(held, kind, variant=way, rank=rank) for rank in range(3))
+            whole = value_of(held, kind, variant="unsharded")
+            assert share == pytest.approx(whole / 3, rel=0.05), way

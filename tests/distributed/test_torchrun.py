@@ -92,21 +92,22 @@ QUICK = ("--size", "tiny", "--context", "16", "--rounds", "2")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "words", "series"),
+    ("nodes", "words", "variant"),
     [
-        (2, ("ddp", *QUICK, "--bucket-mb", "1"), "bucketed 1 MiB.step"),
-        (1, ("fsdp", *QUICK), "FSDP.step"),
+        (2, ("ddp", *QUICK, "--bucket-mb", "1"), "bucketed 1 MiB"),
+        (1, ("fsdp", *QUICK), "FSDP"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_a_study_runs_under_torchrun(
-    tmp_path: Path, nodes: int, words: tuple[str, ...], series: str
+    tmp_path: Path, nodes: int, words: tuple[str, ...], variant: str
 ) -> None:
     for code, said in torchrun(tmp_path, nodes, "-m", "stepscope", "run", *words):
         assert code == 0, said
     (record,) = records_of(tmp_path / "node0")
     assert record.status == "ok"
-    assert {s.rank for s in record.series if s.name == series} == {0, 1}
+    steps = {s.rank for s in record.series if (s.name, s.variant) == ("step", variant)}
+    assert steps == {0, 1}
     assert (tmp_path / "node0" / "stepscope-out" / "report.html").exists()
     if nodes == 2:
         # Only rank 0 keeps anything.

@@ -203,7 +203,10 @@ def test_on_a_gpu_the_softmax_makes_one_more_and_the_library_takes_its_share(lib
     peak = attention_record("backward", seq=16384, peak=tensors + library, step=1.0)
     on_gpu = msgspec.structs.replace(
         peak,
-        quantities=peak.quantities | (Quantity(name="library_bytes", value=library, unit="B"),),
+        quantities=(
+            *peak.quantities,
+            Quantity(name="library_bytes", value=library, unit="B"),
+        ),
         environment=msgspec.structs.replace(
             peak.environment, device_kind="cuda", device_memory_bytes=140 << 30
         ),

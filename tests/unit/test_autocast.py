@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from precision_records import autocast_record
 from quiet_bench import QuietBench
+from sample_records import value_of
 from stepscope.errors import UsageError
 from stepscope.measure.dtypes import DtypeRecorder
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.autocast import AutocastFlags
-from stepscope.studies.autocast.dtype_rows import (
-    OperatorFormats,
-    decode_formats,
-    decode_operators,
-)
+from stepscope.studies.autocast.dtype_rows import OperatorFormats
 from stepscope.studies.autocast.view import kept_wide
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
@@ -36,25 +34,25 @@ def findings(records: list[Record]) -> str:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_small_net_of_the_course(dtype: str) -> None:
     done = measured("toy", dtype)
-    named = decode_formats(done.notes["formats"])
+    named = done.attachments["formats"]
     assert named["parameters"] == named["gradients"] == named["loss"] == "float32"
     assert named["fc1 output"] == named["logits"] == dtype
-    products = [o for o in decode_operators(done.notes["forward"]) if o.operator == "mm"]
+    products = [o for o in done.attachments["forward"] if o.operator == "mm"]
     assert products == [OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
     # The input and both matrices; on the way back the logits' gradient and those of the matrices.
-    assert done.quantities["casts"].value == 6
+    assert value_of(done.quantities, "casts") == 6
 
 
 def test_the_model_keeps_its_stream_and_norms_in_float32() -> None:
     done = measured("tiny", "bfloat16")
-    named = decode_formats(done.notes["formats"])
+    named = done.attachments["formats"]
     assert named["embedding output"] == named["norm output"] == "float32"
     assert named["blocks.0.attention.query output"] == "bfloat16"
     assert not any(name.startswith("blocks.1") for name in named)
-    found = {name: quantity.value for name, quantity in done.quantities.items()}
     # Every matrix once, and every input of a product: at least 15 weights and 15 inputs.
-    assert found["casts"] >= 30
-    assert found["norm_error.float32"] < 1e-5 < found["norm_error.bfloat16"]
+    assert value_of(done.quantities, "casts") >= 30
+    errors = {one.variant: one.value for one in done.quantities if one.name == "norm_error"}
+    assert errors["float32"] < 1e-5 < errors["bfloat16"]
     assert {series.name for series in done.series} == {"step", "casts"}
 
 
@@ -92,9 +90,9 @@ def test_formats_of_one_subject_are_told_together() -> None:
 def test_it_says_why_a_norm_reduces_in_float32() -> None:
     errors = {"float16": 0.005, "bfloat16": 0.037, "float32": 2e-7}
     held = tuple(
-        Quantity(name=f"norm_error.{form}", value=v, unit="1") for form, v in errors.items()
+        Quantity(name="norm_error", variant=form, value=v, unit="1") for form, v in errors.items()
     )
-    lost_less = tuple(Quantity(name=name, value=q.value / 2, unit="1") for name, q in held.items())
+    lost_less = tuple(msgspec.structs.replace(one, value=one.value / 2) for one in held)
     said = findings(
         [autocast_record(quantities=lost_less), autocast_record("tiny", quantities=held)]
     )

@@ -49,33 +49,75 @@ def test_on_a_cpu_the_cpu_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("name", "variants", "told"),
     [
-        (("eager.step", "compiled.step"), ("eager", "compiled")),
-        (("slow", "fast"), ("slow", "fast")),
-        (("peer: block", "ours: graph"), ("peer", "ours")),
+        ("step", ("eager", "compiled"), ("eager", "compiled")),
+        ("step", ("slow", "fast"), ("slow", "fast")),
+        ("step", ("peer: block", "ours: graph"), ("peer", "ours")),
+        ("consecutive", ("peer: block", "ours: graph"), ("peer", "ours")),
     ],
 )
 def test_all_that_ran_side_by_side_is_compared(
-    names: tuple[str, str], told: tuple[str, str]
+    name: str, variants: tuple[str, str], told: tuple[str, str]
 ) -> None:
     def beside(second: float, seed: int) -> Record:
-        series = [times(names[0], 100.0, seed=seed), times(names[1], second, seed=seed)]
-        return record(series=(*series, times("eager.forward", 9.0), times("fast.wall", 9.0)))
+        series = [
+            times(name, ms, variant=variant, seed=seed)
+            for variant, ms in zip(variants, (100.0, second), strict=True)
+        ]
+        others = times("forward", 9.0, variant="eager"), times("wall", 9.0, variant="fast")
+        return record(series=(*series, *others))
 
     made = compare_records(beside(50.0, 0), beside(150.0, 1))
-    assert [one.of for one in made] == [*told, *(["eager.forward"] if "." not in names[0] else [])]
-    assert [one.verdict for one in made[:2]] == ["no difference shown", "slower"]
+    assert [one.of for one in made] == [*told]
+    assert [one.verdict for one in made] == ["no difference shown", "slower"]
     (beyond,) = exceeds(made, 0.03)
     assert beyond.name.endswith(f": {told[1]}")
 
 
+def test_consecutive_steps_decide_over_single_samples() -> None:
+    def race(single: float, block: float, seed: int) -> Record:
+        took = {"peer: block": (100.0, 100.0), "ours: graph": (single, block)}
+        return record(
+            series=tuple(
+                times(name, ms[place], variant=variant, seed=seed)
+                for place, name in enumerate(("step", "consecutive"))
+                for variant, ms in took.items()
+            )
+        )
+
+    made = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
+    assert [(one.of, one.verdict) for one in made] == [
+        ("peer", "no difference shown"), ("ours", "slower"),
+    ]  # fmt: skip
+
+
+def test_every_size_of_a_message_is_compared() -> None:
+    def sweep(second: float, seed: int) -> Record:
+        sizes = {1024: 1.0, 4096: second}
+        return record(
+            series=tuple(
+                times("collective", ms, "host", size=size, seed=seed) for size, ms in sizes.items()
+            )
+        )
+
+    made = compare_records(sweep(2.0, 0), sweep(3.0, 1))
+    assert [(one.of, one.verdict) for one in made] == [
+        ("1024", "no difference shown"), ("4096", "slower"),
+    ]  # fmt: skip
+
+
 def test_a_form_that_is_gone_is_lost_and_another_winner_of_a_side_is_not() -> None:
-    three = [times(name, 10.0) for name in ("a.step", "b.step", "c.step")]
+    three = [times("step", 10.0, variant=variant) for variant in "abc"]
     made = compare_records(record(series=tuple(three)), record(series=tuple(three[:2])))
     assert [(one.of, one.lost) for one in made] == [("a", False), ("b", False), ("c", True)]
     races = [
-        record(series=(times("peer: x", 10.0), times(f"ours: {form}", 5.0)))
+        record(
+            series=(
+                times("step", 10.0, variant="peer: x"),
+                times("step", 5.0, variant=f"ours: {form}"),
+            )
+        )
         for form in ("eager", "graph")
     ]
     assert not any(one.lost for one in compare_records(*races))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fake_device import FakeClock, FakeDevice, by_name
+from fake_device import FakeClock, FakeDevice, by_variant
 from stepscope.measure import consecutive
 from stepscope.measure.consecutive import consecutive_steps, time_consecutive
 
@@ -23,12 +23,14 @@ def test_a_step_takes_the_longer_of_host_and_device(clock: FakeClock) -> None:
         "host-limited": device.work("b", host=0.005, device=0.002).run,
     }
     timing = time_consecutive(runs, device, blocks=3, block_seconds=1.0)
-    series = by_name(timing.series)
-    assert [one.name for one in timing.series] == [f"{name}.consecutive" for name in runs]
+    series = by_variant(timing.series)
+    assert [(one.variant, one.name) for one in timing.series] == [
+        (name, "consecutive") for name in runs
+    ]
     # A single sample from an idle device would take 41 and 7 ms.
-    slow = series["device-limited.consecutive", "device"]
+    slow = series["device-limited", "consecutive", "device"]
     assert slow.values == pytest.approx([40.0] * 3)
-    fast = series["host-limited.consecutive", "device"]
+    fast = series["host-limited", "consecutive", "device"]
     assert fast.values == pytest.approx([5.0] * 3)
     assert len(timing.readings) == 1 + 2 * 3
 

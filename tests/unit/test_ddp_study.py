@@ -72,7 +72,7 @@ def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
         1: {"step": (12.0, 18.0, 33.0), "forward": (2.0, 17.0, 3.0), "backward": (10.0, 1.0, 30.0)},
     }
     series = tuple(
-        Series(name=f"flat.{phase}", unit="ms", rank=rank, values=values)
+        Series(name=phase, variant="flat", unit="ms", rank=rank, values=values)
         for rank, phases in steps.items()
         for phase, values in phases.items()
     )

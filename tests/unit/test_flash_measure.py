@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from sample_records import value_of
 from stepscope.attention import triton_launch
 from stepscope.attention.tiles import Tile
 from stepscope.measure import kernels
@@ -53,11 +54,13 @@ def test_a_cell_holds_three_passes_with_what_they_count() -> None:
     ]  # fmt: skip
     assert all(len(series.warmup) == 2 for series in made.series)
     forward = 4 * 64 * 64 * 16 / 2
-    counted = [made.quantities[name].value for name in ("flops.forward", "flops.backward", "flops")]
+    passes = ("forward", "backward", "")
+    counted = [value_of(made.quantities, "flops", phase=phase) for phase in passes]
     assert counted == [forward, 2.5 * forward, 3.5 * forward]
     # A CPU counts no tensors and has no kernels of its own.
-    assert "peak_bytes" not in made.quantities
+    assert "peak_bytes" not in {one.name for one in made.quantities}
     assert made.notes == {}
+    assert made.attachments == {"kernels": {}}
 
 
 def test_errors_are_those_against_float64() -> None:
@@ -69,9 +72,10 @@ def test_errors_are_those_against_float64() -> None:
     got = step.results()
     for name, wanted in zip(RESULTS, (exact, *gradients), strict=True):
         distance = (got[name].double() - wanted).abs().max().item()
-        assert held[f"error.{name}"].value == pytest.approx(distance, rel=1e-6, abs=1e-12)
-        assert 0 < held[f"last_place.{name}"].value <= 1e-6
-        assert 0 < held[f"reference_error.{name}"].value < 1e-4
+        error = value_of(held, "error", variant=name)
+        assert error == pytest.approx(distance, rel=1e-6, abs=1e-12)
+        assert 0 < value_of(held, "last_place", variant=name) <= 1e-6
+        assert 0 < value_of(held, "reference_error", variant=name) < 1e-4
 
 
 def test_a_wrong_result_has_a_large_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +84,24 @@ def test_a_wrong_result_has_a_large_error(monkeypatch: pytest.MonkeyPatch) -> No
     off["dk"] = off["dk"] + 0.5
     monkeypatch.setattr(step, "results", lambda: off)
     held = errors(step, Bench.device)
-    assert held["error.dk"].value == pytest.approx(0.5, rel=1e-3)
-    assert held["error.dq"].value < 1e-4
+    assert value_of(held, "error", variant="dk") == pytest.approx(0.5, rel=1e-3)
+    assert value_of(held, "error", variant="dq") < 1e-4
     off["dk"][0, 0, 0, 0] = torch.nan
-    assert "error.dk" not in errors(step, Bench.device)
+    left = {(one.name, one.variant) for one in errors(step, Bench.device)}
+    assert ("error", "dk") not in left
+    assert ("error", "dq") in left
 
 
 def test_the_error_of_the_reference_is_its_own() -> None:
     held = grid("reference").quantities
     for name in RESULTS:
-        assert held[f"error.{name}"].value == held[f"reference_error.{name}"].value
+        reference = value_of(held, "reference_error", variant=name)
+        assert value_of(held, "error", variant=name) == reference
 
 
 def test_errors_are_left_out_where_float64_costs_too_much() -> None:
     step = AttentionStep(Shape.parse("1x1x4097x1:float32").workload("sdpa"), Bench.device)
-    assert errors(step, Bench.device) == {}
+    assert errors(step, Bench.device) == ()
 
 
 @pytest.fixture
@@ -124,12 +131,12 @@ def test_in_a_race_who_cannot_is_noted_and_the_others_go_on() -> None:
     made = measured(
         part=("race",), race=("1x1x64x16:float32",), racers=("triton", "sdpa", "tiled", "auto")
     )
-    assert [series.name for series in made.series] == [
-        "sdpa", "tiled", "auto", "sdpa.wall", "tiled.wall", "auto.wall",
-    ]  # fmt: skip
+    assert [(series.name, series.variant) for series in made.series] == [
+        (name, racer) for name in ("step", "wall") for racer in ("sdpa", "tiled", "auto")
+    ]
     assert all(len(series.values) == 3 for series in made.series)
-    assert made.notes["out.triton"].startswith("refused: q is on cpu")
-    assert made.notes["auto"] == "takes sdpa"
+    assert made.attachments["excluded"]["triton"].startswith("refused: q is on cpu")
+    assert made.notes == {"auto": "takes sdpa"}
 
 
 def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +149,8 @@ def test_a_racer_that_fails_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(AttentionStep, "results", results)
     made = measured(part=("race",), race=("1x2x64x16:float32",), racers=("sdpa", "tiled"))
-    assert made.notes == {"out.tiled": "failed: RuntimeError: planted"}
-    assert [series.name for series in made.series] == ["sdpa", "sdpa.wall"]
+    assert made.attachments["excluded"] == {"tiled": "failed: RuntimeError: planted"}
+    assert [(s.name, s.variant) for s in made.series] == [("step", "sdpa"), ("wall", "sdpa")]
     with pytest.raises(RuntimeError, match="tiled: failed: RuntimeError: planted"):
         measured(part=("race",), race=("1x2x64x16:float32",), racers=("flex", "tiled"))
 
@@ -207,10 +214,10 @@ class Launches:
 
 def test_what_the_compiler_made_of_each_kernel_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = launch_facts(Launches(monkeypatch, most=1 << 20).run)
-    values = {name: quantity.value for name, quantity in facts.items()}
-    assert values["forward.tile_m"] == 64
-    assert values["forward.stages"] == 2
-    assert (values["query.registers"], values["query.shared_bytes"]) == (100, 4096)
+    assert value_of(facts, "tile_m", variant="forward") == 64
+    assert value_of(facts, "stages", variant="forward") == 2
+    assert value_of(facts, "registers", variant="query") == 100
+    assert value_of(facts, "shared_bytes", variant="query") == 4096
 
 
 def test_the_interpreter_has_tiles_and_no_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +226,9 @@ def test_the_interpreter_has_tiles_and_no_registers(monkeypatch: pytest.MonkeyPa
     def run() -> None:
         launches.held.append(SimpleNamespace(kind="forward", tile=Tile(32, 32, 4, 1), kernel=None))
 
-    assert set(launch_facts(run)) == {
-        "forward.tile_m", "forward.tile_n", "forward.warps", "forward.stages",
-    }  # fmt: skip
+    assert {(one.variant, one.name) for one in launch_facts(run)} == {
+        ("forward", name) for name in ("tile_m", "tile_n", "warps", "stages")
+    }
 
 
 def test_a_tile_is_timed_by_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +237,8 @@ def test_a_tile_is_timed_by_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert not isinstance(found, str)
     times, facts = found
     assert times == (2.0,) * 7
-    assert facts["spills"].value == 2
-    assert facts["tile_m"].value == 128
+    assert facts["spills"] == (2, "registers")
+    assert facts["tile_m"] == (128, "rows")
 
 
 def test_a_tile_is_tried_with_fewer_stages_before_it_does_not_fit(
@@ -240,7 +247,7 @@ def test_a_tile_is_tried_with_fewer_stages_before_it_does_not_fit(
     launches = Launches(monkeypatch, most=8192)
     found = measure_tile("forward", Tile(64, 64, 4, 3), launches.run, 2, Bench())
     assert not isinstance(found, str)
-    assert found[1]["stages"].value == 2
+    assert found[1]["stages"] == (2, "stages")
     refused = measure_tile("forward", Tile(128, 128, 4, 3), launches.run, 2, Bench())
     assert isinstance(refused, str)
     assert refused.startswith("does not fit: out of resource: shared memory")

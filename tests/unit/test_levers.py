@@ -12,6 +12,7 @@ import torch
 from command_line import CommandLine
 from lever_records import CEILINGS, card_record, lever_record
 from quiet_bench import QuietBench
+from sample_records import quantity_of, value_of
 from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
 from stepscope.measure.card import cpu_facts, cuda_facts
@@ -30,12 +31,12 @@ CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 @pytest.mark.parametrize("lever", LEVERS)
 def test_both_forms_on_a_cpu_are_right_and_timed(lever: str) -> None:
     done = measure_lever({"lever": lever, **CONFIG}, QuietBench())
-    assert [series.name for series in done.series] == ["slow", "fast"]
+    assert [(s.name, s.variant) for s in done.series] == [("step", "slow"), ("step", "fast")]
     assert all(len(series.values) == 2 for series in done.series)
     for form in ("slow", "fast"):
-        assert done.quantities[f"error.{form}"].value < 1e-5
-        assert done.quantities[f"moved.{form}"].value > 0
-    assert done.quantities["work"].unit in ("B", "FLOP")
+        assert value_of(done.quantities, "error", variant=form) < 1e-5
+        assert value_of(done.quantities, "moved", variant=form) > 0
+    assert quantity_of(done.quantities, "work").unit in ("B", "FLOP")
 
 
 def test_what_the_fast_forms_spare() -> None:
@@ -92,7 +93,7 @@ def test_cases_say_their_sizes() -> None:
 def test_the_card_of_a_gpu_from_what_its_driver_answers() -> None:
     answers = {16: 132, 10: 32, 39: 2048, 82: 65536, 81: 233472, 38: 50 << 20, 37: 6144,
                13: 1_980_000, 36: 3_201_000}  # fmt: skip
-    facts = {name: held.value for name, held in cuda_facts(answers.get).items()}
+    facts = {name: value for name, (value, _) in cuda_facts(answers.get).items()}
     assert facts["sms"] == 132
     assert facts["warps_per_sm"] == 64
     assert facts["clock_hz"] == 1.98e9
@@ -120,7 +121,7 @@ def planted_system(root: Path, cpuinfo: str) -> Path:
 def test_the_card_of_a_cpu_from_its_files(tmp_path: Path) -> None:
     text = "processor\t: 0\nflags\t\t: sse2 avx2 avx512f amx_tile\ncpu MHz\t\t: 2000.5\n\n"
     facts, words = cpu_facts(planted_system(tmp_path, text + text.replace("avx512f", "")))
-    assert {name: held.value for name, held in facts.items()} == {
+    assert {name: value for name, (value, _) in facts.items()} == {
         "l1_bytes": 48 << 10, "l2_bytes": 2 << 20, "l3_bytes": 60 << 20, "line_bytes": 64,
         "clock_hz": 2.0005e9, "vector_bits": 512,
     }  # fmt: skip

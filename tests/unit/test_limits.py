@@ -94,9 +94,10 @@ def test_one_long_kernel_at_the_end_of_a_phase_is_no_queue(took: float, bound: b
 
 def test_of_several_forms_in_a_record_the_named_one_is_judged() -> None:
     forms = (
-        *(times(f"eager.{name}", 30.0, clock) for name in ("step", "issue", "forward")
+        *(times(name, 30.0, clock, variant="eager") for name in ("step", "issue", "forward")
           for clock in ("device", "host")),
-        times("compiled.forward", 20.0), times("compiled.forward", 5.0, "host"),
+        times("forward", 20.0, variant="compiled"),
+        times("forward", 5.0, "host", variant="compiled"),
     )  # fmt: skip
     made = record(series=forms)
     eager, compiled = (host_bound(made, form) for form in ("eager", "compiled"))

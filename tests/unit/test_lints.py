@@ -30,11 +30,11 @@ def waits(*seconds: float | None) -> tuple[Reading, ...]:
     return tuple(Reading(at_s=float(n), waited_s=held) for n, held in enumerate(seconds))
 
 
-def count(value: float) -> dict[str, Quantity]:
+def count(value: float) -> tuple[Quantity, ...]:
     return (Quantity(name="gradients_missing", value=value, unit="parameters"),)
 
 
-def flops(value: float) -> dict[str, Quantity]:
+def flops(value: float) -> tuple[Quantity, ...]:
     return (Quantity(name="flops", value=value, unit="FLOP"),)
 
 
@@ -83,7 +83,9 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {
                 "config": {"attention": "triton"},
-                "notes": {"kernels.forward": "void pytorch_flash::flash_fwd_kernel<int>"},
+                "attachments": {
+                    "kernels": {"forward": "void pytorch_flash::flash_fwd_kernel<int>"}
+                },
             },
             "triton ran kernels of sdpa_flash in the forward",
         ),
@@ -116,12 +118,12 @@ def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str
         pytest.param({"readings": waits(5.0, 5.05, 5.1)}, id="cores that are there"),
         pytest.param({"readings": waits(None, None)}, id="cores that nobody counts"),
         pytest.param({"series": changed("optimizer", samples(11.0))}, id="phases within 5 %"),
-        pytest.param({"series": (), "quantities": {}}, id="nothing measured"),
+        pytest.param({"series": (), "quantities": ()}, id="nothing measured"),
         pytest.param(
             {
                 "series": (times("step", 55.0), times("forward", 40.0), times("backward", 15.0)),
                 "config": {"loss": "fused"},
-                "quantities": {},
+                "quantities": (),
             },
             id="a loss that makes its gradients in the forward",
         ),

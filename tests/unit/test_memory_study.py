@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quiet_bench import QuietBench
+from sample_records import value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import pick_device
 from stepscope.records.memory import (
@@ -18,9 +19,6 @@ from stepscope.records.memory import (
     OPTIMIZER,
     RECOMPUTED,
     STEP_END,
-    decode_course,
-    decode_peaks,
-    decode_saved,
 )
 from stepscope.studies.memory import MemoryFlags, recording
 from stepscope.studies.registry import find_study
@@ -39,24 +37,27 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
     )
     (case,) = study.cases(flags)
     measured = study.measure(case.config, QuietBench())
-    held = {name: quantity.value for name, quantity in measured.quantities.items()}
-    phases = decode_peaks(measured.notes["ledger"])
-    assert held["peak_bytes"] == max(peak.allocated for peak in phases)
+    phases = measured.attachments["ledger"]
+    highest = value_of(measured.quantities, "peak_bytes")
+    assert highest == max(peak.allocated for peak in phases)
     for phase in phases:
         # The count of each parameter's steps lives on the host, which is the device here.
-        assert held[f"predicted.{phase.phase}"] == pytest.approx(phase.allocated, abs=200)
-    modules = {tensor.module.split(".")[0] for tensor in decode_saved(measured.notes["saved"])}
+        predicted = value_of(measured.quantities, "predicted_bytes", phase=phase.phase)
+        assert predicted == pytest.approx(phase.allocated, abs=200)
+        peak = value_of(measured.quantities, "peak_bytes", phase=phase.phase)
+        assert peak == phase.allocated
+    modules = {tensor.module.split(".")[0] for tensor in measured.attachments["saved"]}
     assert modules == {"blocks", "norm", "head", "loss"}
     timed = {"step", "forward", "loss", "backward", "optimizer", "recorded"}
     assert {s.name for s in measured.series} == timed
-    ends = decode_peaks(measured.notes["ends"])
+    ends = measured.attachments["ends"]
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
     assert all(end.residual == 0 for end in ends)
     # Weights, tables and tokens before the first step; the moments stay when a step has ended.
     assert ends[-1].allocated - ends[0].allocated == ends[-1].lines[OPTIMIZER]
-    course = decode_course(measured.notes["course"])
+    course = measured.attachments["course"]
     assert [*dict.fromkeys(point.phase for point in course)] == [peak.phase for peak in phases]
-    assert max(sum(point.kinds.values()) for point in course) == held["peak_bytes"]
+    assert max(sum(point.kinds.values()) for point in course) == highest
 
 
 def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
@@ -67,7 +68,7 @@ def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
     )  # fmt: skip
     (case,) = study.cases(flags)
     measured = study.measure(case.config, QuietBench())
-    loss, backward = decode_peaks(measured.notes["ledger"])[1:]
+    loss, backward = measured.attachments["ledger"][1:]
     stream = 2 * 32 * 32 * 4
     assert loss.lines[f"saved: {KEPT_INPUT}"] == 2 * stream
     assert not any("attention" in line or "feed_forward" in line for line in loss.lines)

@@ -15,14 +15,14 @@ from stepscope.records.memory import (
     SAVED,
     TEMPORARIES,
     WEIGHT_COPIES,
+    Peaks,
     PhasePeak,
     PostMortem,
     Remedy,
     SavedTensor,
     Standing,
-    decode_peaks,
 )
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory.rows import accounted, leading
@@ -30,6 +30,10 @@ from stepscope.studies.registry import find_study
 from study_records import memory_record
 
 GIB = 1 << 30
+
+
+def sizes(**values: float) -> tuple[Quantity, ...]:
+    return tuple(Quantity(name=name, value=value, unit="B") for name, value in values.items())
 
 
 def findings(records: list[Record]) -> str:
@@ -80,7 +84,7 @@ def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
 
 def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
-    held = memory_record(environment=on_cpu, found={"resident_bytes": 123 << 20})
+    held = memory_record(environment=on_cpu, found=sizes(resident_bytes=123 << 20))
     assert table([held], "memory-peaks").columns[-1].title == "resident"
     assert table([held], "memory-peaks").rows[0][-1] == 123 << 20
     assert table([memory_record()], "memory-peaks").columns[-1].title == "residual"
@@ -97,8 +101,8 @@ def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
 
 
 def test_it_says_how_far_the_prediction_was_off() -> None:
-    good = memory_record(peak=10 * GIB, found={"predicted_bytes": 10.1 * GIB})
-    bad = memory_record(context=256, peak=10 * GIB, found={"predicted_bytes": 12 * GIB})
+    good = memory_record(peak=10 * GIB, found=sizes(predicted_bytes=10.1 * GIB))
+    bad = memory_record(context=256, peak=10 * GIB, found=sizes(predicted_bytes=12 * GIB))
     said = findings([good, bad])
     assert "off by 10.5 % in the median and 20.0 % at most" in said
     tones = [b.tone for b in find_study("memory").view([good]) if isinstance(b, Finding)]
@@ -136,11 +140,11 @@ def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
         [
             memory_record(
                 peak=10 * GIB,
-                found={
-                    "driver_bytes": 13.0 * GIB,
-                    "reserved_bytes": 12.0 * GIB,
-                    "context_bytes": 0.9 * GIB,
-                },
+                found=sizes(
+                    driver_bytes=13.0 * GIB,
+                    reserved_bytes=12.0 * GIB,
+                    context_bytes=0.9 * GIB,
+                ),
             )
         ]
     )
@@ -155,7 +159,7 @@ def test_every_case_is_held_against_the_drivers_figure() -> None:
     large = memory_record(peak=10 * GIB)
     open_ended = memory_record(
         context=256, peak=GIB,
-        found={"driver_bytes": 2.0 * GIB, "reserved_bytes": 1.25 * GIB, "context_bytes": GIB / 2},
+        found=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
     )  # fmt: skip
     said = findings([large, open_ended])
     assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in said
@@ -170,12 +174,9 @@ def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
     end = PhasePeak(phase="forward", allocated=900, lines={PARAMETERS: 600, SAVED + "a": 300},
                     operator="")  # fmt: skip
     held = Standing(allocated=900, reserved=1000, driver=1500)
-    whole = memory_record(peak=1000, found={"context_bytes": 480})
-    notes = {
-        "ends": msgspec.json.encode([end]).decode(),
-        "standing": msgspec.json.encode({"forward": held}).decode(),
-    }
-    on_gpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    whole = memory_record(peak=1000, found=sizes(context_bytes=480))
+    attached = msgspec.to_builtins({"ends": [end], "standing": {"forward": held}})
+    on_gpu = msgspec.structs.replace(whole, attachments=whole.attachments | attached)
     assert table([on_gpu], "memory-moments").rows == (
         ("parameters", 600),
         ("saved for backward", 300),
@@ -185,15 +186,15 @@ def test_the_ends_of_phases_go_on_to_the_drivers_figure() -> None:
         ("left over", 20),
         ("driver (nvidia-smi)", 1500),
     )
-    del notes["standing"]
-    on_cpu = msgspec.structs.replace(whole, notes=whole.notes | notes)
+    del attached["standing"]
+    on_cpu = msgspec.structs.replace(whole, attachments=whole.attachments | attached)
     assert table([on_cpu], "memory-moments").rows[-1] == ("allocated", 900)
 
 
 def test_it_says_up_to_which_context_a_step_fits() -> None:
     ran = [memory_record(context=context, peak=context * GIB // 128) for context in (128, 256)]
     full = [
-        memory_record(context=context, status="oom", reason="CUDA out of memory", notes={})
+        memory_record(context=context, status="oom", reason="CUDA out of memory")
         for context in (512, 1024)
     ]
     said = findings([*ran, *full, memory_record("forward", context=512, peak=GIB)])
@@ -253,10 +254,10 @@ def test_it_says_where_the_optimizer_holds_the_peak() -> None:
     record = memory_record(size="small", context=128, lines=lines)
     phases = [
         msgspec.structs.replace(peak, allocated=peak.allocated + (peak.phase == "optimizer"))
-        for peak in decode_peaks(record.notes["ledger"])
+        for peak in record.required("ledger", Peaks)
     ]
-    notes = record.notes | {"ledger": msgspec.json.encode(phases).decode()}
-    high = msgspec.structs.replace(record, notes=notes)
+    attachments = record.attachments | {"ledger": msgspec.to_builtins(phases)}
+    high = msgspec.structs.replace(record, attachments=attachments)
     said = findings([high, memory_record(context=256)])
     assert "In 1 of 2 train steps the optimizer holds the peak" in said
     assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in said
@@ -300,8 +301,9 @@ def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
         lines={"saved: attention, softmax": 6 * GIB, "parameters": 2 * GIB}, needed=15 * GIB,
         remedies=(Remedy(words="batch 1", peak=8 * GIB, changes={"batch": 1}),),
     )  # fmt: skip
-    note = {"post_mortem": msgspec.json.encode(noted).decode()}
-    said = findings([memory_record(status="oom", reason="CUDA out of memory", notes=note)])
+    attached = {"post_mortem": msgspec.to_builtins(noted)}
+    lost = memory_record(status="oom", reason="CUDA out of memory", attachments=attached)
+    said = findings([lost])
     assert "ran out in the backward phase when it asked for another 2.00 GiB" in said
     assert "it needs 15.0 GiB of 10.0 GiB, 5.00 GiB too much" in said
     assert "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB" in said
@@ -335,6 +337,6 @@ def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
 
 
 def test_records_of_another_form_are_left_out() -> None:
-    bare = msgspec.structs.replace(memory_record(), notes={})
+    bare = msgspec.structs.replace(memory_record(), attachments={})
     assert accounted([bare]) == []
     assert find_study("memory").view([bare]) == ()

@@ -14,7 +14,6 @@ import torch
 from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
 from stepscope.analysis.predict.step import overrun, predict, runs_within
 from stepscope.measure.device import CpuDevice
-from stepscope.records.memory import decode_post_mortem
 from stepscope.studies.plans import plan_of
 from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal
 from stepscope.studies.protocol import Failed, MeasureCase
@@ -100,11 +99,11 @@ def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> N
     reply = worker.answer(MeasureCase("benchmark", config))
     assert isinstance(reply, Failed)
     assert reply.status == "oom"
-    noted = decode_post_mortem(reply.notes[NOTE])
+    noted = reply.attachments[NOTE]
     assert (noted.limit, noted.asked) == (6 * GIB, 1536 * MIB)
     # What goes wrong while it looks for the reason does not hide the failure.
     monkeypatch.setattr(type(study), "post_mortem", fails)
-    assert worker.answer(MeasureCase("benchmark", config)) == Failed("oom", reply.reason, notes={})
+    assert worker.answer(MeasureCase("benchmark", config)) == Failed("oom", reply.reason)
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from rehearsal_records import check_record, ready_times, recorded_record
-from stepscope.analysis.rehearsal.recording import NOTE, Recording, encode_times, recording_of
+from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal.checks import check_of, judge
+from stepscope.studies.rehearsal.ranks import Sampled
 from stepscope.studies.rehearsal.subject import subject_of
 
 
@@ -51,25 +52,25 @@ def test_a_larger_batch_and_a_faster_device_scale_what_they_should() -> None:
 
 def test_no_gradient_is_ready_after_the_backward() -> None:
     late = (msgspec.structs.replace(ready_times()[0], ready_ms=(70.0,)),)
-    held = recording_of(recorded_record(notes={NOTE: encode_times(late)}))
+    held = recording_of(recorded_record(attachments={NOTE: msgspec.to_builtins(late)}))
     assert held is not None
     assert held.backward_ms == 70.0
 
 
 def test_a_recording_without_gradients_is_refused() -> None:
     with pytest.raises(StepscopeError, match="no gradient"):
-        recording_of(recorded_record(notes={NOTE: "[]"}))
-    assert recording_of(recorded_record(notes={})) is None
+        recording_of(recorded_record(attachments={NOTE: []}))
+    assert recording_of(recorded_record(attachments={})) is None
     assert recording_of(recorded_record(status="oom")) is None
 
 
-NEVER_READY = encode_times([msgspec.structs.replace(ready_times()[0], ready_ms=())])
+NEVER_READY = msgspec.to_builtins([msgspec.structs.replace(ready_times()[0], ready_ms=())])
 
 
-@pytest.mark.parametrize("note", ["{", '[{"name": 1}]', NEVER_READY])
-def test_a_damaged_recording_is_named(note: str) -> None:
+@pytest.mark.parametrize("attached", ["{", [{"name": 1}], NEVER_READY])
+def test_a_damaged_recording_is_named(attached: object) -> None:
     with pytest.raises(StepscopeError, match=r"record run-1-rehearsal.* holds no whole recording"):
-        recording_of(recorded_record(notes={NOTE: note}))
+        recording_of(recorded_record(attachments={NOTE: attached}))
     phases = recorded_record().series[:2]
     with pytest.raises(StepscopeError, match="holds no whole recording"):
         recording_of(recorded_record(series=phases))
@@ -172,13 +173,15 @@ def test_a_check_that_is_wrong_says_where_and_by_how_much() -> None:
 def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
     held = check_record()
     times = {
-        "alone.1000": 2.0, "alone.1000000": 10.0, "pack.1000": 0.5, "pack.1000000": 1.0,
-        "issue": 0.1, "agree": 0.5, "step.no communication": 100.0, "step.flat": 110.0,
+        Sampled("alone", size=1000): 2.0, Sampled("alone", size=1_000_000): 10.0,
+        Sampled("pack", size=1000): 0.5, Sampled("pack", size=1_000_000): 1.0,
+        Sampled("issue"): 0.1, Sampled("agree"): 0.5,
+        Sampled("step", "no communication"): 100.0, Sampled("step", "flat"): 110.0,
         # Four of each: 3 ms instead of 2, 6 instead of 4; both are done 1 and 2 ms late.
-        "packed.1000.4": 3.1, "packed.1000000.4": 6.1,
-        "beside.1000.4": 4.1, "beside.1000000.4": 12.0,
+        Sampled("packed", "4", 1000): 3.1, Sampled("packed", "4", 1_000_000): 6.1,
+        Sampled("beside", "4", 1000): 4.1, Sampled("beside", "4", 1_000_000): 12.0,
     }  # fmt: skip
-    series = [Series(name=name, unit="ms", values=(ms,) * 3) for name, ms in times.items()]
+    series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
     recording = recording_of(held)
     assert recording is not None
     verdict = judge(recording, series, [2.0])
@@ -189,7 +192,7 @@ def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
 
 def test_a_check_without_samples_of_the_link_says_nothing() -> None:
     record = check_record()
-    phases = tuple(s for s in record.series if "." not in s.name)
+    phases = tuple(s for s in record.series if not s.variant and not s.size)
     assert check_of(msgspec.structs.replace(record, series=phases)) is None
 
 

@@ -74,13 +74,23 @@ def test_bad_flags_are_refused(how: dict[str, Any]) -> None:
 def on_gpu(driver: dict[str, float]) -> Record:
     """With counters of a GPU: rank 1 has a byte more of everything."""
     base = sharding_record()
-    held = tuple(Quantity(name=f"{way}.after {place}.{counter}.rank{rank}", value=value + rank, unit="B") for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
+    counters = (
+        Quantity(
+            name=counter, variant=way, phase=f"after {place}", rank=rank, value=value + rank,
+            unit="B",
+        )
+        for way, allocated in (("unsharded", 4 * GIB), ("broadcast", 3 * GIB))
         for place in ("model", "forward", "backward", "step")
         for counter, value in (
             ("allocated", allocated), ("reserved", 5 * GIB), ("driver", driver[way]),
         )
-        for rank in (0, 1)) | tuple(Quantity(name=f"{way}.peak.allocated.rank0", value=6 * GIB, unit="B") for way in ("unsharded", "broadcast"))  # fmt: skip
-    return msgspec.structs.replace(base, quantities={**base.quantities, **held})
+        for rank in (0, 1)
+    )  # fmt: skip
+    peaks = (
+        Quantity(name="allocated", variant=way, phase="peak", value=6 * GIB, unit="B")
+        for way in ("unsharded", "broadcast")
+    )
+    return msgspec.structs.replace(base, quantities=(*base.quantities, *counters, *peaks))
 
 
 def test_the_counters_of_a_gpu_are_shown_where_there_are_some() -> None:
@@ -109,8 +119,8 @@ def test_one_rank_is_said_to_share_with_nobody() -> None:
 
 
 def test_a_way_that_torch_refuses_is_told_with_its_reason() -> None:
-    notes = {"backend": "gloo", "refused.torch ZeRO": "no such collective"}
-    said = [finding.text for finding in shown(Finding, notes=notes)]
+    refused = {"refused": {"torch ZeRO": "no such collective"}}
+    said = [finding.text for finding in shown(Finding, attachments=refused)]
     assert said[-1] == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"
 
 
@@ -125,7 +135,7 @@ class Ranks:
         self.asked.append(ways)
         if "torch ZeRO" in ways:
             raise RankFailed(0, self.dies, "died of SIGSEGV", {})
-        return [RankResult({}, {}, "gloo", {})]
+        return [RankResult({}, [], "gloo", {})]
 
 
 def test_torch_s_way_may_end_a_rank_and_ours_are_still_measured(
@@ -135,7 +145,7 @@ def test_torch_s_way_may_end_a_rank_and_ours_are_still_measured(
     monkeypatch.setattr(sharding, "on_ranks", ranks)
     done = sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]
     assert ranks.asked == [WAYS, WAYS[:-1]]
-    assert done.notes["refused.torch ZeRO"] == "rank 0 died of SIGSEGV at step 3"
+    assert done.attachments["refused"] == {"torch ZeRO": "rank 0 died of SIGSEGV at step 3"}
     monkeypatch.setattr(sharding, "on_ranks", Ranks(dies=0))
     with pytest.raises(RankFailed):
         sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]

@@ -75,11 +75,7 @@ def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
     made, bench = raced(monkeypatch, broken=False)
     assert bench.told[-2:] == ["energy of peer", "energy of ours"]
     for side in ("peer", "ours"):
-        held = {
-            name.removeprefix(f"{side}."): quantity
-            for name, quantity in made.quantities.items()
-            if name.startswith(f"{side}.")
-        }
+        held = {one.name: one for one in made.quantities if one.variant == side}
         assert {name: quantity.unit for name, quantity in held.items()} == {
             "joules": "J", "joules_resolution": "J", "power_w": "W", "unbroken_step_ms": "ms",
             "sm_clock_mhz": "MHz",
@@ -99,7 +95,7 @@ def test_a_counter_that_fails_leaves_the_race_as_it_is(monkeypatch: pytest.Monke
     made, _ = raced(monkeypatch, broken=True)
     assert made.notes["no_energy"] == "RuntimeError: the driver is gone"
     assert len(made.series) == 4
-    assert not any("joules" in name for name in made.quantities)
+    assert not any("joules" in quantity.name for quantity in made.quantities)
 
 
 class TestPage:
@@ -146,11 +142,8 @@ class TestPage:
         assert "step-power" not in {getattr(block, "name", None) for block in blocks}
 
     def test_why_there_is_none_is_told_once_for_all_races(self) -> None:
-        held = [step_race_record(name) for name in ("xl-512", "2.7b-512")]
         notes = {"no_energy": "the driver gives no counter"}
-        records = [
-            step_race_record(record.config["race"], notes=record.notes | notes) for record in held
-        ]
+        records = [step_race_record(name, notes=notes) for name in ("xl-512", "2.7b-512")]
         assert self.texts(*records)[-1] == (
             "There is no energy of the steps of 2.7b-512, xl-512: the driver gives no counter."
         )
@@ -158,7 +151,7 @@ class TestPage:
     def test_without_a_known_limit_nothing_is_said_to_be_at_it(self) -> None:
         here = environment(power_limit_w=None)
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
-        found = draw(record, "ours.")
+        found = draw(record, "ours")
         assert found is not None
         assert (found.of_limit, found.lasts_ms) == (None, None)
         assert not any("at this energy" in text for text in self.texts(record))

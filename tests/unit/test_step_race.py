@@ -115,13 +115,15 @@ def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.Monk
     bench = Silent()
     made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
     assert bench.device.released == 3
-    heats = [key for key in made.notes if key.startswith("heat.")]
-    assert len(heats) == 3
-    raced = {made.notes["best.peer"], made.notes["best.ours"]}
-    assert {series.name for series in made.series} == raced | {f"{n}.consecutive" for n in raced}
+    assert len(made.attachments["heats"]) == 3
+    raced = set(made.attachments["best"].values())
+    assert made.attachments["best"].keys() == {"peer", "ours"}
+    assert {(series.name, series.variant) for series in made.series} == {
+        (name, racer) for name in ("step", "consecutive") for racer in raced
+    }
     assert all(len(series.values) == 2 for series in made.series)
     assert "a CPU's counter" in made.notes["no_energy"]
-    assert not any(name.endswith("joules") for name in made.quantities)
+    assert not any("joules" in quantity.name for quantity in made.quantities)
 
 
 @pytest.mark.parametrize("fastest", ["reference", "sdpa"])
@@ -143,7 +145,7 @@ def test_the_last_that_was_tried_is_not_built_again(
     config = tiny_race_config()
     assert config["racers"][-1][1]["attention"] == "reference"
     made = measure_race(config, Silent())  # type: ignore[arg-type]
-    assert made.notes["best.peer"] == f"peer: eager {fastest}"
+    assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
     # Tried, and once more to race but for what is still there.
     assert built.count("reference") == 1
     assert built.count("sdpa") == (3 if fastest == "sdpa" else 2)
@@ -151,11 +153,7 @@ def test_the_last_that_was_tried_is_not_built_again(
 
 
 def turns(made: Measurement) -> dict[str, float]:
-    heats = {
-        name.removeprefix("heat."): msgspec.json.decode(note, type=Heat)
-        for name, note in made.notes.items()
-        if name.startswith("heat.")
-    }
+    heats: dict[str, Heat] = made.attachments["heats"]
     return {name: heat.turns_ms for name, heat in heats.items() if heat.turns_ms is not None}
 
 
@@ -175,7 +173,8 @@ def test_forms_that_are_close_decide_it_in_alternating_blocks(
         assert what == "run-off of peer"
         series = (
             Series(
-                name=f"{entry.racer.name}.consecutive",
+                name="consecutive",
+                variant=entry.racer.name,
                 unit="ms",
                 clock="device",
                 values=(9.0, 3.0 if entry.racer.workload.attention == slowed else 2.0, 0.0),
@@ -187,7 +186,7 @@ def test_forms_that_are_close_decide_it_in_alternating_blocks(
     monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
-    assert made.notes["best.peer"] == f"peer: eager {fastest}"
+    assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
     assert turns(made) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
 
 
@@ -197,7 +196,7 @@ def test_forms_of_which_neither_is_faster_take_real_turns(monkeypatch: pytest.Mo
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
     found = turns(made)
     assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
-    assert made.notes["best.peer"] == min(found, key=found.__getitem__)
+    assert made.attachments["best"]["peer"] == min(found, key=found.__getitem__)
 
 
 def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +206,8 @@ def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
-    assert made.notes["no_turns.peer"] == "MemoryError: no room for two"
-    assert made.notes["best.peer"] == "peer: eager sdpa", "the first of two that are level"
+    assert made.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
+    assert made.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two that are level"
 
 
 def test_what_torch_s_graphs_hold_is_let_go_of_with_the_form_that_lost(
@@ -240,9 +239,10 @@ def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     monkeypatch.setattr(race, "_consecutive", lambda *_: Timing((), ()))
     monkeypatch.setattr(race, "_NEAR", 1.0)
     made = measure_race(tiny_race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
-    late = [key for key, note in made.notes.items() if note.startswith("not tried")]
-    assert late == ["out.peer: eager reference"]
-    assert {"best.peer", "best.ours"} <= made.notes.keys()
+    excluded = made.attachments["excluded"].items()
+    late = [name for name, reason in excluded if reason.startswith("not tried")]
+    assert late == ["peer: eager reference"]
+    assert made.attachments["best"].keys() == {"peer", "ours"}
 
 
 def test_a_form_that_takes_too_long_is_out_and_the_others_race(
@@ -259,8 +259,9 @@ def test_a_form_that_takes_too_long_is_out_and_the_others_race(
     monkeypatch.setattr(Field, "_try", slow)
     bench = Silent()
     made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
-    assert made.notes["out.peer: eager reference"] == "given up: not done after 3 s"
-    assert "reference" not in made.notes["best.peer"]
+    excluded = made.attachments["excluded"]
+    assert excluded["peer: eager reference"] == "given up: not done after 3 s"
+    assert "reference" not in made.attachments["best"]["peer"]
     assert bench.device.released == 3, "what it left is given back too"
 
 
@@ -290,8 +291,8 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
 
 def test_turns_that_failed_are_told_beside_the_form_that_raced() -> None:
     record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
-    notes = record.notes | {"no_turns.peer": "OutOfMemoryError: full"}
-    (table,) = heat_table(races([msgspec.structs.replace(record, notes=notes)]))
+    failed = record.attachments | {"no_run_off": {"peer": "OutOfMemoryError: full"}}
+    (table,) = heat_table(races([msgspec.structs.replace(record, attachments=failed)]))
     assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
         "a": "raced for its step alone, turns failed: OutOfMemoryError: full", "c": None,
         "b": "raced",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fake_device import FakeClock, FakeDevice, by_name
+from fake_device import FakeClock, FakeDevice, by_variant
 from stepscope.measure import turns
 from stepscope.measure.kernels import KernelRun, kernel_names, profile_kernels
 from stepscope.measure.turns import time_in_turns
@@ -24,17 +24,18 @@ def test_each_has_its_own_time_on_both_clocks(clock: FakeClock) -> None:
         "late": device.work("late", host=0.005, device=0.002).run,
     }
     timing = time_in_turns(runs, device, warmup=2, rounds=4, back_to_back=10)
-    held = by_name(timing.series)
-    assert [(s.name, s.clock) for s in timing.series] == [
-        ("slow", "device"), ("slow", "host"), ("late", "device"), ("late", "host"),
-        ("slow.wall", "host"), ("late.wall", "host"),
+    held = by_variant(timing.series)
+    assert [(s.variant, s.name, s.clock) for s in timing.series] == [
+        ("slow", "step", "device"), ("slow", "step", "host"),
+        ("late", "step", "device"), ("late", "step", "host"),
+        ("slow", "wall", "host"), ("late", "wall", "host"),
     ]  # fmt: skip
-    assert held["slow", "device"].values == pytest.approx([41.0] * 4)
-    assert held["slow", "host"].values == pytest.approx([1.0] * 4)
-    assert len(held["slow", "host"].warmup) == 2
+    assert held["slow", "step", "device"].values == pytest.approx([41.0] * 4)
+    assert held["slow", "step", "host"].values == pytest.approx([1.0] * 4)
+    assert len(held["slow", "step", "host"].warmup) == 2
     # In a row the slower of host and device decides, and the start is paid once.
-    assert held["slow.wall", "host"].values == pytest.approx([40.1] * 4)
-    assert held["late.wall", "host"].values == pytest.approx([5.2] * 4)
+    assert held["slow", "wall", "host"].values == pytest.approx([40.1] * 4)
+    assert held["late", "wall", "host"].values == pytest.approx([5.2] * 4)
 
 
 def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
@@ -44,10 +45,10 @@ def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
         "late": device.work("late", host=0.005, device=0.002).run,
     }
     timing = time_in_turns(runs, device, warmup=1, rounds=3, host_ahead=True)
-    held = by_name(timing.series)
-    assert held["slow", "device"].values == pytest.approx([40.0] * 3)
-    assert held["late", "device"].values == pytest.approx([2.0] * 3)
-    assert held["late", "host"].values == pytest.approx([5.0] * 3)
+    held = by_variant(timing.series)
+    assert held["slow", "step", "device"].values == pytest.approx([40.0] * 3)
+    assert held["late", "step", "device"].values == pytest.approx([2.0] * 3)
+    assert held["late", "step", "host"].values == pytest.approx([5.0] * 3)
 
 
 def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
@@ -74,7 +75,7 @@ def test_rounds_go_on_until_the_time_has_passed(clock: FakeClock) -> None:
 def test_without_a_queue_there_is_the_clock_of_the_host_alone(clock: FakeClock) -> None:
     device = FakeDevice(clock, queue=False)
     timing = time_in_turns({"one": device.work("one", host=0.003).run}, device, rounds=3)
-    assert [(s.name, s.clock) for s in timing.series] == [("one", "host")]
+    assert [(s.variant, s.name, s.clock) for s in timing.series] == [("one", "step", "host")]
     assert timing.series[0].values == pytest.approx([3.0] * 3)
 
 
