@@ -152,9 +152,9 @@ def record(options: argparse.Namespace) -> Recording:
 
 def verdict_of(results: list[RankResult], recording: Recording, buckets: list[float]) -> Verdict:
     series = [
-        Series(name=name, unit="ms", rank=rank, values=tuple(values))
+        Series(**what._asdict(), unit="ms", rank=rank, values=tuple(values))
         for rank, result in enumerate(results)
-        for name, values in result.samples.items()
+        for what, values in result.samples.items()
     ]
     verdict = judge(recording, series, buckets)
     assert verdict is not None

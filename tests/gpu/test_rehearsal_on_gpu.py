@@ -25,7 +25,7 @@ def recorded(**how: object) -> Record:
     done = study.measure(case.config, CudaBench())
     return record(
         study="rehearsal", case=case.key, config=case.config, series=done.series,
-        quantities=done.quantities, notes=done.notes,
+        quantities=done.quantities, notes=done.notes, attachments=done.attachments,
     )  # fmt: skip
 
 

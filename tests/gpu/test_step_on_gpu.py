@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from sample_records import value_of
 from step_records import tiny_race_config
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.model.kernels import search
@@ -17,7 +18,7 @@ from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step import StepFlags
 from stepscope.studies.step.race import Field, Steps
-from stepscope.studies.step.races import Heat, racers
+from stepscope.studies.step.races import racers
 from stepscope.studies.step.training import measure_loss
 from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
@@ -302,18 +303,14 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     field = Field(alone[0], Silent(device))
     for racer in alone:
         field.heat(racer, Steps(3, 0.0), seconds=60.0)
-    assert set(field.heats) == {"peer", "ours", "narrow"}, field.notes
-    assert not any(key.startswith("out.") for key in field.notes), field.notes
+    assert set(field.heats) == {"peer", "ours", "narrow"}, field.excluded
+    assert field.excluded == {}
     entries = [field.entry(field.run_off(side)) for side in field.heats]
     peer, *others = (entry.step.model for entry in entries)
     for other in others:
         pairs = zip(peer.parameters(), other.parameters(), strict=True)
         assert all(one is same for one, same in pairs)
-    heats = [
-        msgspec.json.decode(note, type=Heat)
-        for key, note in field.notes.items()
-        if key.startswith("heat.")
-    ]
+    heats = [heat for of_side in field.heats.values() for heat in of_side.values()]
     state = 12 * sum(p.numel() for p in peer.parameters())
     # Weights and moments in float32 are a floor for every form.
     assert all(heat.peak_bytes is not None and heat.peak_bytes >= 0.95 * state for heat in heats)
@@ -336,12 +333,12 @@ def test_a_race_ends_with_the_energy_of_each_side(device: CudaDevice) -> None:
     assert "no_energy" not in made.notes, made.notes["no_energy"]
     for side in ("peer", "ours"):
         joules, watts, ms = (
-            made.quantities[f"{side}.{name}"].value
+            value_of(made.quantities, name, variant=side)
             for name in ("joules", "power_w", "unbroken_step_ms")
         )
         assert 0 < watts < 1.1 * limit
         assert joules == pytest.approx(watts * ms * 1e-3)
-        assert made.quantities[f"{side}.sm_clock_mhz"].value > 0
+        assert value_of(made.quantities, "sm_clock_mhz", variant=side) > 0
 
 
 def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:

@@ -139,7 +139,7 @@ def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
 def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
     made = inspected_record(step=1.0)
     for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
-        issued = msgspec.structs.replace(times("issue", issue, "host"), phase="forward")
+        issued = times("issue", issue, "host", phase="forward")
         series = (*made.series, issued)
         lead = Watched(msgspec.structs.replace(made, series=series))
         (text,) = [one.text for one in inspected_findings([lead]) if "to issue a step" in one.text]

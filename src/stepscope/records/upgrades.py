@@ -60,6 +60,7 @@ SERIES: dict[str, Rules] = {
     "fsdp": _STRATEGY,
     "inspect": ((r"issue\.(?P<phase>\w+)", "issue"),),
     "levers": ((_FORM, "step"),),
+    "parallel-against-torch": _STRATEGY,
     "rehearsal": (
         (r"step\.(?P<variant>.+)", "step"),
         (r"(?P<name>alone|pack)\.(?P<size>\d+)", ""),
