@@ -14,12 +14,14 @@ from sample_records import environment, times
 from stepscope.analysis.trace.files import read_trace
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.device import CpuDevice
+from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
+from stepscope.studies.subject import Subject
 from stepscope.studies.traced import trace_step
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
@@ -375,13 +377,19 @@ def test_the_published_cases_hold_what_is_to_be_shown() -> None:
 def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Doubling(Subject):
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("double", lambda: torch.ones(3) * 2),)
+
+        def reset(self) -> None: ...
+
     class Blind(CpuDevice):
         kind = "cuda"
 
     monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
     with pytest.raises(StepscopeError, match="recorded no kernels"):
-        trace_step(lambda: torch.ones(3) * 2, Blind(), "blind", steps=1)
-    traced = trace_step(lambda: torch.ones(3) * 2, CpuDevice(), "seen", steps=1)
+        trace_step(Doubling(), Blind(), "blind", steps=1)
+    traced = trace_step(Doubling(), CpuDevice(), "seen", steps=1)
     assert len(traced.series.values) == 1
     assert traced.notes == {}
     assert traced.attachments.keys() == {"profile"}
