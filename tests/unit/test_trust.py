@@ -79,7 +79,7 @@ def test_a_record_without_a_result_is_good() -> None:
 
 def test_waiting_for_cores_makes_a_record_noisy_without_a_stored_lint() -> None:
     readings = (Reading(at_s=0.0, waited_s=0.0), Reading(at_s=10.0, waited_s=8.0))
-    record = record_of(10.0, 10.1, 10.2, 10.1, 10.0, readings=readings, quantities={})
+    record = record_of(10.0, 10.1, 10.2, 10.1, 10.0, readings=readings, ceilings=())
     assert trust(record).good
     assert trust_of(record).codes == ("busy-machine",)
 
