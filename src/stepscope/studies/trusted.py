@@ -7,7 +7,7 @@ conclusion (a cause, a ranking, a recommendation). Its sentence says what was wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -59,6 +59,11 @@ def doubt(all_of: Sequence[Trust], doubted: Sequence[Trust]) -> str:
     if len(all_of) == 1:
         return most
     return f"{most} in {reasons.count(most)} of {counted(len(all_of), 'measurement')}"
+
+
+def all_good(records: Iterable[Record]) -> bool:
+    """Whether a view may fit, rank or extrapolate from these records."""
+    return all(trust_of(record).good for record in records)
 
 
 def banner(records: Sequence[Record]) -> str:
