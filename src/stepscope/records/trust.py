@@ -21,7 +21,7 @@ have the interval itself to go by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from stepscope.records.schema import Lint, Part, Record, Series
@@ -79,8 +79,7 @@ class Trust(Part, frozen=True):
     level: Level = "good"
     codes: tuple[str, ...] = ()
     uncertainty: float = 0.0
-    """Half of the median's interval, or the distance of the quartiles where that is smaller,
-    relative to the median."""
+    """Of the time that the case is about; see the function of that name."""
 
     @property
     def good(self) -> bool:
@@ -111,14 +110,14 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
     given = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
-    uncertainty = _uncertainty(series) if series is not None else 0.0
-    if uncertainty >= MEDIAN_KNOWN_TO:
+    unknown = uncertainty(series.values) if series is not None else 0.0
+    if unknown >= MEDIAN_KNOWN_TO:
         given[SPREAD] = "noisy"
     level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
-        return Trust(uncertainty=uncertainty)
+        return Trust(uncertainty=unknown)
     blamed = tuple(code for code, one in given.items() if one == level)
-    return Trust(level=level, codes=blamed, uncertainty=uncertainty)
+    return Trust(level=level, codes=blamed, uncertainty=unknown)
 
 
 def _subject(record: Record) -> Series | None:
@@ -135,8 +134,10 @@ def _subject(record: Record) -> Series | None:
     return max(alike, key=lambda series: summarize(series.values).median)
 
 
-def _uncertainty(series: Series) -> float:
-    summary = summarize(series.values)
+def uncertainty(values: Sequence[float]) -> float:
+    """How far the median of samples may be off, as a share of it: half of its interval, or the
+    distance of the quartiles where one far sample makes the interval wide."""
+    summary = summarize(values)
     if not summary.median > 0.0:
         return 0.0
     return min((summary.high - summary.low) / 2.0, summary.iqr) / summary.median

@@ -17,7 +17,8 @@ import msgspec
 from stepscope.analysis.steady import Settling, settling
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record, Series
-from stepscope.records.stats import FAR_ABOVE, summarize
+from stepscope.records.stats import summarize
+from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.base import Bench, Case, Measurement, Study
@@ -139,7 +140,7 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
         slowest = max(curves, key=lambda curve: curve.steps)
         needed.append(slowest.steps)
         levels = [curve.steady for curve in curves]
-        if max(levels) > FAR_ABOVE * min(levels):
+        if uncertainty(levels) >= MEDIAN_KNOWN_TO:
             unlike[name] = levels
         steady = summarize(levels).median
         first = summarize([_all_steps(record)[0] for record in members]).median
