@@ -14,5 +14,8 @@ collect_ignore = ["integrations"]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Tests share the machine with each other: a command that waited for them would never begin.
+os.environ["STEPSCOPE_WAIT"] = "0"
+
 settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow")

@@ -73,7 +73,11 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         study="warmup",
         case=case.key,
         config=case.config,
-        **{"series": () if failed else series, "ceilings": (matrix_ceiling("float32", 50e12),)}
+        **{
+            "series": () if failed else series,
+            "quantities": (Quantity(name="flops", value=1e12, unit="FLOP"),),
+            "ceilings": (matrix_ceiling("float32", 50e12),),
+        }
         | changes,
     )
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Lint, Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.attention_memory import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
@@ -254,3 +254,38 @@ def test_formats_and_implementations_grow_apart() -> None:
     told = sentences(records)
     assert any("The forward grows as length to the power 2.00" in text for text in told)
     assert any("The forward (tiled) grows as length to the power 1.00" in text for text in told)
+
+
+def growth(records: list[Record]) -> list[Finding]:
+    blocks = find_study("attention").view(records)
+    return [b for b in blocks if isinstance(b, Finding) and b.code.startswith("attention.growth")]
+
+
+def lengths(*steps: float, **changes: object) -> list[Record]:
+    return [
+        attention_record("backward", seq=seq, step=step, **changes)  # type: ignore[arg-type]
+        for seq, step in zip((256, 1024, 4096), steps, strict=True)
+    ]
+
+
+def test_a_growth_names_its_code_values_and_records() -> None:
+    records = lengths(1.0, 16.0, 256.0)
+    (found,) = growth(records)
+    assert found.code == "attention.growth-with-length"
+    assert found.values["exponent"] == pytest.approx(2.0)
+    assert found.records == tuple(record.id for record in records)
+
+
+def test_no_exponent_is_fitted_to_times_of_a_busy_machine() -> None:
+    busy = (Lint(code="busy-machine", message="planted"),)
+    (found,) = growth([*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, lints=busy)[2:]])
+    assert (found.code, found.tone) == ("attention.growth-unknown", "warn")
+    assert "power" not in found.sentence
+    assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in found.sentence
+
+
+def test_an_exponent_below_zero_is_not_a_growth() -> None:
+    (found,) = growth(lengths(500.0, 30.0, 2.5))
+    assert found.code == "attention.growth-unknown"
+    assert found.values["exponent"] == pytest.approx(-1.9, abs=0.05)
+    assert "power" not in found.sentence

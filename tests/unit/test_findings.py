@@ -212,6 +212,19 @@ def test_the_first_steps_cost_is_found() -> None:
     assert "more than that changes nothing" in verdict
 
 
+def test_processes_that_disagree_need_no_number_of_warm_up_steps() -> None:
+    """Means of 206, 812, 999 and 230 ms after 0, 1, 2 and 5 warm-up steps."""
+    records = [
+        warmup_record([2.0 * steady, *[steady] * 9], warmup)
+        for warmup, steady in ((0, 206.0), (1, 812.0), (2, 999.0), (5, 230.0))
+    ]
+    found = [b for b in find_study("warmup").view(records) if isinstance(b, Finding)]
+    assert [one.code for one in found] == ["warmup.first-step", "warmup.unlike-processes"]
+    assert found[-1].tone == "warn"
+    assert (found[-1].values["fastest_ms"], found[-1].values["slowest_ms"]) == (206.0, 999.0)
+    assert "206 ms in one fresh process and 999 ms in another" in found[-1].sentence
+
+
 def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
     slow = warmup_record([900.0, *[100.0] * 9])
     others = [warmup_record([first, *[100.0] * 9], 1) for first in (200.0, 300.0)]

@@ -20,7 +20,8 @@ def records_in(path: Path) -> list[Record]:
     try:
         return list(read_records(path))
     except StepscopeError as error:
-        assert "it has no version" in str(error), error
+        if "it has no version" not in str(error):
+            raise
         return []
 
 

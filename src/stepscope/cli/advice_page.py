@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified
-from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.changes import Advice, without_ranks
 from stepscope.analysis.advice.unjudged import unjudged
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
@@ -21,6 +21,7 @@ from stepscope.studies.advice.history_view import history_blocks
 from stepscope.studies.advice.view import (
     Tried,
     advice_table,
+    cannot_rank,
     lines_table,
     not_judged,
     not_tried,
@@ -55,6 +56,7 @@ def advice_page(
         subtitle=made.subtitle,
         headline=tables[0] if tables else made.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),
+        banner=made.banner,
     )
 
 
@@ -65,8 +67,12 @@ def conclude(
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
 
+    facts_now = facts_of(base)
+    if facts_now.doubt:
+        # Advice that was kept with an older record has ranks.
+        advice = without_ranks(advice)
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
-    left_out = unjudged(facts_of(base))
+    left_out = unjudged(facts_now)
     if as_json:
         facts = {
             "advice": advice,
@@ -75,6 +81,7 @@ def conclude(
                        "verdict": t.verdict}
                       for t in _tried(records)],
             "not_judged": [one._asdict() for one in left_out],
+            "cannot_rank": facts_now.doubt,
             "report": path,
         }  # fmt: skip
         print(json_line(facts))
@@ -106,6 +113,7 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
     return Section(
         name="advice", title="Advice", question=_QUESTION,
         blocks=(
+            *cannot_rank(base, facts_of(base)),
             *not_judged(unjudged(facts_of(base))),
             *(not_tried(advice, tried, settings) if tried else ()),
             *(table for table in listed if table.rows),

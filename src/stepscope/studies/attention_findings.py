@@ -12,7 +12,7 @@ from stepscope.analysis.scaling import fitted_exponent
 from stepscope.attention import cost
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding
-from stepscope.report.format import bytes_, number
+from stepscope.report.format import bytes_, duration, number
 from stepscope.studies.attention_memory import (
     memory_findings,
     off_by,
@@ -20,9 +20,13 @@ from stepscope.studies.attention_memory import (
     squares,
 )
 from stepscope.studies.attention_workload import AttentionWorkload
+from stepscope.studies.trusted import all_good
 
 LONGEST = 3
 """Lengths that an exponent is fitted to: at short ones the host decides, and fixed costs do."""
+
+SHRINKS = -0.1
+"""An exponent below this is an error of measurement: longer sequences have more work."""
 
 
 def attention_findings(records: Sequence[Record]) -> Iterator[Finding]:
@@ -69,23 +73,34 @@ def _pass(record: Record) -> str:
 
 def _growth_with_length(label: str, records: Sequence[Record]) -> Iterator[Finding]:
     widest = max(record.config["head"] for record in records)
-    points = _times_by("seq", [r for r in records if r.config["head"] == widest])[-LONGEST:]
-    if len(points) < LONGEST:
+    timed = _by("seq", [r for r in records if r.config["head"] == widest])[-LONGEST:]
+    if len(timed) < LONGEST:
         return
+    points = _times(timed)
     exponent = fitted_exponent(*zip(*points, strict=True))
+    if exponent < SHRINKS or not all_good(record for *_, record in timed):
+        yield _not_fitted(label, "length", timed, exponent)
+        return
     yield Finding(
+        code="attention.growth-with-length",
+        values={"pass": label, "exponent": exponent, "head": widest},
         text=f"The {label} grows as length to the power {number(exponent, 3)} over"
-        f" {points[0][0]:g} to {points[-1][0]:g} (at d {widest}); the arithmetic says 2."
+        f" {points[0][0]:g} to {points[-1][0]:g} (at d {widest}); the arithmetic says 2.",
+        records=tuple(record.id for *_, record in timed),
     )
 
 
 def _growth_with_width(label: str, records: Sequence[Record]) -> Iterator[Finding]:
     longest = max(record.config["seq"] for record in records)
-    points = _times_by("head", [r for r in records if r.config["seq"] == longest])
-    if len(points) < LONGEST:
+    timed = _by("head", [r for r in records if r.config["seq"] == longest])
+    if len(timed) < LONGEST:
         return
+    points = _times(timed)
     widths, times = zip(*points, strict=True)
     exponent = fitted_exponent(widths, times)
+    if not all_good(record for *_, record in timed):
+        yield _not_fitted(label, "d", timed, exponent)
+        return
     _, at_zero = np.polyfit(widths, times, 1)
     text = (
         f"The {label} grows as d to the power {number(exponent, 3)} over {points[0][0]:g} to"
@@ -96,12 +111,41 @@ def _growth_with_width(label: str, records: Sequence[Record]) -> Iterator[Findin
             f" A straight line through the times leaves {number(at_zero, 3)} ms at d 0: moving the"
             " tensors of length × length costs that, whatever d is."
         )
-    yield Finding(text=text)
+    yield Finding(
+        code="attention.growth-with-width",
+        values={"pass": label, "exponent": exponent, "length": longest},
+        text=text,
+        records=tuple(record.id for *_, record in timed),
+    )
 
 
-def _times_by(name: str, records: Sequence[Record]) -> list[tuple[float, float]]:
-    found = {float(r.config[name]): step.median for r in records if (step := step_ms(r))}
-    return sorted(found.items())
+Timed = tuple[float, float, Record]
+"""A length or a width, the time of a step there, and its record."""
+
+
+def _by(name: str, records: Sequence[Record]) -> list[Timed]:
+    found = {
+        float(r.config[name]): (float(r.config[name]), step.median, r)
+        for r in records
+        if (step := step_ms(r))
+    }
+    return [found[value] for value in sorted(found)]
+
+
+def _times(timed: Sequence[Timed]) -> list[tuple[float, float]]:
+    return [(value, ms) for value, ms, _ in timed]
+
+
+def _not_fitted(label: str, over: str, timed: Sequence[Timed], exponent: float) -> Finding:
+    """No exponent of noise: the times alone, as they were measured."""
+    told = ", ".join(f"{duration(ms)} at {value:g}" for value, ms, _ in timed)
+    return Finding(
+        code="attention.growth-unknown",
+        values={"pass": label, "over": over, "exponent": exponent},
+        text=f"How the {label} grows with {over} cannot be told from its times: {told}.",
+        tone="warn",
+        records=tuple(record.id for *_, record in timed),
+    )
 
 
 def _accounting(records: Sequence[Record]) -> Iterator[Finding]:

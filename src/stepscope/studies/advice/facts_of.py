@@ -12,6 +12,7 @@ from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernel_names import FILL
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Ceiling, Record
@@ -88,6 +89,7 @@ def facts_of(
         cores=record.environment.cpu_cores,
         threads=record.environment.threads,
         lacks=tuple(lacks),
+        doubt=trust_of(record).reason,
     )
     found = _as_timed(found, summary, ranks)
     if not found.on_gpu and watched.loading_ms is not None:

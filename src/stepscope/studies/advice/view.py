@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.advice.calibration import Verified, is_right, off_by
 from stepscope.analysis.advice.changes import Advice, applicable
+from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
@@ -163,6 +164,24 @@ _SUPPLIED_BY = {
     " machine of the records",
     MEMORY: "`stepscope inspect` makes one unless --no-memory is given",
 }
+
+
+def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
+    """Of a step whose times cannot be trusted: why, and its times."""
+    if not facts.doubt:
+        return ()
+    low, high = (duration(max(0.0, facts.step_ms + sign * facts.noise_ms)) for sign in (-1, 1))
+    return (
+        Finding(
+            code="advice.cannot-rank",
+            values={"reason": facts.doubt, "step_ms": facts.step_ms, "noise_ms": facts.noise_ms},
+            text=f"Cannot rank the changes: {facts.doubt} while the step was timed"
+            f" ({duration(facts.step_ms)}, between {low} and {high}). End other work on the machine"
+            " and record the step again.",
+            tone="warn",
+            records=(base.id,),
+        ),
+    )
 
 
 def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:

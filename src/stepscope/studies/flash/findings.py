@@ -237,7 +237,7 @@ def common_findings(records: Sequence[Record]) -> Iterator[Finding]:
         by_host = sum(_host_decides(record) for _, record in told)
         if code in _OF_THE_HOST and by_host:
             text += f". Of these, {by_host} are cells in which the host decides"
-        yield Finding(text=f"{text}.", tone="warn")
+        yield Finding(text=f"{text}.", tone="warn", timed=False)
 
 
 def _host_decides(record: Record) -> bool:

@@ -249,9 +249,13 @@ def _missing(one: Watched, several: bool) -> Iterator[Finding]:
     whose = f"Rank {one.rank}: " if several else ""
     for note, what in _MISSING.items():
         if note in one.record.notes:
-            yield Finding(text=f"{whose}{what}: {one.record.notes[note]}.", tone="warn")
+            yield Finding(
+                text=f"{whose}{what}: {one.record.notes[note]}.", tone="warn", timed=False
+            )
 
 
 def _lints(lead: Watched) -> Iterator[Finding]:
     for lint in lint_record(lead.record):
-        yield Finding(text=f"{lint.message[0].upper()}{lint.message[1:]}.", tone="warn")
+        yield Finding(
+            text=f"{lint.message[0].upper()}{lint.message[1:]}.", tone="warn", timed=False
+        )
