@@ -112,7 +112,7 @@ def record_of(
         device=asked.device, limits=LIMITS,
     )  # fmt: skip
     series = [
-        Series(name=f"{who}.{kind}", unit="ms", rank=rank,
+        Series(name=kind, variant=who, unit="ms", rank=rank,
                values=tuple(step[place] for step in held[number]))
         for rank, held in enumerate(ranks)
         for number, who in enumerate((OURS, THEIRS))
