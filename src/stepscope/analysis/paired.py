@@ -23,7 +23,7 @@ class Paired(NamedTuple):
 
 
 def paired(record: Record) -> Paired:
-    """Of a record with series `step` and `cpu` of each rank, variants `ours` and `theirs`."""
+    """Ratios of a record with the series `step` and `cpu` of both variants, by rank."""
     steps, spent = (
         [_by_round(record, kind, who) for who in (OURS, THEIRS)] for kind in ("step", "cpu")
     )
