@@ -113,7 +113,7 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     unknown = uncertainty(series.values) if series is not None else 0.0
     if unknown >= MEDIAN_KNOWN_TO:
         given[SPREAD] = "noisy"
-    level = max(given.values(), key=_LEVELS.index, default="good")
+    level: Level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
         return Trust(uncertainty=unknown)
     blamed = tuple(code for code, one in given.items() if one == level)
