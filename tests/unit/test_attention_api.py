@@ -15,10 +15,10 @@ from stepscope.attention import (
     IMPLEMENTATIONS,
     attention,
     explain,
-    implementation,
     reference_attention,
     registry,
 )
+from stepscope.attention.api import attention_with
 
 ON_CPU = ("reference", "tiled", "sdpa", "sdpa_flash", "sdpa_math")
 ALIGNED = pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_every_name_is_a_callable_with_the_same_checks() -> None:
     q, k, v, _ = draw_qkv(5, 5, 16, dtype=torch.float32)
     for name in IMPLEMENTATION_NAMES:
         if name in (*ON_CPU, "auto"):
-            out = implementation(name).function(q, k, v, is_causal=True)
+            out = attention_with(name)(q, k, v, is_causal=True)
             torch.testing.assert_close(out, reference_attention(q, k, v, is_causal=True))
         with pytest.raises(ValueError, match="k is float64 and q is float32"):
-            implementation(name).function(q, k.double(), v)
+            attention_with(name)(q, k.double(), v)
 
 
 def test_a_named_implementation_says_why_it_cannot() -> None:

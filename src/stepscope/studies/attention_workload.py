@@ -22,6 +22,7 @@ from stepscope.studies.subject import Subject
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.attention.registry import AttentionFunction
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
 
@@ -113,7 +114,7 @@ class AttentionStep(Subject):
         self.q, self.k, self.v = (draw().requires_grad_() for _ in range(3))
         # A gradient of its own: that of a sum would be an expanded scalar, which no training has.
         self.grad = draw()
-        self._function = implementation(workload.attention).function
+        self._function = _attention(workload.attention)
         self._out: torch.Tensor | None = None
         self._gradients: tuple[torch.Tensor, ...] = ()
 
@@ -121,7 +122,7 @@ class AttentionStep(Subject):
         """Another `mode` or `attention` of the same call, on the very same tensors."""
         other = copy.copy(self)
         other.workload = msgspec.structs.replace(self.workload, **changes)
-        other._function = implementation(other.workload.attention).function
+        other._function = _attention(other.workload.attention)
         other._out, other._gradients = None, ()
         return other
 
@@ -183,3 +184,9 @@ class AttentionStep(Subject):
 
         assert self._out is not None
         self._gradients = torch.autograd.grad(self._out, (self.q, self.k, self.v), self.grad)
+
+
+def _attention(impl: str) -> AttentionFunction:
+    from stepscope.attention.api import attention_with
+
+    return attention_with(impl)

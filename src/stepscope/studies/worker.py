@@ -22,8 +22,7 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.studies import protocol
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.descendants import end_marked
-from stepscope.studies.nursery import WORKER
+from stepscope.studies.descendants import WORKER, end_marked
 from stepscope.studies.protocol import (
     CheckModel,
     DismissFollowers,

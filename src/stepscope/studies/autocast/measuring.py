@@ -77,7 +77,7 @@ def _subject(
     import torch
     from torch import nn
 
-    from stepscope.attention.registry import implementation
+    from stepscope.attention.api import attention_with
     from stepscope.model.loss import cross_entropy
     from stepscope.model.sizes import find_size, with_overrides
     from stepscope.model.transformer import TransformerLM
@@ -99,9 +99,7 @@ def _subject(
             lambda logits: nn.functional.cross_entropy(logits.float(), targets),
         )
     shape = with_overrides(find_size(config["subject"]), context=config["context"], vocab=512)
-    model = TransformerLM(
-        shape, attention=implementation(config["attention"]).function, device=device
-    )
+    model = TransformerLM(shape, attention=attention_with(config["attention"]), device=device)
     tokens, targets = torch.randint(shape.vocab, (2, 2, config["context"]), device=device)
     return model, tokens, lambda logits: cross_entropy(logits, targets)
 
