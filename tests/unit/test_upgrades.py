@@ -14,7 +14,7 @@ from stepscope.analysis.rehearsal.recording import ReadyTimes
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import Peaks, Saved
 from stepscope.records.schema import SCHEMA_VERSION, decode, encode
-from stepscope.studies.autocast.dtype_rows import Formats, Operators
+from stepscope.studies.autocast.cases import Formats, Operators
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 COMMITTED = sorted(RESULTS.glob("*.jsonl"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.records.schema import Quantity, Series
-from stepscope.studies.autocast.dtype_rows import OperatorFormats
+from stepscope.studies.autocast.cases import AutocastCase, OperatorFormats
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ _REDUCTIONS = ("float16", "bfloat16", "float32")
 _SAMPLES = 5
 
 
-def measure_autocast(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
     import torch
 
     from stepscope.measure.dtypes import DtypeRecorder
 
     device = bench.device
     torch.manual_seed(0)
-    model, inputs, loss_of = _subject(config, device.torch_device)
+    model, inputs, loss_of = _subject(case, device.torch_device)
     outputs, norm_inputs, unwatch = _watch_modules(model)
-    form = getattr(torch, config["dtype"])
+    form = getattr(torch, case.dtype)
 
     forward, backward = DtypeRecorder(), DtypeRecorder()
     with forward, torch.autocast(device.kind, form):
@@ -71,7 +71,7 @@ def measure_autocast(config: dict[str, Any], bench: Bench) -> Measurement:
 
 
 def _subject(
-    config: dict[str, Any], device: torch.device
+    case: AutocastCase, device: torch.device
 ) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """The small net of the course, or the model under study in a small size."""
     import torch
@@ -82,7 +82,7 @@ def _subject(
     from stepscope.model.sizes import find_size, with_overrides
     from stepscope.model.transformer import TransformerLM
 
-    if config["subject"] == "toy":
+    if case.subject == "toy":
         layers = {
             "fc1": nn.Linear(20, 10, bias=False),
             "relu": nn.ReLU(),
@@ -98,9 +98,9 @@ def _subject(
             torch.randn(32, 20, device=device),
             lambda logits: nn.functional.cross_entropy(logits.float(), targets),
         )
-    shape = with_overrides(find_size(config["subject"]), context=config["context"], vocab=512)
-    model = TransformerLM(shape, attention=attention_with(config["attention"]), device=device)
-    tokens, targets = torch.randint(shape.vocab, (2, 2, config["context"]), device=device)
+    shape = with_overrides(find_size(case.subject), context=case.context, vocab=512)
+    model = TransformerLM(shape, attention=attention_with(case.attention), device=device)
+    tokens, targets = torch.randint(shape.vocab, (2, 2, case.context), device=device)
     return model, tokens, lambda logits: cross_entropy(logits, targets)
 
 
