@@ -8,7 +8,8 @@ import torch
 from sample_records import value_of
 from stepscope.measure.device import Device, pick_device
 from stepscope.studies.base import Measurement
-from stepscope.studies.levers import STUDY, LeversFlags
+from stepscope.studies.levers import STUDY
+from stepscope.studies.levers.cases import LeversFlags
 from stepscope.studies.levers.catalog import LEVERS
 
 pytestmark = [
@@ -28,7 +29,7 @@ def measured(lever: str) -> Measurement:
     (case,) = STUDY.cases(LeversFlags(lever=(lever,)))
     bench = Bench()
     bench.device.release()
-    return STUDY.measure(case.config, bench)
+    return STUDY.measure(case, bench)
 
 
 def median(done: Measurement, form: str) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.levers.cases import LeverCase
 
 FORMS = ("slow", "fast")
 _MIB = {"cuda": 512, "cpu": 32}
@@ -20,7 +20,7 @@ def measure_card(bench: Bench) -> Measurement:
     return Measurement(quantities=quantities(facts), attachments={"card": words})
 
 
-def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
     from stepscope.measure.levers import make_pair
     from stepscope.measure.levers.pair import error
     from stepscope.measure.turns import time_in_turns
@@ -28,8 +28,8 @@ def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
     device = bench.device
     if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
         raise CaseSkipped("on a GPU both forms are Triton kernels, and Triton is not here")
-    elements = (config["mib"] or _MIB[device.kind]) << 18
-    pair = make_pair(config["lever"], device, elements, config["rows"] or _ROWS[device.kind])
+    elements = (case.mib or _MIB[device.kind]) << 18
+    pair = make_pair(case.lever, device, elements, case.rows or _ROWS[device.kind])
     found = [Quantity(name="work", value=pair.work, unit=pair.unit)]
     truth = pair.truth()
     for name, form in zip(FORMS, (pair.slow, pair.fast), strict=True):
@@ -50,8 +50,8 @@ def measure_lever(config: dict[str, Any], bench: Bench) -> Measurement:
     timing = time_in_turns(
         {"slow": pair.slow.run, "fast": pair.fast.run},
         device,
-        warmup=config["warmup"],
-        rounds=config["rounds"],
+        warmup=case.warmup or 0,
+        rounds=case.rounds or 1,
         progress=lambda done, total: bench.progress(done, total, "rounds"),
     )
     return Measurement(
