@@ -134,7 +134,7 @@ def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
     blocks = find_study("levers").view(records)
-    said = "\n".join(block.text for block in blocks if isinstance(block, Finding))
+    said = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
     return said, {block.name: block for block in blocks if isinstance(block, Table)}
 
 
