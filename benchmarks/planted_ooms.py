@@ -135,8 +135,7 @@ def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
     try:
         step = TransformerStep(work, device)
         for _ in range(STEPS):
-            step.reset()
-            step.run_phases()
+            step.run()
         device.synchronize()
     except torch.OutOfMemoryError as error:
         said = str(error)
