@@ -20,6 +20,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
+from stepscope.studies.memory.recording import in_small
 from stepscope.studies.own import step as own_step
 from stepscope.studies.own.building import build
 from stepscope.studies.own.step import UserStep
@@ -223,3 +224,12 @@ def test_ranks_train_it_too(tmp_path: Path) -> None:
     assert (ddp.status, fsdp.status) == ("ok", "ok")
     model, _ = causal_lm()
     assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_small_step_before_a_memory_measurement_is_of_the_same_model() -> None:
+    small = in_small(workload_of("causal_lm", checkpoint="1", mode="forward-backward"))
+    assert (small.own, small.batch, small.checkpoint) == ("own_models:causal_lm", 1, "no")
+    step = make_step(small, CpuDevice())
+    step.run()
+    assert isinstance(step, UserStep)
+    assert step.quantities()["samples"].value == 1
