@@ -24,8 +24,8 @@ def race(ratio: float = 0.9, goal: float | None = 1.0, spread: float = 0.0) -> R
         ("theirs", "cpu", 0): [40.0] * 20, ("theirs", "cpu", 1): [60.0] * 20,
     }  # fmt: skip
     series = tuple(
-        Series(name=name, variant=variant, unit="ms", rank=rank, values=tuple(values))
-        for (variant, name, rank), values in times.items()
+        Series(name=name, variant=who, unit="ms", rank=rank, values=tuple(values))
+        for (who, name, rank), values in times.items()
     )
     config = {
         "ours": "DDP", "theirs": "torch's", "goal": goal, "size": "mini", "context": 16, "ranks": 2,

@@ -133,8 +133,8 @@ def _wide_spread(record: Record) -> str | None:
             f" {summary.median:.4g} ms: something comes every {every} steps, such as a checkpoint"
         )
     return (
-        f"{series.label} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the median"
-        f" of {summary.median:.4g} ms; end other work on this machine and measure again"
+        f"{series.label} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the"
+        f" median of {summary.median:.4g} ms; end other work on this machine and measure again"
     )
 
 

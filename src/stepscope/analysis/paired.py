@@ -39,7 +39,7 @@ class Paired(NamedTuple):
 
 
 def paired(record: Record) -> Paired:
-    """Of a record with series `step` and `cpu` of the variants `ours` and `theirs` by rank."""
+    """Ratios of a record with the series `step` and `cpu` of both variants, by rank."""
     steps, spent = (
         [_by_round(record, kind, who) for who in (OURS, THEIRS)] for kind in ("step", "cpu")
     )
