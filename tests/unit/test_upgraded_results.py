@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.paired import STUDY, paired
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -16,7 +15,7 @@ FILES = sorted(RESULTS.glob("*.jsonl"))
 
 
 def records_in(path: Path) -> list[Record]:
-    """Without those of a file that a benchmark wrote in a form of its own."""
+    """None where a benchmark wrote the file in a form of its own."""
     try:
         return list(read_records(path))
     except StepscopeError as error:
@@ -37,14 +36,3 @@ def test_no_name_carries_a_dimension_and_no_note_is_json(path: Path) -> None:
 
 def test_most_files_of_results_are_records() -> None:
     assert sum(bool(records_in(path)) for path in FILES) > len(FILES) / 2
-
-
-def test_both_sides_of_a_race_against_torch_are_read() -> None:
-    races = records_in(RESULTS / "parallel-against-torch_cpu.jsonl")
-    assert races
-    for record in races:
-        assert record.study == STUDY
-        assert {(one.name, one.variant) for one in record.series} == {
-            (name, variant) for name in ("step", "cpu") for variant in ("ours", "theirs")
-        }
-        assert paired(record).theirs_ms > 0
