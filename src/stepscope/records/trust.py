@@ -108,12 +108,12 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     if record.status != "ok":
         return Trust()
     codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
-    given = {code: LEVEL_OF.get(code, "noisy") for code in codes}
+    given: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
     unknown = uncertainty(series.values) if series is not None else 0.0
     if unknown >= MEDIAN_KNOWN_TO:
         given[SPREAD] = "noisy"
-    level = max(given.values(), key=_LEVELS.index, default="good")
+    level: Level = max(given.values(), key=_LEVELS.index, default="good")
     if level == "good":
         return Trust(uncertainty=unknown)
     blamed = tuple(code for code, one in given.items() if one == level)
