@@ -38,7 +38,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
         assert main(words) == 0
         told = capsys.readouterr().out
         assert all(f"\n  {name} " in told for name in COMMANDS)
-        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 130))
+        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 4, 130))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("stepscope ")
 

@@ -24,6 +24,7 @@ from stepscope.report.format import duration, number, percent
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_each
 from stepscope.studies.post_mortem import step_post_mortem
+from stepscope.studies.trusted import all_good
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 
@@ -159,6 +160,13 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
         )
     if unlike:
         yield _unlike(unlike, records)
+    elif needed and not all_good(records):
+        yield Finding(
+            code="warmup.steps-unknown",
+            text="How many warm-up steps this machine needs cannot be told.",
+            tone="warn",
+            records=tuple(record.id for record in records),
+        )
     elif needed:
         most = max(needed)
         sized = "no warm-up step" if most == 0 else f"{most} warm-up step{'s' if most > 1 else ''}"
