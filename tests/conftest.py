@@ -10,11 +10,14 @@ import sys
 import torch
 from hypothesis import HealthCheck, settings
 
+import fast_interpreter
+
 collect_ignore = ["integrations"]
 """They need other libraries: `make test-integrations` installs them and names the folder."""
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    fast_interpreter.install()
 
 settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow")
