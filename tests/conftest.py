@@ -18,6 +18,9 @@ collect_ignore = ["integrations"]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     fast_interpreter.install()
+    # Tests run side by side: more threads than cores spin in OpenMP's barriers, which doubles the
+    # CPU time of whatever is timed.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow")
