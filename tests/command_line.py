@@ -51,7 +51,9 @@ class CommandLine:
     def command(self, words: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", "stepscope", *words]
 
-    def __call__(self, *words: str, timeout: float = HANGS_AFTER_S) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: str, timeout: float = HANGS_AFTER_S
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(words),
             env=self.environment, capture_output=True, text=True, timeout=timeout,

@@ -1,8 +1,8 @@
 """A faster Triton interpreter: the same results without repeated work.
 
-A call of a device function from a kernel replaces the functions of `triton.language` again, although
-the launch of the kernel has done so: a third of the time of a kernel with small blocks. And the
-table of NumPy dtypes is built at every operation.
+A kernel's call of a device function replaces the functions of `triton.language` again, although the
+launch of the kernel has done so: a third of the time of a kernel with small blocks. And the table
+of NumPy dtypes is built at every operation.
 """
 
 from __future__ import annotations
