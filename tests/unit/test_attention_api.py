@@ -275,12 +275,12 @@ def test_traces_into_one_graph(impl: str, how: dict[str, str]) -> None:
 def test_compiled_meets_more_shapes_than_torch_would_compile() -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for length in range(3, 7):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (3, 4, 5):
             q, k, v, _ = draw_qkv(length, length, 4)
             out = attention(q, k, v, is_causal=True, impl="compiled")
             torch.testing.assert_close(out, reference_attention(q, k, v, is_causal=True))
-    assert graphs["unique_graphs"] == 4
+    assert graphs["unique_graphs"] == 3
     *inputs, grad = draw_qkv(5, 9, 4, heads=2, key_heads=1)
     assert_same("compiled", inputs, grad, **BOTTOM_RIGHT)
 
