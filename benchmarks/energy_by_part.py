@@ -126,7 +126,7 @@ def setting_of(workload: Workload, device: Device) -> Setting:
 
 
 def whole_step(racer: Racer, device: Device) -> Call:
-    return Field(racer, Bench(device)).entry(racer).run
+    return Field(racer, Bench(device)).entry(racer).step.run
 
 
 def repeated(work: Call, device: Device) -> Call:

@@ -40,6 +40,7 @@ from stepscope.studies.flash.comparisons import (
 from stepscope.studies.flash.rows import OURS
 from stepscope.studies.flash.rows import races as attention_races
 from stepscope.studies.rehearsal.checks import Row, check_of
+from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race
 from stepscope.studies.step.rows import races as step_races
 
@@ -125,7 +126,7 @@ def _value(case: str, found: Ratio | Summary | Interval | float | None) -> Value
 def _step_values(
     goal: Goal, evidence: Evidence, measured: Callable[[Race], Value]
 ) -> Iterator[Value]:
-    by_name = {race.name: race for race in step_races(evidence.of("step"))}
+    by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step")))}
     for name in goal.case:
         case = name if goal.side == "ours" else f"{name} {goal.side}"
         found = measured(by_name[name]) if name in by_name else Value(case)

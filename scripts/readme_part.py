@@ -14,8 +14,9 @@ from stepscope.report.text import markdown
 from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.view import Tried, best_of
 from stepscope.studies.flash import STUDY as FLASH
+from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race, races
-from stepscope.studies.step.speed import lead_cell
+from stepscope.studies.step.view import interval_cell, lead_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
 _PEERS = {"sdpa_flash": "torch's FlashAttention-2", "sdpa_cudnn": "cuDNN"}
@@ -58,14 +59,13 @@ def _figures(results: Path) -> str:
 
 
 def _steps(results: Path) -> Iterator[Row]:
-    for race in races(read_records(results / "step_h200.jsonl")):
+    for race in races(STEP.results(read_records(results / "step_h200.jsonl"))):
         lead, ratio, share = race.lead(), race.ratio(), race.mfu()
         if lead is not None and ratio is not None:
             mfu = f", {percent(share)} MFU" if share is not None else ""
             yield (
                 _named(race), f"{duration(lead.ms)}{mfu}",
-                f"torch.compile, {duration(lead.peer_ms)}", lead_cell(lead),
-                Interval(value=ratio.value, low=ratio.low, high=ratio.high),
+                f"torch.compile, {duration(lead.peer_ms)}", lead_cell(lead), interval_cell(ratio),
             )  # fmt: skip
 
 

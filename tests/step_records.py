@@ -19,10 +19,9 @@ from stepscope.analysis.energy_parts import (
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
-from stepscope.studies.base import PlannedCase
 from stepscope.studies.compile import CompileFlags
 from stepscope.studies.registry import find_study
-from stepscope.studies.step import StepFlags
+from stepscope.studies.step.cases import RaceCase, StepCase, StepFlags
 from trace_files import training_step
 
 CEILINGS = (
@@ -34,11 +33,11 @@ CEILINGS = (
 )
 
 
-def _cases(part: str, **flags: Any) -> tuple[PlannedCase, ...]:
+def _cases(part: str, **flags: Any) -> tuple[Any, ...]:
     return find_study("step").cases(StepFlags(part=(part,), **flags))  # type: ignore[arg-type]
 
 
-def _made(case: PlannedCase, changes: dict[str, Any], **parts: Any) -> Record:
+def _made(case: StepCase, changes: dict[str, Any], **parts: Any) -> Record:
     failed = changes.get("status", "ok") != "ok"
     made = {"series": ()} if failed else parts
     return record(
@@ -53,16 +52,13 @@ def rung_record(
 ) -> Record:  # fmt: skip
     """A rung that took `step` ms."""
     (case,) = (
-        c for c in _cases("ladder", size=(size,))
-        if (c.config["rung"], c.config["how"]) == (rung, how)
+        c for c in _cases("ladder", size=(size,)) if (c.rung, c.how) == (rung, how)
     )  # fmt: skip
     return _made(case, changes, series=(times("step", step), times("step", step, "host")))
 
 
 def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -> Record:
-    case = next(
-        c for c in _cases("loss", seeds=(seed,)) if c.config["rung"] == rung
-    )  # fmt: skip
+    case = next(c for c in _cases("loss", seeds=(seed,)) if c.rung == rung)
     series = (Series(name="loss", unit="nats", values=tuple(losses)),)
     return _made(case, changes, series=series)
 
@@ -70,7 +66,7 @@ def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -
 def waterfall_record(
     rung: str = "start", *, step: float = 1.0, replay: float | None = None, **changes: Any
 ) -> Record:
-    (case,) = (c for c in _cases("waterfall") if c.config["rung"] == rung)
+    (case,) = (c for c in _cases("waterfall") if c.rung == rung)
     series = [times("step", step), times("step", step, "host")]
     series += [times("replay", replay)] if replay is not None else []
     return _made(
@@ -125,15 +121,17 @@ def step_race_record(
     )  # fmt: skip
 
 
-def tiny_race_config(**changes: Any) -> dict[str, Any]:
-    """A race that a processor runs in a moment, as it travels to a worker."""
+def tiny_race_case(**changes: Any) -> RaceCase:
+    """A race that a CPU runs in a moment."""
     (case,) = _cases(
         "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
     )
-    config = msgspec.json.decode(msgspec.json.encode(case.config))
-    for racer in config["racers"]:
-        racer[1] |= {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
-    return config | {"steady_seconds": 0.0} | changes
+    small = {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
+    racers = tuple(
+        racer._replace(workload=msgspec.structs.replace(racer.workload, **small))
+        for racer in case.racers
+    )
+    return msgspec.structs.replace(case, racers=racers, **{"steady_seconds": 0.0} | changes)
 
 
 def compile_record(

@@ -9,17 +9,16 @@ import msgspec
 import pytest
 import torch
 
-from sample_records import value_of
-from step_records import tiny_race_config
+from step_records import tiny_race_case
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.model.kernels import search
 from stepscope.model.kernels.search import multiplied_into, searched_products
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.step import StepFlags
-from stepscope.studies.step.race import Field, Steps
+from stepscope.studies.step.cases import StepFlags
+from stepscope.studies.step.measure import measure_loss
+from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import racers
-from stepscope.studies.step.training import measure_loss
 from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
@@ -301,10 +300,11 @@ def test_a_race_shares_weights_and_keeps_the_fastest_of_each_side(device: CudaDe
     ]  # fmt: skip
     alone = list({racer.name: racer for racer in forms}.values())
     field = Field(alone[0], Silent(device))
+    case = tiny_race_case(form_seconds=60.0)
     for racer in alone:
-        field.heat(racer, Steps(3, 0.0), seconds=60.0)
+        field.heat(racer, case)
     assert set(field.heats) == {"peer", "ours", "narrow"}, field.excluded
-    assert field.excluded == {}
+    assert not field.excluded
     entries = [field.entry(field.run_off(side)) for side in field.heats]
     peer, *others = (entry.step.model for entry in entries)
     for other in others:
@@ -327,18 +327,16 @@ def test_a_mark_is_reached_when_all_before_it_is_done(device: CudaDevice) -> Non
 def test_a_race_ends_with_the_energy_of_each_side(device: CudaDevice) -> None:
     from stepscope.studies.step.race import measure_race
 
-    made = measure_race(tiny_race_config(), Silent(device))
+    made = measure_race(tiny_race_case(), Silent(device))
     limit = device.telemetry.power_limit_w()
     assert limit is not None
     assert "no_energy" not in made.notes, made.notes["no_energy"]
     for side in ("peer", "ours"):
-        joules, watts, ms = (
-            value_of(made.quantities, name, variant=side)
-            for name in ("joules", "power_w", "unbroken_step_ms")
-        )
-        assert 0 < watts < 1.1 * limit
-        assert joules == pytest.approx(watts * ms * 1e-3)
-        assert value_of(made.quantities, "sm_clock_mhz", variant=side) > 0
+        found = {one.name: one.value for one in made.quantities if one.variant == side}
+        assert 0 < found["power_w"] < 1.1 * limit
+        taken = found["power_w"] * found["unbroken_step_ms"] * 1e-3
+        assert found["joules"] == pytest.approx(taken)
+        assert found["sm_clock_mhz"] > 0
 
 
 def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
@@ -353,8 +351,8 @@ def test_the_text_is_learnt_in_every_format(device: CudaDevice) -> None:
 
     ends = {}
     for case in find_study("step").cases(flags):
-        values = measure_loss(case.config, Silent(device)).series[0].values
-        ends[case.config["rung"]] = sum(values[-6:]) / 6
-        assert ends[case.config["rung"]] < 0.8 * values[0]
+        values = measure_loss(case, Silent(device)).series[0].values
+        ends[case.rung] = sum(values[-6:]) / 6
+        assert ends[case.rung] < 0.8 * values[0]
     for rung, end in ends.items():
         assert end == pytest.approx(ends["start"], rel=0.01), rung

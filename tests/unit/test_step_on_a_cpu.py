@@ -11,7 +11,7 @@ from command_line import CommandLine
 from stepscope.cli.run_command import Asked, Share
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
-from stepscope.studies.step import StepFlags
+from stepscope.studies.step.cases import StepFlags
 
 STUDY = find_study("step")
 
@@ -30,11 +30,11 @@ def test_where_a_rung_does_not_apply_what_is_trained_is_still_what_was_asked_for
 ) -> None:
     lacks = CpuDevice().lacks()
     cases = STUDY.cases_here(StepFlags(part=("loss",), **flags), lacks)  # type: ignore[arg-type]
-    assert {case.config["rung"] for case in cases} == rungs
+    assert {case.rung for case in cases} == rungs
     for case in cases:
-        absent = case.config["rung"] in ("joined", "tf32")
+        absent = case.rung in ("joined", "tf32")
         assert bool(set(case.needs) & set(lacks)) is absent
-        assert not absent or case.config["seed"] == 0
+        assert not absent or case.seed == 0
     here = StepFlags(part=("ladder", "loss"))
     assert STUDY.cases_here(here, ()) == STUDY.cases(here)
 

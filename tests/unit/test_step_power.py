@@ -9,7 +9,7 @@ import pytest
 from fake_device import FakeClock
 from own_records import own_record
 from sample_records import environment
-from step_records import step_race_record, tiny_race_config, waterfall_record
+from step_records import step_race_record, tiny_race_case, waterfall_record
 from stepscope.analysis.power import Draw, draw, power_capped
 from stepscope.measure import energy
 from stepscope.measure.device import CpuDevice, Mark
@@ -64,7 +64,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     # No form is as close to another that they take turns.
     monkeypatch.setattr("stepscope.studies.step.race._NEAR", 1.0)
     monkeypatch.setattr("stepscope.studies.step.race._RUN_OFF_S", 0.0)
-    return measure_race(tiny_race_config(), bench), bench
+    return measure_race(tiny_race_case(), bench), bench
 
 
 def test_each_side_of_a_race_runs_on_its_own_for_its_energy(
@@ -99,8 +99,8 @@ def test_a_counter_that_fails_leaves_the_race_as_it_is(monkeypatch: pytest.Monke
 
 
 class TestPage:
-    def texts(self, *records: Record) -> list[str]:
-        return [block.text for block in STUDY.view(records) if isinstance(block, Finding)]
+    def findings(self, *records: Record) -> dict[str, Finding]:
+        return {block.code: block for block in STUDY.view(records) if isinstance(block, Finding)}
 
     def test_the_energy_of_both_sides_stands_beside_the_limit(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
@@ -120,7 +120,8 @@ class TestPage:
 
     def test_a_side_at_the_cap_is_told_with_what_its_energy_allows(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
-        assert self.texts(record) == [
+        found = self.findings(record)
+        assert [finding.sentence for finding in found.values()] == [
             "xl-512: a step takes 60.8 ms, 59.0 % MFU where steps follow each other; the fastest"
             " peer (block default) takes 79.0 ms: ours is 1.30 times as fast. Interleaved samples"
             " give 1.30 times.",
@@ -128,14 +129,21 @@ class TestPage:
             " step after step it takes as long as that energy lasts, at the limit 59.3 ms"
             " (± 1.2 %). The peer takes 54.5 J, which lasts 77.9 ms.",
         ]
+        assert found["step.power-capped"].records == (record.id,)
+        assert found["step.power-capped"].values == {
+            "race": "xl-512", "ours_joules": pytest.approx(41.5264),
+            "ours_lasts_ms": pytest.approx(41.5264 / 0.7), "peer_joules": pytest.approx(54.51),
+            "peer_lasts_ms": pytest.approx(54.51 / 0.7),
+        }  # fmt: skip
 
     def test_below_the_cap_no_limit_is_told(self) -> None:
         drawn = {"ours": (195.0, 5.5, 1980.0), "peer": (150.0, 12.0, 1980.0)}
         record = step_race_record("small-512", drawn=drawn, environment=H200)
         (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
         assert [row[9] for row in table.rows] == [None, None]
-        (race,) = self.texts(record)
-        assert "ours is 2.18 times as fast" in race
+        ((code, race),) = self.findings(record).items()
+        assert code == "step.race-faster"
+        assert race.values["times"] == pytest.approx(12 / 5.5)
 
     def test_records_without_energy_have_neither(self) -> None:
         blocks = STUDY.view([step_race_record("xl-512", XL)])
@@ -143,10 +151,12 @@ class TestPage:
 
     def test_why_there_is_none_is_told_once_for_all_races(self) -> None:
         notes = {"no_energy": "the driver gives no counter"}
-        records = [step_race_record(name, notes=notes) for name in ("xl-512", "2.7b-512")]
-        assert self.texts(*records)[-1] == (
+        records = [step_race_record(name, notes=notes, id=name) for name in ("xl-512", "2.7b-512")]
+        found = self.findings(*records)["step.no-energy"]
+        assert found.text == (
             "There is no energy of the steps of 2.7b-512, xl-512: the driver gives no counter."
         )
+        assert found.records == ("2.7b-512", "xl-512")
 
     def test_without_a_known_limit_nothing_is_said_to_be_at_it(self) -> None:
         here = environment(power_limit_w=None)
@@ -154,7 +164,7 @@ class TestPage:
         found = draw(record, "ours")
         assert found is not None
         assert (found.of_limit, found.lasts_ms) == (None, None)
-        assert not any("at this energy" in text for text in self.texts(record))
+        assert "step.power-capped" not in self.findings(record)
 
 
 @pytest.mark.parametrize(("watts", "least_ms"), [(665.0, 57.0), (664.9, None)])
@@ -184,15 +194,16 @@ def readings(*throttled: float | None) -> tuple[Reading, ...]:
 
 
 class TestBesideTheWaterfall:
-    def told(self, *throttled: float | None) -> list[str]:
+    def capped(self, *throttled: float | None) -> list[Finding]:
         record = waterfall_record(readings=readings(*throttled), environment=H200)
-        found = [b.text for b in STUDY.view([record]) if isinstance(b, Finding)]
-        return [text for text in found if text.startswith("At the power cap")]
+        found = [b for b in STUDY.view([record]) if isinstance(b, Finding)]
+        return [finding for finding in found if finding.code == "energy.power-capped"]
 
     def test_most_readings_at_the_cap_are_one_finding(self) -> None:
-        (text,) = self.told(None, 1700.0, 1650.0, 1800.0)
-        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in text
-        assert "shortens the step by its energy, not by its time" in text
+        (found,) = self.capped(None, 1700.0, 1650.0, 1800.0)
+        assert list(found.values.values()) == [1700.0]
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in found.sentence
+        assert found.conclusion.endswith("shortens the step by its energy, not by its time.")
 
     @pytest.mark.parametrize(
         "throttled",
@@ -200,7 +211,7 @@ class TestBesideTheWaterfall:
         ids=["no readings", "never", "half", "the clock hardly fell"],
     )
     def test_else_there_is_none(self, throttled: tuple[float | None, ...]) -> None:
-        assert self.told(*throttled) == []
+        assert self.capped(*throttled) == []
 
     def test_a_record_that_does_not_know_the_highest_clock_says_nothing(self) -> None:
         record = waterfall_record(readings=readings(1600.0), environment=environment())

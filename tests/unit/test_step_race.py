@@ -10,10 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from step_records import (
-    step_race_record,
-    tiny_race_config,
-)
+from step_records import step_race_record, tiny_race_case
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.patience import TookTooLong
@@ -21,11 +18,12 @@ from stepscope.measure.timer import Timing
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-from stepscope.studies.step import StepFlags, race
+from stepscope.studies.step import race
+from stepscope.studies.step.cases import StepFlags
 from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.races import RACES, Heat, Racer, racers
 from stepscope.studies.step.rows import races
-from stepscope.studies.step.speed import heat_table
+from stepscope.studies.step.view import heat_table
 from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
@@ -92,6 +90,21 @@ class TestRacers:
         (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
         sent = json.loads(msgspec.json.encode(case.config))
         assert [racer[0] for racer in sent["racers"]].count("ours") == 5
+        assert STUDY.decode(sent) == case
+
+    def test_forms_that_were_chosen_are_part_of_the_case_and_of_no_other(self) -> None:
+        chosen = ("peer: block", "graph")
+        for forms in ((), chosen):
+            flags = StepFlags(part=("race",), race=("small-512",), forms=forms)
+            (case,) = STUDY.cases(flags)
+            assert case.config.get("forms") == (forms or None)
+            assert STUDY.decode(case.config).key == case.key
+
+    def test_a_race_of_an_older_version_is_read(self) -> None:
+        (case,) = STUDY.cases(StepFlags(part=("race",), race=("small-512",)))
+        later = ("blocks", "block_seconds", "heat_seconds", "form_seconds", "steady_seconds")
+        older = {name: value for name, value in case.config.items() if name not in later}
+        assert STUDY.decode(older).racers == case.racers
 
 
 class Watched(CpuDevice):
@@ -113,7 +126,7 @@ class Silent:
 def test_a_race_tries_each_form_alone_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_NEAR", 1.0)
     bench = Silent()
-    made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
     assert bench.device.released == 3
     assert len(made.attachments["heats"]) == 3
     raced = set(made.attachments["best"].values())
@@ -142,9 +155,9 @@ def test_the_last_that_was_tried_is_not_built_again(
 
     monkeypatch.setattr(race, "TransformerStep", watched)
     monkeypatch.setattr(race, "_timed", timed)
-    config = tiny_race_config()
-    assert config["racers"][-1][1]["attention"] == "reference"
-    made = measure_race(config, Silent())  # type: ignore[arg-type]
+    case = tiny_race_case()
+    assert case.racers[-1].workload.attention == "reference"
+    made = measure_race(case, Silent())  # type: ignore[arg-type]
     assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
     # Tried, and once more to race but for what is still there.
     assert built.count("reference") == 1
@@ -185,7 +198,7 @@ def test_forms_that_are_close_decide_it_in_alternating_blocks(
 
     monkeypatch.setattr(race, "_consecutive", consecutive)
     monkeypatch.setattr(race, "_timed", timed)
-    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
     assert made.attachments["best"]["peer"] == f"peer: eager {fastest}"
     assert turns(made) == {f"peer: eager {slowed}": 3.0, f"peer: eager {fastest}": 2.0}
 
@@ -193,7 +206,7 @@ def test_forms_that_are_close_decide_it_in_alternating_blocks(
 def test_forms_of_which_neither_is_faster_take_real_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_RUN_OFF_S", 0.0)
-    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
     found = turns(made)
     assert found.keys() == {"peer: eager sdpa", "peer: eager reference"}
     assert made.attachments["best"]["peer"] == min(found, key=found.__getitem__)
@@ -205,7 +218,7 @@ def test_where_turns_fail_the_heats_decide(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Field, "_alternate", full)
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
-    made = measure_race(tiny_race_config(), Silent())  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(), Silent())  # type: ignore[arg-type]
     assert made.attachments["no_run_off"]["peer"] == "MemoryError: no room for two"
     assert made.attachments["best"]["peer"] == "peer: eager sdpa", "the first of two that are level"
 
@@ -238,7 +251,7 @@ def test_where_the_time_for_heats_is_over_those_that_were_tried_race(
     monkeypatch.setattr(race, "_timed", lambda *_: [1.0])
     monkeypatch.setattr(race, "_consecutive", lambda *_: Timing((), ()))
     monkeypatch.setattr(race, "_NEAR", 1.0)
-    made = measure_race(tiny_race_config(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(heat_seconds=55.0), Silent())  # type: ignore[arg-type]
     excluded = made.attachments["excluded"].items()
     late = [name for name, reason in excluded if reason.startswith("not tried")]
     assert late == ["peer: eager reference"]
@@ -258,7 +271,7 @@ def test_a_form_that_takes_too_long_is_out_and_the_others_race(
 
     monkeypatch.setattr(Field, "_try", slow)
     bench = Silent()
-    made = measure_race(tiny_race_config(), bench)  # type: ignore[arg-type]
+    made = measure_race(tiny_race_case(), bench)  # type: ignore[arg-type]
     excluded = made.attachments["excluded"]
     assert excluded["peer: eager reference"] == "given up: not done after 3 s"
     assert "reference" not in made.attachments["best"]["peer"]
@@ -270,7 +283,7 @@ def test_of_several_races_of_a_step_the_one_with_the_nearest_peer_counts() -> No
         step_race_record("tiny-64", {"peer: a": peer, "ours: b": 2.0}, id=f"race-{peer}")
         for peer in (4.0, 3.0, 5.0)
     ]
-    (only,) = races(records)
+    (only,) = races(STUDY.results(records))
     ratio = only.ratio()
     assert ratio is not None
     assert ratio.value == pytest.approx(1.5, rel=0.05)
@@ -284,7 +297,7 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
         step_race_record("tiny-64", nearest, id="nearest"),
         step_race_record("tiny-64", most, id="most-peers"),
     ]
-    (only,) = races(records)
+    (only,) = races(STUDY.results(records))
     assert only.record.id == "most-peers"
     assert [other.record.id for other in only.others] == ["nearest"]
 
@@ -292,7 +305,9 @@ def test_a_race_against_more_peers_counts_before_one_with_a_nearer_peer() -> Non
 def test_turns_that_failed_are_told_beside_the_form_that_raced() -> None:
     record = step_race_record("tiny-64", {"peer: c": 4.01, "peer: a": 4.0, "ours: b": 2.0})
     failed = record.attachments | {"no_run_off": {"peer": "OutOfMemoryError: full"}}
-    (table,) = heat_table(races([msgspec.structs.replace(record, attachments=failed)]))
+    (table,) = heat_table(
+        races(STUDY.results([msgspec.structs.replace(record, attachments=failed)]))
+    )
     assert {row[2]: row[-1] for row in table.rows if row[3] is not None} == {
         "a": "raced for its step alone, turns failed: OutOfMemoryError: full", "c": None,
         "b": "raced",
@@ -306,7 +321,7 @@ def test_forms_that_only_another_race_had_are_told_with_the_fastest_there() -> N
         step_race_record("tiny-64", most, id="most-peers"),
         step_race_record("tiny-64", slower, id="other"),
     ]
-    (table,) = heat_table(races(records))
+    (table,) = heat_table(races(STUDY.results(records)))
     told = [(row[2], row[3], row[-1]) for row in table.rows if row[3] is not None]
     assert told == [
         ("c", 4.0, None),

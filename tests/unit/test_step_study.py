@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,14 +18,13 @@ from step_records import (
 )
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
-from stepscope.records.schema import Quantity
-from stepscope.report.blocks import Figure, Finding, Interval, Table, Timeline
+from stepscope.records.schema import Quantity, Record
+from stepscope.report.blocks import Interval, Timeline
 from stepscope.studies.registry import find_study
-from stepscope.studies.step import PARTS, StepFlags
+from stepscope.studies.step.cases import PARTS, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
-from stepscope.studies.step.rows import curves, ladders, races
-from stepscope.studies.step.text import FOLLOWERS, entropy, sequences
-from stepscope.studies.step.training import begin_again
+from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
+from stepscope.studies.step.rows import ladders, loss_curves, races
 from stepscope.studies.transformer_step import TransformerStep
 
 STUDY = find_study("step")
@@ -142,20 +142,19 @@ def test_steps_that_share_weights_train_the_same_ones() -> None:
 
 
 class TestPage:
-    def blocks(self, *records: object) -> dict[str, object]:
-        made = STUDY.view(list(records))
-        return {getattr(b, "name", f"finding {n}"): b for n, b in enumerate(made)}
+    def blocks(self, *records: Record) -> dict[str, Any]:
+        """Tables and figures by name, findings by code."""
+        return {getattr(b, "name", None) or b.code: b for b in STUDY.view(records)}
 
     def test_the_ladder_says_what_each_rung_brings(self) -> None:
         held = self.blocks(
-            rung_record("start", "start", step=100.0),
-            rung_record("bf16", "first", step=50.0),
-            rung_record("flash", "alone", step=80.0),
-            rung_record("flash", "so far", step=25.0),
-            rung_record("graph", "so far", status="skipped", reason="no graphs here"),
+            rung_record("start", "start", step=100.0, id="start"),
+            rung_record("bf16", "first", step=50.0, id="bf16"),
+            rung_record("flash", "alone", step=80.0, id="flash"),
+            rung_record("flash", "so far", step=25.0, id="flash-all"),
+            rung_record("graph", "so far", status="skipped", reason="no graphs here", id="graph"),
         )
         table = held["step-ladder"]
-        assert isinstance(table, Table)
         by_row = {(row[0], row[1]): row for row in table.rows}
         assert by_row["bfloat16 autocast", "both"][3:5] == (2.0, 2.0)
         assert by_row["flash attention", "alone"][3:5] == (1.25, None)
@@ -163,11 +162,24 @@ class TestPage:
         assert table.rows[-1][2] == "skipped"
         assert table.rows[-1][-1] == "no graphs here"
         figure = held["step-climb"]
-        assert isinstance(figure, Figure)
         assert figure.curves[0].x == ("start", "+ bf16", "+ flash")
-        first = next(b for b in held.values() if isinstance(b, Finding))
-        assert "from 100 ms to 25.0 ms, 4.00 times as fast" in first.text
-        assert "Alone, bfloat16 autocast brings most: 2.00 times" in first.text
+        gain = held["step.gain"]
+        assert gain.sentence == (
+            "small at context 512, batch 4: from 100 ms to 25.0 ms, 4.00 times as fast, with all up"
+            " to flash attention. Alone, bfloat16 autocast brings most: 2.00 times."
+        )
+        assert gain.conclusion.startswith("Alone, ")
+        assert gain.values == {
+            "ladder": "small at context 512, batch 4", "start_ms": 100.0, "best_ms": 25.0,
+            "times": 4.0, "up_to": "flash", "alone": "bf16", "alone_times": 2.0,
+        }  # fmt: skip
+        assert gain.records == ("start", "bf16", "flash", "flash-all")
+        failed = held["step.not-measured"]
+        assert (failed.records, failed.tone) == (("graph",), "info")
+        assert failed.text == (
+            "1 rows of small at context 512, batch 4 were not measured: the step as a CUDA graph."
+            " The first said: no graphs here"
+        )
 
     def test_a_rung_that_goes_without_the_graph_is_not_held_against_it(self) -> None:
         without = rung_record("master", "so far", step=40.0)
@@ -178,7 +190,6 @@ class TestPage:
             rung_record("checkpoint", "so far", step=6.0),
         )
         table = held["step-ladder"]
-        assert isinstance(table, Table)
         assert [row[4] for row in table.rows] == [None, 20.0, None, pytest.approx(5 / 6)]
 
     def test_rows_that_wait_for_the_host_are_marked(self) -> None:
@@ -188,20 +199,21 @@ class TestPage:
             rung_record("bf16", "first", step=50.0, series=(times("step", 50.0), issue)),
         )
         table = held["step-ladder"]
-        assert isinstance(table, Table)
         place = [column.title for column in table.columns].index("host-bound")
         assert [row[place] for row in table.rows] == [0.0, 1.0]
-        texts = [b.text for b in held.values() if isinstance(b, Finding)]
-        assert any(
-            "In 1 of 2 rows of small at context 512, batch 4 the device waits" in t for t in texts
+        bound = held["step.host-bound"]
+        assert (bound.values["rows"], bound.values["of"]) == (1, 2)
+        assert bound.text.startswith(
+            "In 1 of 2 rows of small at context 512, batch 4 the device waits for the host: "
         )
 
     def test_a_hundredth_is_no_gain(self) -> None:
         held = self.blocks(
             rung_record("start", "start", step=100.0), rung_record("bf16", "first", step=99.5)
         )
-        first = next(b for b in held.values() if isinstance(b, Finding))
-        assert "no change makes its 100 ms shorter" in first.text
+        none = held["step.no-gain"]
+        assert none.text == "small at context 512, batch 4: no change makes its 100 ms shorter."
+        assert none.tone == "info"
 
     def test_what_a_process_grew_by_is_no_peak(self) -> None:
         on_host = environment(device_kind="cpu", device_name="Xeon")
@@ -213,8 +225,6 @@ class TestPage:
                 step_race_record("tiny-64", {"peer: a": 3.0, "ours: b": 2.0}, environment=here),
             )
             ladder, heats = held["step-ladder"], held["step-heats"]
-            assert isinstance(ladder, Table)
-            assert isinstance(heats, Table)
             (raced,) = (row for row in heats.rows if "b" in row)
             shown.append((ladder.rows[0][-2], raced[6]))
         assert shown == [(None, None), (8192, 50 * 2**30)]
@@ -227,29 +237,37 @@ class TestPage:
             loss_record("bf16", 1, [(value + 1) * 0.998 for value in falling]),
             loss_record("flash", 0, [value * 1.02 for value in falling]),
         ]
-        found = curves(records)
+        found = loss_curves(STUDY.results(records))
         assert found["bf16"].apart(found["start"]) == pytest.approx(-0.002)
         assert found["start"].fell_by() == pytest.approx(1 - 5.3 / 10.0)
         held = self.blocks(*records)
         table = held["step-loss"]
-        assert isinstance(table, Table)
         assert [row[-1] for row in table.rows] == [None, "same", "apart"]
         figure = held["step-loss-apart"]
-        assert isinstance(figure, Figure)
         # In percent, of each seed against the start with the same seed.
         means = {curve.label: sum(curve.y) / len(curve.y) for curve in figure.curves}
         assert means == pytest.approx({"bf16": -0.05, "flash": 2.0})
-        texts = [b.text for b in held.values() if isinstance(b, Finding)]
-        said = "Not within 0.5 % of it at the end: flash attention (2.0 %)"
-        assert any(said in text for text in texts)
+        apart = held["step.loss-apart"]
+        assert (apart.values["flash"], apart.tone) == (pytest.approx(0.02), "warn")
+        assert "bf16" not in apart.values
+        assert apart.text.endswith(" Not within 0.5 % of it at the end: flash attention (2.0 %).")
+        same = self.blocks(*records[:-1])["step.loss-same"]
+        assert (same.values["farthest"], same.tone) == ("bf16", "good")
+        assert same.values["apart"] == pytest.approx(0.002)
+        assert same.text == (
+            "In 50 steps the loss of the float32 step falls by 47.0 %. All 1 other rungs end within"
+            " 0.5 % of it; farthest is bfloat16 autocast with 0.2 %."
+        )
 
     def test_a_text_that_was_not_learnt_tells_nothing(self) -> None:
         flat = [9.0] * 20
         held = self.blocks(loss_record("start", 0, flat), loss_record("bf16", 0, flat))
-        texts = [b.text for b in held.values() if isinstance(b, Finding)]
-        assert any("too little to tell right from wrong" in text for text in texts)
+        short = held["step.not-learnt"]
+        assert (short.values, short.tone) == ({"steps": 20, "fell_by": 0.0}, "warn")
+        assert short.conclusion == (
+            "That is too little to tell right from wrong: train for longer."
+        )
         table = held["step-loss"]
-        assert isinstance(table, Table)
         assert [row[-1] for row in table.rows] == [None, "too short to tell"]
 
     def test_the_speed_table_has_times_and_peaks_of_both_sides(self) -> None:
@@ -262,10 +280,9 @@ class TestPage:
             },
             peaks={"peer": 73.2, "ours": 60.0, "spare": 55.0},
         )
-        (race,) = races([record])
+        (race,) = races(STUDY.results([record]))
         assert race.ratio().value == pytest.approx(364.9 / 320.0)  # type: ignore[union-attr]
         table = self.blocks(record)["step-speed"]
-        assert isinstance(table, Table)
         fast, memory, spare = table.rows
         assert (fast[1], fast[3]) == ("block default sdpa_flash", "block default auto")
         assert memory[1:5] == ("73.2 GiB", None, "60.0 GiB", None)
@@ -274,39 +291,42 @@ class TestPage:
         assert (spare[2], spare[4]) == (pytest.approx(364.9), pytest.approx(400.0))
         assert spare[5] == pytest.approx(55 / 73.2)
         heats = self.blocks(record)["step-heats"]
-        assert isinstance(heats, Table)
         assert {row[-1] for row in heats.rows} == {"raced", "failed: OutOfMemoryError: full"}
 
     def test_other_formats_than_the_peers_are_a_row_of_their_own(self) -> None:
         times = {"peer: a": 140.0, "ours: b": 105.0, "narrow: c": 80.0}
         record = step_race_record("xl-512", times)
         table = self.blocks(record)["step-speed"]
-        assert isinstance(table, Table)
         ours, narrow = table.rows
         assert (ours[0], ours[3]) == ("xl-512", "b")
         assert (narrow[0], narrow[3]) == ("xl-512, narrower formats", "c")
-        assert narrow[6].value == pytest.approx(1.75)  # type: ignore[union-attr]
-        held = self.blocks(record).values()
-        told = " ".join(each.text for each in held if isinstance(each, Finding))
-        assert "With narrower dtypes it takes 80.0 ms, the peer 1.75 times as long." in told
+        assert narrow[6].value == pytest.approx(1.75)
+        found = self.blocks(record)["step.race-faster"]
+        assert (found.values["narrow_ms"], found.values["narrow_times"]) == (
+            80.0, pytest.approx(1.75),
+        )  # fmt: skip
+        assert "With narrower dtypes it takes 80.0 ms, the peer 1.75 times as long." in found.text
 
     def test_a_race_that_shows_no_difference_has_no_winner(self) -> None:
         held = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 100.0}))
-        told = [each for each in held.values() if isinstance(each, Finding)]
-        (found,) = (each for each in told if each.text.startswith("xl-512: a step takes"))
-        assert "no difference is shown" in found.text
-        assert "times as" not in found.text
-        assert found.tone == Finding(text="").tone
+        found = held["step.race-no-difference"]
+        assert found.text.endswith("takes 100 ms: no difference is shown.")
+        assert found.tone == "info"
+
+    def test_a_race_that_is_lost_says_how_much_longer_ours_takes(self) -> None:
+        held = self.blocks(step_race_record("xl-512", {"peer: a": 100.0, "ours: b": 125.0}))
+        found = held["step.race-slower"]
+        assert found.text.endswith("takes 100 ms: ours is 1.25 times as long.")
+        assert (found.values["times"], found.tone) == (pytest.approx(0.8), "warn")
 
     def test_a_race_that_does_not_count_is_told_with_its_outcome(self) -> None:
         held = self.blocks(
             step_race_record("xl-512", {"peer: c": 145.0, "peer: a": 140.0, "ours: b": 100.0}),
             step_race_record("xl-512", {"peer: a": 130.0, "ours: b": 100.0}, id="fewer"),
         )
-        told = [each.text for each in held.values() if isinstance(each, Finding)]
-        assert any(
-            text.endswith("Another race, against 1 of its forms, gave 1.30 times.") for text in told
-        )
+        found = held["step.race-faster"]
+        assert found.text.endswith("Another race, against 1 of its forms, gave 1.30 times.")
+        assert (found.values["other_races"], found.records[1:]) == (1, ("fewer",))
 
     def test_consecutive_steps_decide_and_interleaved_samples_follow(self) -> None:
         record = step_race_record(
@@ -314,23 +334,23 @@ class TestPage:
             {"peer: a": 140.0, "ours: b": 90.0},
             consecutive={"peer": (120.0, 122.0, 124.0), "ours": (100.0, 101.0, 102.0)},
         )
-        (race,) = races([record])
+        (race,) = races(STUDY.results([record]))
         lead = race.lead()
         assert lead is not None
         assert (lead.peer_ms, lead.ms) == (122.0, 101.0)
         assert lead.value == pytest.approx(122 / 101)
         table = self.blocks(record)["step-speed"]
-        assert isinstance(table, Table)
         row = table.rows[0]
         assert (row[2], row[4]) == (122.0, 101.0)
         assert isinstance(row[5], Interval)
         assert isinstance(row[6], Interval)
         assert row[5].value == pytest.approx(122 / 101)
         assert row[6].value == pytest.approx(140 / 90)
-        told = [b.text for b in self.blocks(record).values() if isinstance(b, Finding)]
-        assert any(
-            "ours is 1.21 times as fast. Interleaved samples give 1.56 times." in text
-            for text in told
+        found = self.blocks(record)["step.race-faster"]
+        assert found.values["times"] == pytest.approx(122 / 101)
+        assert found.values["interleaved"] == pytest.approx(140 / 90)
+        assert found.text.endswith(
+            "ours is 1.21 times as fast. Interleaved samples give 1.56 times."
         )
 
     def test_without_blocks_the_energy_measurement_gives_consecutive_steps(self) -> None:
@@ -339,17 +359,17 @@ class TestPage:
             {"peer: a": 140.0, "ours: b": 90.0},
             drawn={"peer": (690.0, 120.0, 1700.0), "ours": (690.0, 100.0, 1600.0)},
         )
-        row = self.blocks(record)["step-speed"].rows[0]  # type: ignore[union-attr]
+        row = self.blocks(record)["step-speed"].rows[0]
         assert row[5] == pytest.approx(1.2)
         assert (row[2], row[4]) == (120.0, 100.0)
 
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         held = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
         assert isinstance(held["step-waterfall"], Timeline)
-        assert held["step-waterfall-2"].lanes[-1].stretches[0].end == 0.5  # type: ignore[attr-defined]
-        assert "as a graph" in held["step-waterfall-2"].title  # type: ignore[attr-defined]
+        assert held["step-waterfall-2"].lanes[-1].stretches[0].end == 0.5
+        assert "as a graph" in held["step-waterfall-2"].title
         without = self.blocks(waterfall_record("graph"))
-        assert "as a graph" not in without["step-waterfall"].title  # type: ignore[attr-defined]
+        assert "as a graph" not in without["step-waterfall"].title
 
 
 def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +385,7 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
 def test_one_rung_can_be_trained_again_with_all_below_it() -> None:
     every = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
     again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("as-made",)))
-    assert [case.config["rung"] for case in again] == ["as-made"]
+    assert [case.rung for case in again] == ["as-made"]
     assert again[0] in every
     with pytest.raises(UsageError, match="rung"):
         STUDY.cases(StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("as-made",)))
@@ -373,7 +393,7 @@ def test_one_rung_can_be_trained_again_with_all_below_it() -> None:
 
 def test_ladders_of_several_sizes_stay_apart() -> None:
     records = [rung_record("start", "start", size=size) for size in ("small", "xl")]
-    assert [ladder.name for ladder in ladders(records)] == [
+    assert [ladder.name for ladder in ladders(STUDY.results(records))] == [
         "small at context 512, batch 4", "xl at context 512, batch 4",
     ]  # fmt: skip
 
@@ -382,7 +402,7 @@ def test_a_ladder_of_a_changed_size_says_so() -> None:
     plain = rung_record("start", "start")
     config = plain.config | {"overrides": {"vocab": 1024}}
     changed = msgspec.structs.replace(plain, config=config)
-    assert {ladder.name for ladder in ladders([plain, changed])} == {
+    assert {ladder.name for ladder in ladders(STUDY.results([plain, changed]))} == {
         "small at context 512, batch 4", "small (changed) at context 512, batch 4",
     }  # fmt: skip
 

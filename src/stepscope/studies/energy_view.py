@@ -15,7 +15,12 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
     if joules is None:
         reason = record.notes.get("no_energy")
         if reason:
-            yield Finding(text=f"There is no energy of a step: {reason}.")
+            yield Finding(
+                code="energy.none",
+                values={"reason": reason},
+                records=(record.id,),
+                text=f"There is no energy of a step: {reason}.",
+            )
         return
     resolution = record.quantity("joules_resolution") or 0.0
     each = [
@@ -27,9 +32,12 @@ def energy_finding(record: Record, name: str) -> Iterator[Finding]:
     found = draw(record)
     capped = f" It runs {at_cap_words(found)}." if found and found.lasts_ms is not None else ""
     yield Finding(
+        code="energy.step",
+        values={"step": name, "joules": joules, "resolution": resolution},
+        records=(record.id,),
         text=f"A step of {name} takes {number(joules, 3)} J by the device's own counter{beside}."
         f" One move of that counter is {number(resolution, 2)} J for each step,"
-        f" {percent(resolution / joules if joules else 0)} of it.{capped}"
+        f" {percent(resolution / joules if joules else 0)} of it.{capped}",
     )
 
 
@@ -50,17 +58,23 @@ def _clock_words(clock_mhz: float | None, highest_mhz: float | None) -> str:
     return f"{number(clock_mhz / 1e3, 3)}{beside} GHz"
 
 
-def capped_finding(named: Mapping[str, Capped]) -> Iterator[Finding]:
-    """Beside a waterfall, which knows no clock: what its parts mean at the power cap."""
-    if not named:
+def capped_finding(
+    capped: Mapping[str, Capped], records: tuple[str, ...] = ()
+) -> Iterator[Finding]:
+    """What the parts of a waterfall mean at the power cap: it does not know of clocks."""
+    if not capped:
         return
-    told = "; ".join(
-        f"{name}, in {held.readings} of {held.of} readings, its clock at"
-        f" {_clock_words(held.clock_mhz, held.highest_mhz)}"
-        for name, held in named.items()
+    listed = "; ".join(
+        f"{name}, in {one.readings} of {one.of} readings, its clock at"
+        f" {_clock_words(one.clock_mhz, one.highest_mhz)}"
+        for name, one in capped.items()
     )
     yield Finding(
-        text=f"At the power cap: {told}. There a step takes as long as its energy lasts: products"
-        " are below peak in part because the clock is lower, and a part that is recovered shortens"
-        " the step by its energy, not by its time."
+        code="energy.power-capped",
+        values={name: one.clock_mhz for name, one in capped.items()},
+        records=records,
+        text=f"At the power cap: {listed}.",
+        conclusion="There a step takes as long as its energy lasts: products are below peak in part"
+        " because the clock is lower, and a part that is recovered shortens the step by its energy,"
+        " not by its time.",
     )

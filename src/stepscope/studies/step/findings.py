@@ -2,117 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope.report.blocks import Finding
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import duration, number, percent
+from stepscope.studies.energy_view import at_cap_words
 from stepscope.studies.step.ladder import START, words
-from stepscope.studies.step.power import power_findings
-from stepscope.studies.step.rows import (
-    AGREES_WITHIN,
-    FALLS_BY,
-    Curve,
-    Ladder,
-    Race,
-    peers_that_ran,
-)
+from stepscope.studies.step.races import SIDES
+from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, Race
 
 GAINS = 1.01
 """From here on a step counts as faster."""
 
 
 def step_findings(
-    climbed: Sequence[Ladder], learnt: dict[str, Curve], raced: Sequence[Race]
-) -> tuple[Finding, ...]:
-    return (
-        *(finding for ladder in climbed for finding in _climb(ladder)),
-        *_learnt(learnt),
-        *(finding for race in raced for finding in _race(race)),
-        *power_findings(raced),
+    climbed: Sequence[Ladder], learnt: dict[str, LossCurve], raced: Sequence[Race]
+) -> Iterator[Finding]:
+    for ladder in climbed:
+        if ladder.start is not None and len(ladder.climb) > 1:
+            yield _climb(ladder, ladder.start.median)
+            yield from _host_bound(ladder)
+            yield from _not_measured(ladder)
+    yield from _learnt(learnt)
+    for race in raced:
+        yield from _race(race)
+    for race in raced:
+        yield from _power_capped(race)
+    yield from _no_energy(raced)
+
+
+def _ids(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(record.id for record in records)
+
+
+def _climb(ladder: Ladder, start_ms: float) -> Finding:
+    best, best_ms = min(
+        ((rung.case.rung, step.median) for rung, step in ladder.climb), key=lambda one: one[1]
+    )
+    times = start_ms / best_ms
+    values: dict[str, Value] = {"ladder": ladder.name, "start_ms": start_ms}
+    if times < GAINS:
+        return Finding(
+            code="step.no-gain",
+            values=values,
+            records=_ids(rung.record for rung, _ in ladder.climb),
+            text=f"{ladder.name}: no change makes its {duration(start_ms)} shorter.",
+        )
+    conclusion = ""
+    if any(rung.case.how == "alone" for rung in ladder.rungs):
+        alone = {
+            rung.case.rung: rung.step.median
+            for rung in ladder.rungs
+            if rung.case.how in ("alone", "first") and rung.step
+        }
+        most = min(alone, key=alone.__getitem__)
+        gain = start_ms / alone[most]
+        values |= {"alone": most, "alone_times": gain}
+        conclusion = (
+            "Alone, no change makes it faster."
+            if gain < GAINS
+            else f"Alone, {words(most)} brings most: {number(gain, 3)} times."
+        )
+    return Finding(
+        code="step.gain",
+        values=values | {"best_ms": best_ms, "times": times, "up_to": best},
+        records=_ids(rung.record for rung in ladder.rungs if rung.step),
+        text=f"{ladder.name}: from {duration(start_ms)} to {duration(best_ms)},"
+        f" {number(times, 3)} times as fast, with all up to {words(best)}.",
+        conclusion=conclusion,
+        tone="good",
     )
 
 
-def _climb(ladder: Ladder) -> Iterator[Finding]:
-    first = ladder.first
-    timed = [stand for stand in ladder.climb() if stand.step]
-    if first is None or first.step is None or len(timed) < 2:
-        return
-    best = min(timed, key=lambda stand: stand.step.median if stand.step else 0.0)
-    assert best.step is not None
-    ratio = first.step.median / best.step.median
-    if ratio < GAINS:
-        text = f"{ladder.name}: no change makes its {duration(first.step.median)} shorter."
-        yield Finding(text=text, tone="info")
-    else:
-        text = (
-            f"{ladder.name}: from {duration(first.step.median)} to {duration(best.step.median)},"
-            f" {number(ratio, 3)} times as fast, with all up to {words(best.rung)}."
-        )
-        yield Finding(text=f"{text}{_alone(ladder, first.step.median)}", tone="good")
-    yield from _waiting(ladder)
-    lost = [s for s in ladder.stands if s.record.status != "ok"]
-    if lost:
-        kinds = dict.fromkeys(words(s.rung) for s in lost)
-        yield Finding(
-            text=f"{len(lost)} rows of {ladder.name} were not measured: {', '.join(kinds)}."
-            f" The first said: {lost[0].record.reason}",
-            tone="warn" if any(s.record.status != "skipped" for s in lost) else "info",
-        )
-
-
-def _waiting(ladder: Ladder) -> Iterator[Finding]:
+def _host_bound(ladder: Ladder) -> Iterator[Finding]:
     """Steps that take as long as the host needs: what the device gains in them does not show."""
-    known = [stand for stand in ladder.stands if stand.host is not None]
-    bound = [stand for stand in known if stand.host is not None and stand.host.bound]
+    known = [(rung.record, host) for rung in ladder.rungs if (host := rung.host) is not None]
+    bound = sum(host.bound for _, host in known)
     if bound:
         yield Finding(
-            text=f"In {len(bound)} of {len(known)} rows of {ladder.name} the device waits for the"
+            code="step.host-bound",
+            values={"ladder": ladder.name, "rows": bound, "of": len(known)},
+            records=_ids(record for record, _ in known),
+            text=f"In {bound} of {len(known)} rows of {ladder.name} the device waits for the"
             " host: there a change shows by the launches that it saves, and what the device gains"
-            " shows once the step is a graph."
+            " shows once the step is a graph.",
         )
 
 
-def _alone(ladder: Ladder, start_ms: float) -> str:
-    alone = {s.rung: s.step.median for s in ladder.stands if s.how in ("alone", "first") and s.step}
-    if not any(s.how == "alone" for s in ladder.stands):
-        return ""
-    rung = min(alone, key=lambda name: alone[name])
-    gain = start_ms / alone[rung]
-    if gain < GAINS:
-        return " Alone, no change makes it faster."
-    return f" Alone, {words(rung)} brings most: {number(gain, 3)} times."
+def _not_measured(ladder: Ladder) -> Iterator[Finding]:
+    failed = [rung for rung in ladder.rungs if rung.record.status != "ok"]
+    if failed:
+        changes = ", ".join(dict.fromkeys(words(rung.case.rung) for rung in failed))
+        reason = failed[0].record.reason
+        yield Finding(
+            code="step.not-measured",
+            values={"ladder": ladder.name, "rows": len(failed), "reason": reason},
+            records=_ids(rung.record for rung in failed),
+            text=f"{len(failed)} rows of {ladder.name} were not measured: {changes}."
+            f" The first said: {reason}",
+            tone="warn" if any(rung.record.status != "skipped" for rung in failed) else "info",
+        )
 
 
-def _learnt(learnt: dict[str, Curve]) -> Iterator[Finding]:
+def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
     start = learnt.get(START)
     fell = start.fell_by() if start is not None else None
     if start is None or fell is None:
+        return
+    steps = max(len(values) for values in start.by_seed.values())
+    text = f"In {steps} steps the loss of the float32 step falls by {percent(fell)}."
+    values: dict[str, Value] = {"steps": steps, "fell_by": fell}
+    if fell < FALLS_BY:
+        yield Finding(
+            code="step.not-learnt",
+            values=values,
+            records=_ids(start.records),
+            text=text,
+            conclusion="That is too little to tell right from wrong: train for longer.",
+            tone="warn",
+        )
         return
     apart = {
         rung: away
         for rung, curve in learnt.items()
         if rung != START and (away := curve.apart(start)) is not None
     }
-    steps = max(len(values) for values in start.by_seed.values())
-    text = f"In {steps} steps the loss of the float32 step falls by {percent(fell)}."
-    if fell < FALLS_BY:
-        yield Finding(
-            text=f"{text} That is too little to tell right from wrong: train for longer.",
-            tone="warn",
-        )
-        return
-    wrong = [rung for rung, away in apart.items() if abs(away) > AGREES_WITHIN]
+    records = _ids(record for rung in (START, *apart) for record in learnt[rung].records)
+    wrong = {rung: away for rung, away in apart.items() if abs(away) > AGREES_WITHIN}
     if wrong:
-        told = ", ".join(f"{words(rung)} ({percent(apart[rung])})" for rung in wrong)
+        listed = ", ".join(f"{words(rung)} ({percent(away)})" for rung, away in wrong.items())
         yield Finding(
-            text=f"{text} Not within {percent(AGREES_WITHIN)} of it at the end: {told}.",
+            code="step.loss-apart",
+            values=values | wrong,
+            records=records,
+            text=f"{text} Not within {percent(AGREES_WITHIN)} of it at the end: {listed}.",
             tone="warn",
         )
     elif apart:
         farthest = max(apart, key=lambda rung: abs(apart[rung]))
+        away = abs(apart[farthest])
         yield Finding(
+            code="step.loss-same",
+            values=values | {"rungs": len(apart), "farthest": farthest, "apart": away},
+            records=records,
             text=f"{text} All {len(apart)} other rungs end within {percent(AGREES_WITHIN)} of it;"
-            f" farthest is {words(farthest)} with {percent(abs(apart[farthest]))}.",
+            f" farthest is {words(farthest)} with {percent(away)}.",
             tone="good",
         )
 
@@ -122,40 +157,78 @@ def _race(race: Race) -> Iterator[Finding]:
     if ratio is None or ms is None or peer_ms is None:
         return
     lead, share = race.lead(), race.mfu()
+    interval = ratio if lead is None else lead.ratio
+    times = ratio.value if lead is None else lead.value
+    if interval is not None and interval.low <= 1 <= interval.high:
+        code, outcome = "step.race-no-difference", "no difference is shown"
+    elif times >= 1:
+        code, outcome = "step.race-faster", f"ours is {number(times, 3)} times as fast"
+    else:
+        code, outcome = "step.race-slower", f"ours is {number(1 / times, 3)} times as long"
     rate = f", {percent(share)} MFU" if share is not None else ""
     where = "" if lead is None else " where steps follow each other"
     text = (
         f"{race.name}: a step takes {duration(ms)}{rate}{where}; the fastest peer"
-        f" ({race.form('peer')}) takes {duration(peer_ms)}"
+        f" ({race.form('peer')}) takes {duration(peer_ms)}: {outcome}."
     )
-    shown = ratio if lead is None else lead.ratio
-    value = ratio.value if lead is None else lead.value
-    also = "" if lead is None else f" Interleaved samples give {number(ratio.value, 3)} times."
-    also += _narrower(race) + _other_races(race)
-    if shown is not None and shown.low <= 1 <= shown.high:
-        yield Finding(text=f"{text}: no difference is shown.{also}")
-        return
-    faster = value >= 1
-    times = number(value if faster else 1 / value, 3)
+    if lead is not None:
+        text += f" Interleaved samples give {number(ratio.value, 3)} times."
+    values: dict[str, Value] = {"race": race.name, "ms": ms, "peer_ms": peer_ms, "times": times}
+    values |= {"interleaved": ratio.value, "mfu": share}
+    narrow, narrow_ms, narrow_lead = (
+        race.ratio("narrow"),
+        race.step_ms("narrow"),
+        race.lead("narrow"),
+    )
+    if narrow is not None and narrow_ms is not None:
+        narrow_times = narrow.value if narrow_lead is None else narrow_lead.value
+        values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
+        text += f" With narrower dtypes it takes {duration(narrow_ms)}, the peer"
+        text += f" {number(narrow_times, 3)} times as long."
+    # Races with fewer forms of the peer, or in which its fastest was farther away.
+    others = [(other, found) for other in race.others if (found := other.ratio()) is not None]
+    for other, found in others:
+        text += f" Another race, against {other.peers} of its forms, gave"
+        text += f" {number(found.value, 3)} times."
     yield Finding(
-        text=f"{text}: ours is {times} times as {'fast' if faster else 'long'}.{also}",
-        tone="good" if faster else "warn",
+        code=code,
+        values=values | {"other_races": len(others)},
+        records=_ids((race.record, *(other.record for other, _ in others))),
+        text=text,
+        tone={"step.race-faster": "good", "step.race-slower": "warn"}.get(code, "info"),
     )
 
 
-def _narrower(race: Race) -> str:
-    ms, lead, ratio = race.step_ms("narrow"), race.lead("narrow"), race.ratio("narrow")
-    if ms is None or ratio is None:
-        return ""
-    times = number(ratio.value if lead is None else lead.value, 3)
-    return f" With narrower dtypes it takes {duration(ms)}, the peer {times} times as long."
+def _power_capped(race: Race) -> Iterator[Finding]:
+    capped = {
+        side: (draw, draw.lasts_ms)
+        for side in ("ours", *SIDES)
+        if (draw := race.draw(side)) is not None and draw.lasts_ms is not None
+    }
+    if not capped:
+        return
+    (first, (draw, _)), *others = capped.items()
+    text = f"{race.name}: {SIDES[first]} takes {number(draw.joules, 3)} J a step"
+    text += f" {at_cap_words(draw)}."
+    for side, (other, lasts_ms) in others:
+        text += f" {SIDES[side].capitalize()} takes {number(other.joules, 3)} J, which lasts"
+        text += f" {duration(lasts_ms)}."
+    values: dict[str, Value] = {"race": race.name}
+    for side, (one, lasts_ms) in capped.items():
+        values |= {f"{side}_joules": one.joules, f"{side}_lasts_ms": lasts_ms}
+    yield Finding(code="step.power-capped", values=values, records=(race.record.id,), text=text)
 
 
-def _other_races(race: Race) -> str:
-    """What came out where fewer peers ran, or the fastest was farther away."""
-    found = [(peers_that_ran(other), other.ratio()) for other in race.others]
-    return "".join(
-        f" Another race, against {peers} of its forms, gave {number(ratio.value, 3)} times."
-        for peers, ratio in found
-        if ratio is not None
-    )
+def _no_energy(raced: Sequence[Race]) -> Iterator[Finding]:
+    missing: dict[str, list[Race]] = {}
+    for race in raced:
+        if reason := race.record.notes.get("no_energy"):
+            missing.setdefault(reason, []).append(race)
+    for reason, those in missing.items():
+        names = ", ".join(race.name for race in those)
+        yield Finding(
+            code="step.no-energy",
+            values={"races": names, "reason": reason},
+            records=_ids(race.record for race in those),
+            text=f"There is no energy of the steps of {names}: {reason}.",
+        )

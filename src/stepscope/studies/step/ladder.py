@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from stepscope.errors import unknown_name
 from stepscope.model.config import precision
@@ -72,10 +72,6 @@ class Place(NamedTuple):
     how: How
     workload: Workload
 
-    @property
-    def key(self) -> str:
-        return f"{self.how.replace(' ', '-')}-{self.rung}_{self.workload.key}"
-
 
 def words(rung: str) -> str:
     return "eager, float32, attention written out" if rung == START else RUNGS[rung].words
@@ -98,7 +94,7 @@ def ladder(
     so_far: dict[str, Any] = {}
     for rung in _known(rungs):
         on_top = so_far | rung.changes
-        alone, below = _changed(first, rung.changes), _changed(first, on_top)
+        alone, below = replace(first, **rung.changes), replace(first, **on_top)
         if alone == below and "so far" in hows:
             yield Place(rung.name, "first", alone)
         else:
@@ -113,12 +109,14 @@ def climbed(first: Workload, rungs: Sequence[str]) -> tuple[Place, ...]:
     return tuple(ladder(first, rungs, ("so far",)))
 
 
-def needs(workload: Workload) -> tuple[str, ...]:
-    """Kernels too: elsewhere the plain form would run in their place, and a row would claim what it
-    did not do. And instructions, where a format that is emulated would take the time of all."""
+def needs_of_kernels(workload: Workload) -> tuple[str, ...]:
+    """What the kernels of a rung need beyond `Workload.needs`.
+
+    Without them the naive form would run under the kernel's name, and emulated bfloat16 would take
+    longer than all other rungs together.
+    """
     ours = workload.fused or workload.optimizer in ("stepscope-fused", *WITHIN_BACKWARD)
     return (
-        *workload.needs,
         *(["kernels"] if ours else []),
         *(["bfloat16-units"] if precision(workload.dtype).compute == "bfloat16" else []),
     )
@@ -126,8 +124,8 @@ def needs(workload: Workload) -> tuple[str, ...]:
 
 def applies(rung: str, lacks: Collection[str]) -> bool:
     """Whether a machine without those can take that change."""
-    changed = _changed(start("tiny", "2025", 1, 1, {}), RUNGS[rung].changes)
-    return not set(needs(changed)) & set(lacks)
+    changed = replace(start("tiny", "2025", 1, 1, {}), **RUNGS[rung].changes)
+    return not {*changed.needs, *needs_of_kernels(changed)} & set(lacks)
 
 
 def _known(rungs: Sequence[str]) -> list[Rung]:
@@ -136,7 +134,3 @@ def _known(rungs: Sequence[str]) -> list[Rung]:
             raise unknown_name("rung", name, RUNGS)
     # In the ladder's order, whatever the order of the request.
     return [rung for name, rung in RUNGS.items() if name in rungs]
-
-
-def _changed(first: Workload, changes: dict[str, Any]) -> Workload:
-    return msgspec.structs.replace(first, **changes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,13 +24,12 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.captured import forget_steps
 from stepscope.studies.shared_weights import begin_moments
+from stepscope.studies.step.cases import RaceCase
 from stepscope.studies.step.races import Heat, Racer
 from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
-    import torch
-
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
 
@@ -44,13 +43,6 @@ _FORMS = 64
 """How often the same code is compiled here: more often than torch.compile thinks sensible."""
 
 
-class Steps(NamedTuple):
-    """The steps of a heat: at least so many, for at least so many seconds."""
-
-    least: int
-    seconds: float
-
-
 class Entry(NamedTuple):
     """A form that is ready to run."""
 
@@ -58,35 +50,34 @@ class Entry(NamedTuple):
     step: TransformerStep
 
 
-def measure_race(config: dict[str, Any], bench: Bench) -> Measurement:
-    racers = [msgspec.convert(racer, Racer) for racer in config["racers"]]
-    if any(racer.workload.compile != "no" for racer in racers):
-        _allow_many_forms()
-    field = Field(racers[0], bench)
+def measure_race(case: RaceCase, bench: Bench) -> Measurement:
+    if any(racer.workload.compile != "no" for racer in case.racers):
+        import torch._dynamo.config as dynamo
+
+        dynamo.recompile_limit = _FORMS
+    field = Field(case.racers[0], bench)
     began = time.monotonic()
-    for place, racer in enumerate(racers):
-        if time.monotonic() - began > config["heat_seconds"]:
+    for index, racer in enumerate(case.racers):
+        if time.monotonic() - began > case.heat_seconds:
             field.excluded[racer.name] = "not tried: the time for heats was over"
             continue
-        bench.progress(place, len(racers), f"heat of {racer.name}")
-        last = place == len(racers) - 1
-        steps = Steps(config["heat_steps"], config["steady_seconds"])
-        field.heat(racer, steps, config["form_seconds"], last=last)
+        bench.progress(index, len(case.racers), f"heat of {racer.name}")
+        field.heat(racer, case, last=index == len(case.racers) - 1)
     sides = list(field.heats)
     if {"peer", "ours"} - set(sides):
-        said = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
-        raise CaseSkipped(f"no race: {said}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in field.excluded.items())
+        raise CaseSkipped(f"no race: {reasons}")
     # The peer's last: it may have a form that is ready, which costs minutes to build again.
     fastest = {side: field.run_off(side) for side in sorted(sides, key=lambda s: s == "peer")}
     entries = [field.entry(fastest[side]) for side in sides]
     blocks = _consecutive(
-        entries, bench, "blocks of consecutive steps", config["blocks"], config["block_seconds"]
+        entries, bench, "blocks of consecutive steps", case.blocks, case.block_seconds
     )
-    samples = _interleaved(entries, bench, config["rounds"], config["min_seconds"])
-    taken, no_energy = _energy(entries, bench)
+    samples = _interleaved(entries, bench, case)
+    energy, no_energy = _energy(entries, bench)
     return Measurement(
         series=(*samples.series, *blocks.series),
-        quantities=(*fastest["ours"].workload.quantities(), *taken),
+        quantities=(*fastest["ours"].workload.quantities(), *energy),
         readings=(*blocks.readings, *samples.readings),
         notes=no_energy,
         attachments={
@@ -113,39 +104,38 @@ def _consecutive(
     )
 
 
-def _interleaved(entries: Sequence[Entry], bench: Bench, rounds: int, min_seconds: float) -> Timing:
+def _interleaved(entries: Sequence[Entry], bench: Bench, case: RaceCase) -> Timing:
     from stepscope.measure.turns import time_in_turns
 
     return time_in_turns(
         {entry.racer.name: entry.step.run for entry in entries},
         bench.device,
         warmup=2,
-        rounds=rounds,
-        min_seconds=min_seconds,
+        rounds=case.rounds,
+        min_seconds=case.min_seconds,
         before={entry.racer.name: entry.step.follow_weights for entry in entries},
         progress=lambda done, total: bench.progress(done, total, "interleaved samples"),
     )
 
 
 def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dict[str, str]]:
-    """What each takes where it runs on and on, or a note why that is not known: the times of the
+    """The energy of each side in consecutive steps, or a note why it is not known: the times of the
     race stand without it."""
     from stepscope.measure.energy import energy_quantities, measure_energy
 
-    taken: list[Quantity] = []
+    energy: list[Quantity] = []
     reasons: dict[str, None] = {}
-    for place, entry in enumerate(entries):
-        side = entry.racer.side
-        bench.progress(place, len(entries), f"energy of {side}")
+    for index, (racer, step) in enumerate(entries):
+        bench.progress(index, len(entries), f"energy of {racer.side}")
         try:
-            entry.step.follow_weights()
-            found = measure_energy(entry.step.run, bench.device, _UNBROKEN_S)
+            step.follow_weights()
+            measured = measure_energy(step.run, bench.device, _UNBROKEN_S)
         except Exception as error:
-            found = first_cause(error)
-        held, why = energy_quantities(found, None)
-        taken += [msgspec.structs.replace(one, variant=side) for one in held]
+            measured = first_cause(error)
+        quantities, why = energy_quantities(measured, None)
+        energy += [msgspec.structs.replace(one, variant=racer.side) for one in quantities]
         reasons |= dict.fromkeys(why.values())
-    return taken, {"no_energy": "; ".join(reasons)} if reasons else {}
+    return energy, {"no_energy": "; ".join(reasons)} if reasons else {}
 
 
 class Field:
@@ -177,13 +167,13 @@ class Field:
         forget_steps(step)
         return Entry(racer, step)
 
-    def heat(self, racer: Racer, steps: Steps, seconds: float, *, last: bool = False) -> None:
-        """The last of all stays ready if it may be the fastest of its side."""
+    def heat(self, racer: Racer, case: RaceCase, *, last: bool = False) -> None:
+        """Try one form. The last of all stays ready if it may be the fastest of its side."""
         from stepscope.measure.patience import TookTooLong, at_most
 
         try:
-            with at_most(seconds):
-                entry, heat = self._try(racer, steps, self._bench.device)
+            with at_most(case.form_seconds):
+                entry, heat = self._try(racer, case)
         except CaseSkipped as skipped:
             self.excluded[racer.name] = f"refused: {skipped}"
         except TookTooLong as late:
@@ -254,14 +244,15 @@ class Field:
         self._racers[racer.name] = racer
         self.heats.setdefault(racer.side, {})[racer.name] = heat
 
-    def _try(self, racer: Racer, steps: Steps, device: Device) -> tuple[Entry, Heat]:
+    def _try(self, racer: Racer, case: RaceCase) -> tuple[Entry, Heat]:
+        device = self._bench.device
         began = time.monotonic()
         held = device.held_bytes()
         device.reset_peak()
         entry = self.entry(racer)
         first_s = time.monotonic() - began
         _timed(entry, device, _WARM_UP, 0.0)
-        samples = _timed(entry, device, steps.least, steps.seconds)
+        samples = _timed(entry, device, case.heat_steps, case.steady_seconds)
         peak = device.peak_bytes()
         if held is None:
             # Tensors are not counted here, and the resident set is that of all forms.
@@ -287,17 +278,14 @@ class Field:
     @staticmethod
     def _shared_bytes(step: TransformerStep) -> int:
         """Weights and moments."""
-
-        def size(tensors: list[torch.Tensor]) -> int:
-            return sum(t.numel() * t.element_size() for t in tensors)
-
-        state = [
+        state = (
             tensor
-            for held in step.optimizer.state.values()
-            for tensor in held.values()
+            for values in step.optimizer.state.values()
+            for tensor in values.values()
             if tensor.numel() > 1
-        ]
-        return size([*step.model.parameters(), *step.model.buffers(), *state])
+        )
+        shared = (*step.model.parameters(), *step.model.buffers(), *state)
+        return sum(tensor.numel() * tensor.element_size() for tensor in shared)
 
 
 def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[float]:
@@ -305,9 +293,3 @@ def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[flo
     from stepscope.measure.consecutive import consecutive_steps
 
     return consecutive_steps(entry.step.run, device, seconds, least)[1]
-
-
-def _allow_many_forms() -> None:
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = _FORMS

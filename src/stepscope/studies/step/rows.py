@@ -1,4 +1,4 @@
-"""Records of the step study, sorted by what they show."""
+"""Ladders, loss curves and races: the results of the step study as its view reads them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import msgspec
 
 from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, step_ms
 from stepscope.analysis.power import Draw, draw
-from stepscope.analysis.trace.summary import Summary as Trace
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
+from stepscope.studies.base import Result, results_of
+from stepscope.studies.step.cases import LadderCase, LossCase, RaceCase, StepCase
 from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.step.races import RACES, Heat, RaceSpec
-from stepscope.studies.workload import Workload
 
 TAIL = 10
 """The end of a loss curve: its last tenth."""
 AGREES_WITHIN = 0.005
 FALLS_BY = 0.3
+_ORDER = {name: index for index, name in enumerate((START, *RUNGS))}
 
 
-class Stand(NamedTuple):
-    """A rung's record, whatever became of it."""
+class Rung(NamedTuple):
+    """A row of the ladder, measured or failed."""
 
-    rung: str
-    how: str
     record: Record
-    workload: Workload
+    case: LadderCase
+    before: Rung | None
+    """The last rung below it that stays and was measured; None for a change that is alone."""
 
     @property
     def step(self) -> Summary | None:
@@ -37,64 +38,81 @@ class Stand(NamedTuple):
 
     @property
     def host(self) -> HostShare | None:
-        """How much of it the device waited for the host."""
+        """How long the device waits for the host."""
         return host_bound(self.record) if self.record.status == "ok" else None
 
     @property
     def peak(self) -> float | None:
-        """On a host it would be what the process grew by, most of which was there before."""
-        on_host = self.record.environment.device_kind == "cpu"
-        return None if on_host else self.record.quantity("peak_bytes")
+        """None on a CPU: there it is what the process grew by."""
+        on_cpu = self.record.environment.device_kind == "cpu"
+        return None if on_cpu else self.record.quantity("peak_bytes")
+
+    @property
+    def gain(self) -> float | None:
+        """Against the rung before. None where only that one is a graph: the gain would be the
+        graph's."""
+        before = self.before
+        if before is None or (before.case.graph and not self.case.graph):
+            return None
+        return before.step.median / self.step.median if before.step and self.step else None
 
 
 class Ladder(NamedTuple):
     """All rungs of one model, context and batch."""
 
-    stands: tuple[Stand, ...]
+    rungs: tuple[Rung, ...]
 
     @property
     def name(self) -> str:
-        w = self.stands[0].workload
-        return f"{w.model_name} at context {w.context}, batch {w.batch}"
+        case = self.rungs[0].case
+        return f"{case.model_name} at context {case.context}, batch {case.batch}"
 
     @property
-    def first(self) -> Stand | None:
-        return next((s for s in self.stands if s.rung == START and s.step), None)
+    def start(self) -> Summary | None:
+        return next((r.step for r in self.rungs if r.case.rung == START and r.step), None)
 
-    def climb(self) -> list[Stand]:
-        """The start, then each rung with all below it."""
-        return [s for s in self.stands if s.how != "alone"]
-
-
-def ladders(records: Sequence[Record]) -> list[Ladder]:
-    found: dict[tuple[object, ...], list[Stand]] = {}
-    for record in records:
-        if record.config["kind"] == "ladder":
-            w = msgspec.convert(record.config, Workload)
-            key = (w.table, w.size, w.context, w.batch, tuple(sorted(w.overrides.items())))
-            held = Stand(record.config["rung"], record.config["how"], record, w)
-            found.setdefault(key, []).append(held)
-    order = {name: place for place, name in enumerate((START, *RUNGS))}
-    return [
-        Ladder(tuple(sorted(held, key=lambda s: (order[s.rung], s.how != "alone"))))
-        for held in found.values()
-    ]
+    @property
+    def climb(self) -> list[tuple[Rung, Summary]]:
+        """The start, then each rung with all below it, where they were measured."""
+        return [(r, r.step) for r in self.rungs if r.case.how != "alone" and r.step]
 
 
-class Curve(NamedTuple):
+def ladders(results: Sequence[Result[StepCase]]) -> list[Ladder]:
+    groups: dict[tuple[object, ...], list[Result[LadderCase]]] = {}
+    for result in results_of(results, LadderCase):
+        case = result.case
+        overrides = tuple(sorted(case.overrides.items()))
+        key = (case.table, case.size, case.context, case.batch, overrides)
+        groups.setdefault(key, []).append(result)
+    return [Ladder(_rungs(group)) for group in groups.values()]
+
+
+def _rungs(results: Sequence[Result[LadderCase]]) -> tuple[Rung, ...]:
+    rungs: list[Rung] = []
+    before = None
+    for record, case in sorted(results, key=lambda r: (_ORDER[r.case.rung], r.case.how != "alone")):
+        climbs = case.how != "alone"
+        rung = Rung(record, case, before if climbs else None)
+        rungs.append(rung)
+        if climbs and rung.step and (case.rung == START or RUNGS[case.rung].stays):
+            before = rung
+    return tuple(rungs)
+
+
+class LossCurve(NamedTuple):
     """The losses of one rung, a row for each seed."""
 
     rung: str
     by_seed: dict[int, tuple[float, ...]]
-    lost: tuple[Record, ...]
+    records: tuple[Record, ...]
+    """Failed ones too."""
 
     def ends(self) -> dict[int, float]:
-        """Of each seed the mean of the last steps."""
-        return {
-            seed: sum(tail) / len(tail)
-            for seed, values in self.by_seed.items()
-            if (tail := values[-max(1, len(values) // TAIL) :])
+        """The mean of the last steps of each seed."""
+        tails = {
+            seed: values[-max(1, len(values) // TAIL) :] for seed, values in self.by_seed.items()
         }
+        return {seed: sum(tail) / len(tail) for seed, tail in tails.items()}
 
     def mean(self) -> tuple[float, ...]:
         return tuple(sum(step) / len(step) for step in zip(*self.by_seed.values(), strict=False))
@@ -106,22 +124,21 @@ class Curve(NamedTuple):
             (1 - ends[seed] / values[0] for seed, values in self.by_seed.items()), default=None
         )
 
-    def apart(self, yardstick: Curve) -> float | None:
-        """The end's distance from the other curve's of the same seed: the farthest of all seeds."""
-        ends, other = self.ends(), yardstick.ends()
+    def apart(self, baseline: LossCurve) -> float | None:
+        """The distance of the ends for the same seed: the farthest of all seeds."""
+        ends, other = self.ends(), baseline.ends()
         return max(
             (round(ends[seed] / other[seed] - 1, 6) for seed in ends if seed in other),
             key=abs,
             default=None,
         )
 
-    def apart_by_stretch(self, yardstick: Curve, steps: int) -> tuple[float, ...]:
-        """The distance from the other curve's of the same seed in stretches of so many steps: the
-        mean of all seeds."""
+    def apart_in_windows(self, baseline: LossCurve, steps: int) -> tuple[float, ...]:
+        """The distance for the same seed in windows of so many steps: the mean of all seeds."""
         pairs = [
-            (values, yardstick.by_seed[seed])
+            (values, baseline.by_seed[seed])
             for seed, values in self.by_seed.items()
-            if seed in yardstick.by_seed
+            if seed in baseline.by_seed
         ]
         most = min((len(values) for pair in pairs for values in pair), default=0)
         return tuple(
@@ -131,48 +148,27 @@ class Curve(NamedTuple):
         )
 
 
-def curves(records: Sequence[Record]) -> dict[str, Curve]:
-    held: dict[str, list[Record]] = {}
-    for record in records:
-        if record.config["kind"] == "loss":
-            held.setdefault(record.config["rung"], []).append(record)
+def loss_curves(results: Sequence[Result[StepCase]]) -> dict[str, LossCurve]:
+    groups: dict[str, list[Result[LossCase]]] = {}
+    for result in results_of(results, LossCase):
+        groups.setdefault(result.case.rung, []).append(result)
     return {
-        rung: Curve(
+        rung: LossCurve(
             rung,
             {
-                record.config["seed"]: series.values
-                for record in held[rung]
+                case.seed: series.values
+                for record, case in groups[rung]
                 if (series := record.find("loss")) is not None and series.values
             },
-            tuple(record for record in held[rung] if record.status != "ok"),
+            tuple(record for record, _ in groups[rung]),
         )
-        for rung in (START, *RUNGS)
-        if rung in held
+        for rung in _ORDER
+        if rung in groups
     }
 
 
-class Traced(NamedTuple):
-    record: Record
-    rung: str
-    workload: Workload
-    trace: Trace
-
-
-def traced(records: Sequence[Record]) -> list[Traced]:
-    found = []
-    for record in records:
-        if record.config["kind"] == "waterfall" and "profile" in record.attachments:
-            workload = msgspec.convert(record.config, Workload)
-            if record.find("replay") is None:
-                # Without a replay the times are those of the step kernel by kernel.
-                workload = msgspec.structs.replace(workload, graph=False)
-            trace = record.required("profile", Trace)
-            found.append(Traced(record, record.config["rung"], workload, trace))
-    return found
-
-
 class Lead(NamedTuple):
-    """How many times as fast as the peer one side is where steps follow each other."""
+    """How many times as fast as the peer one side is in consecutive steps."""
 
     peer_ms: float
     ms: float
@@ -187,18 +183,32 @@ class Lead(NamedTuple):
 class Race(NamedTuple):
     record: Record
     name: str
-    spec: RaceSpec
+    best: dict[str, str]
+    """The fastest form of each side."""
+    heats: dict[str, Heat | str]
+    """Every form that was tried, or why it is out."""
     others: tuple[Race, ...] = ()
-    """Of the same step, in other runs."""
+    """The same step in other runs."""
 
-    def best(self, side: str) -> str | None:
-        return (self.record.attachment("best", dict[str, str]) or {}).get(side)
+    @property
+    def spec(self) -> RaceSpec:
+        return RACES[self.name]
 
-    def times(self, side: str) -> Summary | None:
-        """Interleaved samples, each from an idle device."""
-        name = self.best(side)
-        series = self.record.find("step", variant=name) if name else None
-        return summarize(series.values) if series is not None and series.values else None
+    @property
+    def peers(self) -> int:
+        """How many forms of the peer ran."""
+        return sum(
+            isinstance(heat, Heat) and form.startswith("peer: ")
+            for form, heat in self.heats.items()
+        )
+
+    def blocks(self, side: str) -> tuple[float, ...]:
+        """The median step of each block of consecutive steps, in ms."""
+        return self._samples("consecutive", side)
+
+    def _samples(self, name: str, side: str) -> tuple[float, ...]:
+        series = self.record.find(name, variant=self.best[side]) if side in self.best else None
+        return () if series is None else series.values
 
     def lead(self, side: str = "ours") -> Lead | None:
         """The peer against one side in consecutive steps; None where they were not measured."""
@@ -206,50 +216,20 @@ class Race(NamedTuple):
         if peer and own:
             ratio = paired_ratio(own, peer, level=0.95)
             return Lead(statistics.median(peer), statistics.median(own), ratio)
-        alone, others = self.draw(side), self.draw("peer")
-        if alone is None or others is None:
-            return None
-        return Lead(others.step_ms, alone.step_ms, None)
-
-    def blocks(self, side: str) -> tuple[float, ...]:
-        """The median step of each block of consecutive steps, in ms."""
-        series = self.record.find("consecutive", variant=self.best(side) or "")
-        return () if series is None else series.values
+        others, alone = self.draw("peer"), self.draw(side)
+        return Lead(others.step_ms, alone.step_ms, None) if others and alone else None
 
     def ratio(self, side: str = "ours") -> Ratio | None:
-        """The peer's time over ours in interleaved samples."""
-        peer, ours = self.best("peer"), self.best(side)
-        if peer is None or ours is None:
-            return None
-        above, below = (self.record.find("step", variant=name) for name in (peer, ours))
-        if above is None or below is None:
-            return None
-        return ratio_interval(below.values, above.values, level=0.95)
-
-    def heats(self) -> dict[str, Heat | str]:
-        """Every form that was tried: how it did, or why it is out."""
-        heats = self.record.attachment("heats", dict[str, Heat]) or {}
-        if self.record.environment.device_kind == "cpu":
-            heats = {
-                name: msgspec.structs.replace(heat, peak_bytes=None) for name, heat in heats.items()
-            }
-        return {**heats, **(self.record.attachment("excluded", dict[str, str]) or {})}
-
-    def peak(self, side: str) -> float | None:
-        name = self.best(side)
-        heat = self.heats().get(name) if name else None
-        return heat.peak_bytes if isinstance(heat, Heat) else None
-
-    def draw(self, side: str) -> Draw | None:
-        return draw(self.record, side)
-
-    def form(self, side: str) -> str:
-        return (self.best(side) or "").partition(": ")[2]
+        """The peer's time over ours in interleaved samples, each from an idle device."""
+        peer, own = self._samples("step", "peer"), self._samples("step", side)
+        return ratio_interval(own, peer, level=0.95) if peer and own else None
 
     def step_ms(self, side: str = "ours") -> float | None:
         """A step among consecutive steps, or a single sample where they were not measured."""
-        lead, times = self.lead(side), self.times(side)
-        return lead.ms if lead is not None else times.median if times is not None else None
+        if (lead := self.lead(side)) is not None:
+            return lead.ms
+        samples = self._samples("step", side)
+        return summarize(samples).median if samples else None
 
     def mfu(self, side: str = "ours") -> float | None:
         """Relative to the data sheet's rate for the dtype of the matmuls, or the measured one."""
@@ -259,31 +239,42 @@ class Race(NamedTuple):
             return None
         return flops / (ms * 1e-3) / ceiling.value
 
+    def peak(self, side: str) -> float | None:
+        heat = self.heats.get(self.best.get(side, ""))
+        return heat.peak_bytes if isinstance(heat, Heat) else None
 
-def races(records: Sequence[Record]) -> list[Race]:
-    """Of several the one in which most forms of the peer ran, since its fastest is known of what
-    was tried. Of those with as many, that in which it comes nearest to ours."""
-    held: dict[str, list[Race]] = {}
-    for record in records:
-        if record.config["kind"] == "race" and record.config["race"] in RACES:
-            name = record.config["race"]
-            held.setdefault(name, []).append(Race(record, name, RACES[name]))
-    found = []
+    def draw(self, side: str) -> Draw | None:
+        return draw(self.record, side)
+
+    def form(self, side: str) -> str:
+        return self.best.get(side, "").partition(": ")[2]
+
+
+def races(results: Sequence[Result[StepCase]]) -> list[Race]:
+    """Of several races of a step the one in which most forms of the peer ran, since its fastest is
+    known only among those. Of those with as many, the one in which it comes nearest to ours."""
+    groups: dict[str, list[Race]] = {}
+    for record, case in results_of(results, RaceCase):
+        groups.setdefault(case.race, []).append(_race(record, case.race))
+    raced = []
     for name in RACES:
-        if name in held:
-            first, *others = sorted(
-                held[name], key=lambda race: (-peers_that_ran(race), _lead(race))
-            )
-            found.append(first._replace(others=tuple(others)))
-    return found
+        if name in groups:
+            first, *others = sorted(groups[name], key=lambda race: (-race.peers, _nearness(race)))
+            raced.append(first._replace(others=tuple(others)))
+    return raced
 
 
-def peers_that_ran(race: Race) -> int:
-    return sum(
-        isinstance(heat, Heat) and form.startswith("peer: ") for form, heat in race.heats().items()
-    )
+def _race(record: Record, name: str) -> Race:
+    heats = record.attachment("heats", dict[str, Heat]) or {}
+    if record.environment.device_kind == "cpu":
+        heats = {
+            form: msgspec.structs.replace(heat, peak_bytes=None) for form, heat in heats.items()
+        }
+    excluded = record.attachment("excluded", dict[str, str]) or {}
+    best = record.attachment("best", dict[str, str]) or {}
+    return Race(record, name, best, {**heats, **excluded})
 
 
-def _lead(race: Race) -> float:
+def _nearness(race: Race) -> float:
     ratio = race.ratio()
     return float("inf") if ratio is None else ratio.value

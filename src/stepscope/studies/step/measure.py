@@ -1,0 +1,158 @@
+"""Measures a case: a rung timed, traced or trained; races are in `race`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stepscope.errors import first_cause
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.step.cases import LadderCase, LossCase, StepCase, WaterfallCase
+from stepscope.studies.timed_step import measure_step, time_steps
+from stepscope.studies.traced import trace_step
+from stepscope.studies.transformer_step import TransformerStep
+from stepscope.studies.workload import Workload, case_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEARNING_RATE = 3e-4
+FOLLOWERS = 8
+_WEIGHTS = 1.0 / np.arange(1, FOLLOWERS + 1)
+_SHARES = _WEIGHTS / _WEIGHTS.sum()
+
+
+def measure_case(case: StepCase, bench: Bench) -> Measurement:
+    if isinstance(case, LadderCase):
+        return measure_step(case, case.config, bench)
+    if isinstance(case, WaterfallCase):
+        return measure_trace(case, bench)
+    if isinstance(case, LossCase):
+        return measure_loss(case, bench)
+    from stepscope.studies.step.race import measure_race
+
+    return measure_race(case, bench)
+
+
+def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
+    """The step timed, then traced, then timed as a CUDA graph where it can be one.
+
+    The same kernels run in all three; only the trace of the first says what each is for.
+    """
+    device = bench.device
+    eager = msgspec.structs.replace(case_of(case, Workload), graph=False)
+    step = TransformerStep(eager, device)
+    timing = time_steps(step, bench, case.config, min_seconds=case.min_seconds)
+    series = list(timing.series)
+    bench.progress(0, 1, "trace")
+    traced = trace_step(step, device, f"step-{case.rung}_{eager.key}", steps=case.traced)
+    notes = dict(traced.notes)
+    if case.graph:
+        del step
+        device.release()
+        try:
+            bench.progress(0, 1, "as a graph")
+            replayed = time_steps(
+                TransformerStep(case, device), bench, case.config, min_seconds=case.min_seconds
+            )
+        except CaseSkipped as skipped:
+            notes["replay"] = str(skipped)
+        except Exception as error:
+            # What was traced stands without it.
+            notes["replay"] = first_cause(error)
+        else:
+            series += [
+                msgspec.structs.replace(one, name="replay")
+                for one in replayed.series
+                if one.name == "step"
+            ]
+    return Measurement(
+        series=tuple(series), quantities=case.quantities(), readings=timing.readings,
+        notes=notes, attachments=traced.attachments,
+    )  # fmt: skip
+
+
+def measure_loss(case: LossCase, bench: Bench) -> Measurement:
+    """Train for a few hundred steps, to see that no gain is bought with a wrong result."""
+    import torch
+
+    step = TransformerStep(case, bench.device, seed=case.seed)
+    for group in step.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    rows = sequences(
+        case.steps * case.batch, case.context + 1, case.model().vocab, case.seed, case.words
+    )
+    text = torch.from_numpy(rows).view(case.steps, case.batch, -1)
+    if case.graph:
+        # The capture runs steps, which are undone.
+        before = [parameter.detach().clone() for parameter in step.model.parameters()]
+        step.phases()
+        begin_again(step, before)
+    losses = torch.empty(case.steps, device=bench.device.torch_device)
+    for number, batch in enumerate(text):
+        step.reset()
+        step.tokens.copy_(batch[:, :-1])
+        step.targets.copy_(batch[:, 1:])
+        step.run_phases()
+        assert step.loss is not None
+        losses[number].copy_(step.loss.detach())
+        if number % 10 == 9:
+            bench.progress(number + 1, case.steps, "steps of training")
+    return Measurement(
+        series=(Series(name="loss", unit="nats", values=tuple(losses.tolist())),),
+        quantities=(*case.quantities(), Quantity(name="entropy", value=entropy(), unit="nats")),
+    )
+
+
+def begin_again(step: TransformerStep, weights: Sequence[Tensor]) -> None:
+    """Reset weights and optimizer state in place: a graph has the addresses of all tensors."""
+    import torch
+
+    from stepscope.optim.fused import MASTER
+
+    with torch.no_grad():
+        for parameter, before in zip(step.model.parameters(), weights, strict=True):
+            parameter.copy_(before)
+        for owner, state in step.optimizer.state.items():
+            for name, tensor in state.items():
+                if name == MASTER:
+                    tensor.copy_(owner)
+                else:
+                    tensor.zero_()
+    step.follow_weights()
+
+
+def entropy() -> float:
+    """Nats per word that no model can save."""
+    return -float(sum(share * math.log(share) for share in _SHARES))
+
+
+def sequences(
+    count: int, length: int, vocab: int, seed: int, words: int = 256
+) -> NDArray[np.int64]:
+    """Rows of a generated text that can be learnt: the same on every machine.
+
+    Each word is followed by one of eight others, the first of them far more often than the last. A
+    model that has seen enough of it reaches `entropy`, about 1.8 nats; one that knows nothing is at
+    the logarithm of the vocabulary. `seed` decides the rows and not the chain.
+    """
+    words = min(words, vocab)
+    chain = np.random.default_rng(0)
+    followers = chain.integers(words, size=(words, FOLLOWERS))
+    # Spread over the vocabulary, so that the embedding's rows are not neighbours.
+    spelling = chain.permutation(vocab)[:words]
+    drawn = np.random.default_rng(seed)
+    word = drawn.integers(words, size=count)
+    rows = np.empty((count, length), np.int64)
+    cumulative = np.cumsum(_SHARES)
+    for index in range(length):
+        rows[:, index] = spelling[word]
+        which = np.searchsorted(cumulative, drawn.random(count), side="right")
+        word = followers[word, np.minimum(which, FOLLOWERS - 1)]
+    return rows
