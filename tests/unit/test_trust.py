@@ -73,6 +73,13 @@ def test_of_a_sweep_over_sizes_the_longest_time_decides() -> None:
     assert not trust(make_record(series=(wild,))).good
 
 
+def test_a_warm_up_that_takes_half_of_the_samples_is_noise_in_other_studies_alone() -> None:
+    settles, never = (900.0, 800.0, 700.0, 600.0) + (100.0,) * 4, (100.0, 400.0, 150.0, 900.0) * 2
+    assert trust(record_of(*settles, study="warmup")).good
+    assert not trust(record_of(*settles)).good
+    assert not trust(record_of(*never, study="warmup")).good
+
+
 def test_a_record_without_a_result_is_good() -> None:
     assert trust(record_of(lints=("busy-machine",), status="oom", reason="out of memory")).good
 

@@ -35,6 +35,8 @@ FEWEST = 3
 SPREAD = "uncertain-median"
 """The reason that comes from the samples instead of a lint."""
 
+_ABOUT_FIRST_STEPS = ("warmup",)
+"""Studies in which the first samples differ from the later ones by design; the later ones count."""
 _LEVELS: tuple[Level, ...] = ("good", "noisy", "invalid")
 
 LEVEL_OF: dict[str, Level] = {
@@ -110,7 +112,10 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
     given: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
-    unknown = uncertainty(series.values) if series is not None else 0.0
+    unknown = 0.0
+    if series is not None:
+        late = len(series.values) // 2 if record.study in _ABOUT_FIRST_STEPS else 0
+        unknown = uncertainty(series.values[late:])
     if unknown >= MEDIAN_KNOWN_TO:
         given[SPREAD] = "noisy"
     level: Level = max(given.values(), key=_LEVELS.index, default="good")
