@@ -59,7 +59,10 @@ def test_samples_with_a_known_median_are_good(values: tuple[float, ...]) -> None
     assert trust(record_of(*values, lints=flagged)).good
 
 
-@pytest.mark.parametrize("values", [(206.0, 812.0, 999.0, 230.0), (10.0, 31.0, 12.0, 48.0, 25.0)])
+@pytest.mark.parametrize(
+    "values",
+    [(206.0, 812.0, 999.0, 230.0), (10.0, 31.0, 12.0, 48.0, 25.0), (3.0, 0.3, 3.0, 0.3, 3.0)],
+)
 def test_samples_without_a_known_median_are_noisy(values: tuple[float, ...]) -> None:
     found = trust(record_of(*values))
     assert (found.level, found.codes) == ("noisy", (SPREAD,))
