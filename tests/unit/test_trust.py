@@ -59,7 +59,10 @@ def test_samples_with_a_known_median_are_good(values: tuple[float, ...]) -> None
     assert trust(record_of(*values, lints=flagged)).good
 
 
-@pytest.mark.parametrize("values", [(206.0, 812.0, 999.0, 230.0), (10.0, 31.0, 12.0, 48.0, 25.0)])
+@pytest.mark.parametrize(
+    "values",
+    [(206.0, 812.0, 999.0, 230.0), (10.0, 31.0, 12.0, 48.0, 25.0), (3.0, 0.3, 3.0, 0.3, 3.0)],
+)
 def test_samples_without_a_known_median_are_noisy(values: tuple[float, ...]) -> None:
     found = trust(record_of(*values))
     assert (found.level, found.codes) == ("noisy", (SPREAD,))
@@ -71,6 +74,13 @@ def test_of_a_sweep_over_sizes_the_longest_time_decides() -> None:
     long = Series(name="67108864", unit="ms", values=(90.0, 91.0, 92.0, 91.0, 90.0))
     assert trust(make_record(series=(wild, long))).good
     assert not trust(make_record(series=(wild,))).good
+
+
+def test_a_warm_up_that_takes_half_of_the_samples_is_noise_in_other_studies_alone() -> None:
+    settles, never = (900.0, 800.0, 700.0, 600.0) + (100.0,) * 4, (100.0, 400.0, 150.0, 900.0) * 2
+    assert trust(record_of(*settles, study="warmup")).good
+    assert not trust(record_of(*settles)).good
+    assert not trust(record_of(*never, study="warmup")).good
 
 
 def test_a_record_without_a_result_is_good() -> None:

@@ -10,13 +10,13 @@
 
 A lint alone is too coarse for the spread: `wide-spread`, `first-call-inside`, `few-samples` and
 `clocks-dropped` fire on one far sample, on a warm-up that is the subject of the study, and on the
-power cap at which a GPU runs all day. None of them moves a median much. So the samples decide
-about those four: the record is noisy where the 95 % interval of the median reaches
-`MEDIAN_KNOWN_TO` of it to either side and the quartiles lie as far apart. The interval shrinks
-with the number of samples, so hundreds of uneven samples still give a good median; the quartiles
-ignore one far sample, which in a case of five is an end of the interval. The bound is the distance
-at which a single sample counts as far (`stats.FAR_EXTREME`): below it, comparisons and findings
-have the interval itself to go by.
+power cap at which a GPU runs all day. None of them moves a median much. So the samples decide about
+those four: the record is noisy where the 95 % interval of the median reaches `MEDIAN_KNOWN_TO` of
+its middle to either side and the quartiles lie as far apart. The interval shrinks with the number
+of samples, so hundreds of uneven samples still give a good median; the quartiles ignore one far
+sample, which in a case of five is an end of the interval. The bound is the distance at which a
+single sample counts as far (`stats.FAR_EXTREME`): below it, comparisons and findings have the
+interval itself to go by.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ FEWEST = 3
 SPREAD = "uncertain-median"
 """The reason that comes from the samples instead of a lint."""
 
+_ABOUT_FIRST_STEPS = ("warmup",)
+"""Studies in which the first samples differ from the later ones by design; the later ones count."""
 _LEVELS: tuple[Level, ...] = ("good", "noisy", "invalid")
 
 LEVEL_OF: dict[str, Level] = {
@@ -110,7 +112,10 @@ def trust(record: Record, lints: Iterable[Lint] | None = None) -> Trust:
     codes = dict.fromkeys(lint.code for lint in (record.lints if lints is None else lints))
     given: dict[str, Level] = {code: LEVEL_OF.get(code, "noisy") for code in codes}
     series = _subject(record)
-    unknown = uncertainty(series.values) if series is not None else 0.0
+    unknown = 0.0
+    if series is not None:
+        late = len(series.values) // 2 if record.study in _ABOUT_FIRST_STEPS else 0
+        unknown = uncertainty(series.values[late:])
     if unknown >= MEDIAN_KNOWN_TO:
         given[SPREAD] = "noisy"
     level: Level = max(given.values(), key=_LEVELS.index, default="good")
@@ -136,8 +141,13 @@ def _subject(record: Record) -> Series | None:
 
 def uncertainty(values: Sequence[float]) -> float:
     """How far the median of samples may be off, as a share of it: half of its interval, or the
-    distance of the quartiles where one far sample makes the interval wide."""
+    distance of the quartiles where one far sample makes the interval wide.
+
+    Each is relative to its own middle. Relative to the median, samples of two speeds whose median
+    is one of the slow ones would never be far apart.
+    """
     summary = summarize(values)
-    if not summary.median > 0.0:
+    if not summary.minimum > 0.0:
         return 0.0
-    return min((summary.high - summary.low) / 2.0, summary.iqr) / summary.median
+    interval = (summary.high - summary.low) / (summary.high + summary.low)
+    return min(interval, 2.0 * summary.iqr / (summary.q1 + summary.q3))
