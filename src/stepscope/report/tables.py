@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from stepscope.report.blocks import Cell, Column, Kind, Table
+from stepscope.report.blocks import Cell, Column, Interval, Kind, Table
 
 STATUS = {"oom": "OOM"}
 """Statuses as a table shows them; others stand as they are."""
@@ -40,6 +40,26 @@ class Failed(Protocol):
 
     @property
     def reason(self) -> str: ...
+
+
+class Sampled(Protocol):
+    """A summary of samples."""
+
+    @property
+    def median(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+def interval(summary: Sampled | None) -> Interval | None:
+    """The cell of a median with its confidence interval."""
+    if summary is None:
+        return None
+    return Interval(value=summary.median, low=summary.low, high=summary.high)
 
 
 def col(

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
 from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
@@ -24,8 +22,8 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_ranks,
 )
 from stepscope.model.config import ModelConfig, precision
-from stepscope.records.schema import Record
-from stepscope.studies.workload import Workload
+from stepscope.studies.base import Result
+from stepscope.studies.rehearsal.cases import RehearsalCase
 
 _HALF = 2
 _BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}
@@ -35,6 +33,8 @@ ABOVE = 0.2
 
 class Subject(NamedTuple):
     name: str
+    record: str
+    """The id of its record."""
     case: str
     device: str
     recording: Recording
@@ -53,15 +53,16 @@ class Subject(NamedTuple):
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
 
-def subject_of(record: Record) -> Subject | None:
+def subject_of(result: Result[RehearsalCase]) -> Subject | None:
+    record, workload = result
     recording = recording_of(record)
     if recording is None:
         return None
-    workload = msgspec.convert(record.config, Workload)
     passes_ms = (median_ms(record, "forward") or 0.0) + (median_ms(record, "backward") or 0.0)
     copied = record.ceiling("memory.copy")
     return Subject(
         name=workload.name,
+        record=record.id,
         case=record.case,
         device=record.environment.device_name,
         recording=recording,

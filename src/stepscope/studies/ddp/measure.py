@@ -1,4 +1,4 @@
-"""What each rank of the study does. Loads without torch."""
+"""Times steps with each strategy on ranks. Loads without torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.studies.rank_subject import Fed, RankSubject, make_subject
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
+from stepscope.studies.rank_subject import Described, Fed, RankSubject, make_subject
+from stepscope.studies.ranked import on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,9 +22,6 @@ if TYPE_CHECKING:
     from stepscope.parallel import DDP, World
 
 WARMUP = 2
-DTYPES = ("float32", "bfloat16", "bfloat16-pure")
-ALONE = "no communication"
-TORCH = "torch DDP"
 _DRAWN = 3
 """Steps that are tried for a picture."""
 Lanes = dict[str, list[tuple[float, float, str]]]
@@ -28,8 +29,7 @@ Lanes = dict[str, list[tuple[float, float, str]]]
 
 class RankSteps(NamedTuple):
     samples: dict[tuple[str, str], list[float]]
-    """By way and phase."""
-    """`WAY.PHASE` to times in ms."""
+    """By way and phase, in ms."""
     gradient_bytes: int
     reductions: dict[str, int]
     lanes: dict[str, Lanes]
@@ -52,17 +52,43 @@ class Way:
         self.averages_itself = hasattr(model, "finish_gradient_synchronization")
 
 
-def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
+def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
+    ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
+    first = ranks[0]
+    return Measurement(
+        series=tuple(
+            Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(values))
+            for way, phase in first.samples
+            for rank, result in enumerate(ranks)
+            for values in (result.samples[way, phase],)
+        ),
+        quantities=(
+            Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
+            *(
+                Quantity(name="reductions", variant=way, value=count, unit="messages")
+                for way, count in first.reductions.items()
+            ),
+        ),
+        notes={"backend": first.backend},
+        attachments={"timeline": first.lanes},
+    )
+
+
+def time_ways(world: World, case: DDPCase) -> RankSteps:
+    """On each rank."""
     import torch
     import torch.distributed as dist
 
-    subject = make_subject_of(world, config)
-    ways, fed = make_ways(subject.model, config), subject.fed
+    model, fed = make_model(world, case, case.batch // world.size, case.dtype)
+    ways = make_ways(model, case.dtype, case.bucket_mb)
+    gradient_bytes = sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
     samples: dict[tuple[str, str], list[float]] = {}
     shuffle = random.Random(0).shuffle
     order = list(ways)
     step = 0
-    for taken in range(-WARMUP, config["rounds"]):
+    for taken in range(-WARMUP, case.rounds):
         shuffle(order)
         for way in order:
             world.step(step)
@@ -80,7 +106,7 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
         held = [
             torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
         ]
-        for _ in range(config["rounds"]):
+        for _ in range(case.rounds):
             world.step(step)
             step += 1
             samples.setdefault((way.name, "communication"), []).append(_alone(world, way, held))
@@ -89,47 +115,40 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
         for way in ways
         if way.averages_itself
     }
-    gradient_bytes = sum(
-        p.numel() * p.element_size() for p in ways[0].model.parameters() if p.requires_grad
-    )
-    names = [way.name for way in ways]
-    order_of = {name: place for place, name in enumerate(names)}
+    place = {way.name: number for number, way in enumerate(ways)}
+    ordered = sorted(samples.items(), key=lambda item: place[item[0][0]])
     dist.barrier()
-    sorted_samples = dict(sorted(samples.items(), key=lambda item: order_of[item[0][0]]))
-    return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
+    return RankSteps(dict(ordered), gradient_bytes, reductions, lanes, world.backend)
 
 
-def make_subject_of(world: World, config: dict[str, Any]) -> RankSubject:
+def make_model(world: World, case: Described, share: int, dtype: str) -> RankSubject:
     import torch
 
-    pure = config.get("dtype") == "bfloat16-pure"
-    dtype = torch.bfloat16 if pure else torch.float32
-    return make_subject(world, config, world.device, dtype)
+    pure = torch.bfloat16 if dtype == "bfloat16-pure" else torch.float32
+    return make_subject(world, case, share, world.device, pure)
 
 
-def make_ways(alone: nn.Module, config: dict[str, Any]) -> list[Way]:
+def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[Way]:
     """Without communication first, then our four, then torch's."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
-
-    kind = config.get("dtype", "float32")
 
     def model() -> nn.Module:
         # Copying is faster than drawing weights again.
         return copy.deepcopy(alone)
 
     def ours(name: str, wrapped: DDP) -> Way:
-        return Way(name, wrapped, wrapped.module, kind)
+        return Way(name, wrapped, wrapped.module, dtype)
 
-    ways = [Way(ALONE, alone, alone, kind)]
+    ways = [Way(ALONE, alone, alone, dtype)]
     for strategy in ("naive", "flat", "overlap"):
         ways.append(ours(strategy, DDP(model(), strategy)))
-    for size in config["bucket_mb"]:
+    for size in bucket_mb:
         ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(Way(TORCH, wrapped, theirs, kind))
+    ways.append(Way(TORCH, wrapped, theirs, dtype))
     return ways
 
 
