@@ -236,7 +236,7 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
     for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
-        if (check := check_of(result)) is not None:
+        if (check := check_of(*result)) is not None:
             yield _error(check.title, check.verdict.worst)
 
 

@@ -158,7 +158,7 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
     found = [
         subject
         for result in results_of(ours, RecordingCase) or ours
-        if (subject := subject_of(result))
+        if (subject := subject_of(*result))
     ]
     if not found:
         raise UsageError(f"{where} has no recorded step", _MEND)

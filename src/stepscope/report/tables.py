@@ -76,6 +76,22 @@ def col(
     return Declared(Column(title=title, kind=chosen, unit=unit, hint=hint), value, key)
 
 
+def cols(
+    titles: Iterable[str],
+    value: Callable[[Any, str], Cell],
+    kind: Kind | None = None,
+    *,
+    unit: str = "",
+    hint: str = "",
+) -> list[Declared]:
+    """A column for each title; `value` takes the row and the title."""
+
+    def one(title: str) -> Declared:
+        return col(title, lambda row: value(row, title), kind, unit=unit, hint=hint)
+
+    return [one(title) for title in titles]
+
+
 def table(
     name: str,
     title: str,

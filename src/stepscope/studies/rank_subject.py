@@ -1,4 +1,5 @@
-"""The training step of every rank of a study: of a Transformer by its size, or of a user's model.
+"""The training step of every rank of a study: of a Transformer by its size, or of a user's model;
+and how steps of several ways are interleaved.
 
 Loads without torch.
 """
@@ -6,11 +7,13 @@ Loads without torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Series
 from stepscope.studies.model_names import check_name
 from stepscope.studies.ranked import RankedCase
 
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stepscope.parallel import World
+
+
+WARMUP = 2
+"""Rounds before the first sample."""
+Samples = dict[tuple[str, str], list[float]]
+"""Times in ms by way and phase."""
 
 
 class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,6 +124,44 @@ def make_subject(
     # Token numbers below the smallest vocabulary: the values do not matter for the time.
     tokens = torch.randint(100, (share, shape.context + 1), generator=generator)
     return RankSubject(model, tokens_fed(tokens.to(world.device)))
+
+
+def settle(world: World) -> None:
+    """Wait until the rank's device is idle."""
+    if world.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(world.device)
+
+
+def interleaved(
+    world: World, ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, number: int
+) -> Samples:
+    """Samples of all ways, one step of each in a round, in an order that changes.
+
+    A call makes one step and returns the times of its phases. `number` is the supervisor's of the
+    first step.
+    """
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    order, shuffle = list(ways), random.Random(0).shuffle
+    for taken in range(-WARMUP, rounds):
+        shuffle(order)
+        for name in order:
+            world.step(number)
+            number += 1
+            phases = ways[name]()
+            for phase, ms in phases.items() if taken >= 0 else ():
+                samples[name].setdefault(phase, []).append(ms)
+    return {(name, phase): ms for name, held in samples.items() for phase, ms in held.items()}
+
+
+def series_of(ranks: Sequence[Samples]) -> tuple[Series, ...]:
+    """From the samples of each rank."""
+    return tuple(
+        Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(samples[way, phase]))
+        for way, phase in ranks[0]
+        for rank, samples in enumerate(ranks)
+    )
 
 
 def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.rank_subject import settle
 from stepscope.studies.ranked import on_ranks
 
 if TYPE_CHECKING:
@@ -58,18 +59,13 @@ def time_collective(world: World, case: AllReduceCase) -> RankTimes:
 
 
 def _sample(world: World, run: Callable[[], object]) -> float:
-    import torch
     import torch.distributed as dist
 
-    def settle() -> None:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-
-    settle()
+    settle(world)
     dist.barrier()
     start = time.perf_counter()
     run()
-    settle()
+    settle(world)
     return (time.perf_counter() - start) * 1e3
 
 

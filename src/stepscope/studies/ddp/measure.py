@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.rank_subject import Described, Fed, RankSubject, make_subject
+from stepscope.studies.rank_subject import (
+    WARMUP,
+    Described,
+    Fed,
+    RankSubject,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+)
 from stepscope.studies.ranked import on_ranks
 
 if TYPE_CHECKING:
@@ -21,15 +31,13 @@ if TYPE_CHECKING:
 
     from stepscope.parallel import DDP, World
 
-WARMUP = 2
 _DRAWN = 3
 """Steps that are tried for a picture."""
 Lanes = dict[str, list[tuple[float, float, str]]]
 
 
 class RankSteps(NamedTuple):
-    samples: dict[tuple[str, str], list[float]]
-    """By way and phase, in ms."""
+    samples: Samples
     gradient_bytes: int
     reductions: dict[str, int]
     lanes: dict[str, Lanes]
@@ -56,12 +64,7 @@ def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
     ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
     first = ranks[0]
     return Measurement(
-        series=tuple(
-            Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(values))
-            for way, phase in first.samples
-            for rank, result in enumerate(ranks)
-            for values in (result.samples[way, phase],)
-        ),
+        series=series_of([result.samples for result in ranks]),
         quantities=(
             Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
             *(
@@ -84,18 +87,10 @@ def time_ways(world: World, case: DDPCase) -> RankSteps:
     gradient_bytes = sum(
         p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
     )
-    samples: dict[tuple[str, str], list[float]] = {}
-    shuffle = random.Random(0).shuffle
-    order = list(ways)
-    step = 0
-    for taken in range(-WARMUP, case.rounds):
-        shuffle(order)
-        for way in order:
-            world.step(step)
-            step += 1
-            marks = one_step(world, way, fed)
-            for phase, ms in marks.items() if taken >= 0 else ():
-                samples.setdefault((way.name, phase), []).append(ms)
+    samples = interleaved(
+        world, {way.name: partial(one_step, world, way, fed) for way in ways}, case.rounds, 0
+    )
+    step = len(ways) * (WARMUP + case.rounds)
     reductions = {}
     for way in ways:
         if not way.averages_itself:
@@ -103,22 +98,21 @@ def time_ways(world: World, case: DDPCase) -> RankSteps:
         sizes: Any = way.model.message_bytes
         reductions[way.name] = len(sizes)
         dtype = next(way.model.parameters()).dtype
-        held = [
+        messages = [
             torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
         ]
+        alone = samples[way.name, "communication"] = []
         for _ in range(case.rounds):
             world.step(step)
             step += 1
-            samples.setdefault((way.name, "communication"), []).append(_alone(world, way, held))
+            alone.append(_alone(world, way, messages))
     lanes = {
         way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
         for way in ways
         if way.averages_itself
     }
-    place = {way.name: number for number, way in enumerate(ways)}
-    ordered = sorted(samples.items(), key=lambda item: place[item[0][0]])
     dist.barrier()
-    return RankSteps(dict(ordered), gradient_bytes, reductions, lanes, world.backend)
+    return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
 
 
 def make_model(world: World, case: Described, share: int, dtype: str) -> RankSubject:
@@ -157,28 +151,27 @@ def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    settle = _settle(world)
-    settle()
+    settle(world)
     dist.barrier()
     began = time.perf_counter()
     with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
         loss = fed.loss_of(way.model)
-    settle()
+    settle(world)
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     # On a GPU this waits for the backward, and for what it overlaps with, like the ones below.
-    settle()
+    settle(world)
     backward = time.perf_counter()
     marks = {}
     if way.averages_itself:
         way.model.finish_gradient_synchronization()  # type: ignore[operator]
-        settle()
+        settle(world)
         timing: Any = way.model.timing
         marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
     waited = time.perf_counter()
     way.optimizer.step()
     way.optimizer.zero_grad()
-    settle()
+    settle(world)
     ended = time.perf_counter()
     return {
         "step": (ended - began) * 1e3,
@@ -190,20 +183,11 @@ def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     }
 
 
-def _settle(world: World) -> Callable[[], object]:
-    import torch
-
-    if world.device.type == "cuda":
-        return lambda: torch.cuda.synchronize(world.device)
-    return lambda: None
-
-
 def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
     """The reductions of a step with nothing to hide behind, in ms."""
     import torch.distributed as dist
 
-    settle = _settle(world)
-    settle()
+    settle(world)
     dist.barrier()
     began = time.perf_counter()
     flying = []
@@ -215,7 +199,7 @@ def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
             flying.append(work)
     for work in flying:
         work.wait()
-    settle()
+    settle(world)
     return (time.perf_counter() - began) * 1e3
 
 
@@ -244,7 +228,7 @@ def _lanes(world: World, way: Way, fed: Fed) -> Lanes:
         marks = one_step(world, way, fed)
     # The step began after a barrier; its end is what both clocks share.
     end = now()
-    _settle(world)()
+    settle(world)
     phases, at = [], 0.0
     for name in ("forward", "backward", "waited", "optimizer"):
         phases.append((at, at + marks[name], name))

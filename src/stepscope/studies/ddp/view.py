@@ -19,7 +19,7 @@ from stepscope.report.blocks import (
     Tone,
 )
 from stepscope.report.format import bytes_, duration, number, percent
-from stepscope.report.tables import col, interval, table
+from stepscope.report.tables import col, cols, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.published_view import published_tables, ranked_step
@@ -295,10 +295,7 @@ def _table(known: Sequence[Ways]) -> Table:
                 unit="ms",
                 hint="median with its 95 % interval",
             ),
-            *(
-                col(phase, lambda r, phase=phase: r.phases.get(phase), unit="ms")
-                for phase in PHASES
-            ),
+            *cols(PHASES, lambda r, phase: r.phases.get(phase), unit="ms"),
             col(
                 "communication",
                 lambda r: r.ways.median(r.way, "communication"),

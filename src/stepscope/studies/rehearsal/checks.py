@@ -14,7 +14,6 @@ from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding, Table
 from stepscope.report.format import duration, number, percent, rate
 from stepscope.report.tables import col, interval, table
-from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE
 from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
 
@@ -57,8 +56,7 @@ class Check(NamedTuple):
         )
 
 
-def check_of(result: Result[CheckCase]) -> Check | None:
-    record, case = result
+def check_of(record: Record, case: CheckCase) -> Check | None:
     recording = recording_of(record)
     if recording is None:
         return None

@@ -22,8 +22,8 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_ranks,
 )
 from stepscope.model.config import ModelConfig, precision
-from stepscope.studies.base import Result
-from stepscope.studies.rehearsal.cases import RehearsalCase
+from stepscope.records.schema import Record
+from stepscope.studies.workload import Workload
 
 _HALF = 2
 _BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}
@@ -53,8 +53,7 @@ class Subject(NamedTuple):
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
 
-def subject_of(result: Result[RehearsalCase]) -> Subject | None:
-    record, workload = result
+def subject_of(record: Record, workload: Workload) -> Subject | None:
     recording = recording_of(record)
     if recording is None:
         return None

@@ -43,8 +43,8 @@ def rehearsal_blocks(
     records: Sequence[Record], results: Sequence[Result[RehearsalCase]]
 ) -> tuple[Block, ...]:
     recorded = results_of(results, RecordingCase)
-    subjects = [subject for result in recorded if (subject := subject_of(result))]
-    checks = [check for one in results_of(results, CheckCase) if (check := check_of(one))]
+    subjects = [subject for result in recorded if (subject := subject_of(*result))]
+    checks = [check for one in results_of(results, CheckCase) if (check := check_of(*one))]
     blocks: list[Block] = [*check_findings(checks)]
     if subjects:
         blocks += subject_blocks(subjects, _question([result.case for result in recorded]))

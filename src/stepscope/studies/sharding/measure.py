@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from stepscope.parallel.errors import ParallelError, RankFailed
-from stepscope.records.schema import Quantity, Series
+from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.rank_subject import Fed, RankedStep, make_subject, tokens_fed
+from stepscope.studies.rank_subject import (
+    Fed,
+    RankedStep,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+    tokens_fed,
+)
 from stepscope.studies.ranked import on_ranks
 from stepscope.studies.sharding.cases import (
     FULLY,
@@ -32,12 +41,9 @@ if TYPE_CHECKING:
 
     from stepscope.parallel import World
 
-WARMUP = 2
-
 
 class RankResult(NamedTuple):
-    samples: dict[tuple[str, str], list[float]]
-    """By way and phase: times in ms."""
+    samples: Samples
     held: list[Quantity]
     """Bytes of each way: parameters, gradients, state; on a GPU also what its counters say."""
     backend: str
@@ -66,14 +72,7 @@ def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ..
         left = tuple(way for way in ways if way != peer)
         ranks = on_ranks(study, case, bench, measure_ways, left)
     return Measurement(
-        series=tuple(
-            Series(
-                name=phase, variant=way, unit="ms", rank=rank,
-                values=tuple(result.samples[way, phase]),
-            )
-            for way, phase in ranks[0].samples
-            for rank, result in enumerate(ranks)
-        ),
+        series=series_of([result.samples for result in ranks]),
         quantities=tuple(
             msgspec.structs.replace(one, rank=rank)
             for rank, result in enumerate(ranks)
@@ -81,7 +80,7 @@ def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ..
         ),
         notes={"backend": ranks[0].backend},
         attachments={"refused": ranks[0].refused | lost},
-    )  # fmt: skip
+    )
 
 
 def crashed_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
@@ -110,17 +109,13 @@ def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankR
         _let_go(world)
     ways = tuple(name for name in ways if name not in refused)
     trained = [make(world, name, origin) for name in ways]
-    samples: dict[tuple[str, str], list[float]] = {}
-    order, shuffle = list(trained), random.Random(0).shuffle
-    for taken in range(-WARMUP, case.rounds):
-        shuffle(order)
-        for way in order:
-            world.step(len(ways) + taken + WARMUP)
-            for phase, ms in timed_step(world, way, fed).items() if taken >= 0 else ():
-                samples.setdefault((way.name, phase), []).append(ms)
-    place = {name: number for number, name in enumerate(ways)}
-    ordered = sorted(samples.items(), key=lambda item: place[item[0][0]])
-    return RankResult(dict(ordered), held, world.backend, refused)
+    samples = interleaved(
+        world,
+        {way.name: partial(timed_step, world, way, fed) for way in trained},
+        case.rounds,
+        len(ways),
+    )
+    return RankResult(samples, held, world.backend, refused)
 
 
 def make(world: World, name: str, origin: nn.Module) -> Trained:
@@ -254,12 +249,10 @@ def _bytes(tensors: list[Any]) -> float:
 
 
 def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
-    import torch
     import torch.distributed as dist
 
     def now() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        settle(world)
         return time.perf_counter()
 
     dist.barrier()

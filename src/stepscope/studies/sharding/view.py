@@ -9,7 +9,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import ratio_interval
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, number, percent
-from stepscope.report.tables import Declared, col, interval, table
+from stepscope.report.tables import Declared, col, cols, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.published_view import published_tables, ranked_step
 from stepscope.studies.rank_subject import RankedStep
@@ -258,14 +258,11 @@ def ways_table(
                 hint="median with its 95 % interval",
             ),
             *time,
-            *(
-                col(
-                    kind,
-                    lambda r, kind=kind: r.case.most(r.way, kind),
-                    "bytes",
-                    hint="on the rank with most",
-                )
-                for kind in KINDS
+            *cols(
+                KINDS,
+                lambda r, kind: r.case.most(r.way, kind),
+                "bytes",
+                hint="on the rank with most",
             ),
             *memory,
             col(
@@ -328,7 +325,7 @@ def _stages(done: Sequence[Divided]) -> Iterator[Table]:
             [
                 col("case", lambda r: r.case),
                 col("stage", lambda r: r.name),
-                *(col(kind, lambda r, kind=kind: r.sizes[kind], "bytes") for kind in KINDS),
+                *cols(KINDS, lambda r, kind: r.sizes[kind], "bytes"),
                 col("sum", lambda r: sum(r.sizes.values()), "bytes"),
                 col("moved", lambda r: r.moved, "bytes", hint="per rank and step, predicted"),
             ],
@@ -353,7 +350,7 @@ def _stages_of(case: Divided) -> Iterator[Stage]:
 def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Table]:
     """A GPU's counters through a step; the driver's includes all processes on it."""
     rows = [
-        (case.title, way, station, [case.most(way, counter, station) for counter in COUNTERS])
+        (case.title, way, station, {one: case.most(way, one, station) for one in COUNTERS})
         for case in done
         for way in ways
         for station in STATIONS
@@ -368,10 +365,7 @@ def station_table(done: Sequence[Divided], ways: Sequence[str]) -> Iterator[Tabl
                 col("case", lambda r: r[0]),
                 col("way", lambda r: r[1]),
                 col("station", lambda r: r[2]),
-                *(
-                    col(counter, lambda r, place=place: r[3][place], "bytes")
-                    for place, counter in enumerate(COUNTERS)
-                ),
+                *cols(COUNTERS, lambda r, counter: r[3][counter], "bytes"),
             ],
             caption="On the rank with most, through its first step; the peak is that of the second."
             " `reserved` is what the allocator holds, freed or not. The driver's figure has every"
