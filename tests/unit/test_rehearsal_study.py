@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from stepscope.studies.rehearsal.ranks import Sampled
 
 from rehearsal_records import check_record, ready_times, recorded_record
 from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
@@ -17,8 +16,8 @@ from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.ddp.measure import make_model
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.checks import check_of, judge
-from stepscope.studies.rehearsal.subject import subject_of
+from stepscope.studies.rehearsal import checks, subject
+from stepscope.studies.rehearsal.cases import Sampled
 
 
 def view(*records: Record) -> tuple[Any, ...]:
@@ -33,12 +32,12 @@ def of_code(code: str, *records: Record) -> list[Finding]:
     return [found for found in findings(*records) if found.code == code]
 
 
-def subject_of(record: Record) -> Subject | None:
+def subject_of(record: Record) -> subject.Subject | None:
     (result,) = find_study("rehearsal").results([record])
-    return subject_of_case(*result)
+    return subject.subject_of(*result)
 
 
-def check_of(record: Record) -> Check | None:
+def check_of(record: Record) -> checks.Check | None:
     (result,) = find_study("rehearsal").results([record])
     return checks.check_of(*result)
 
@@ -100,12 +99,12 @@ def test_a_record_from_before_a_field_was_there_is_read() -> None:
 
 
 def test_the_device_rate_and_the_packing_come_from_the_record() -> None:
-    subject = subject_of(recorded_record())
-    assert subject is not None
-    assert subject.flops_per_s == pytest.approx(9e12 / 90e-3)
+    held = subject_of(recorded_record())
+    assert held is not None
+    assert held.flops_per_s == pytest.approx(9e12 / 90e-3)
     # 4 TB/s of copying: a byte is read and written.
-    assert subject.upkeep.pack_byte == pytest.approx(2 / 4e9)
-    assert (subject.gradient_bytes, subject.activation_bytes) == (4, 2)
+    assert held.upkeep.pack_byte == pytest.approx(2 / 4e9)
+    assert (held.gradient_bytes, held.activation_bytes) == (4, 2)
 
 
 LINKS = ["nvlink", "infiniband", "ethernet"]
@@ -249,7 +248,7 @@ def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
     recording = recording_of(held)
     assert recording is not None
-    verdict = judge(recording, series, [2.0])
+    verdict = checks.judge(recording, series, [2.0])
     assert verdict is not None
     assert (verdict.upkeep.slowed, verdict.upkeep.drag) == pytest.approx((1.5, 0.5))
     assert check_of(held).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
@@ -271,7 +270,7 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
     study = find_study("rehearsal")
     cases = study.cases(study.flags(size=("tiny",), context=(32, 64), check_ranks=(2, 4)))
     assert [case.config["kind"] for case in cases] == ["recording", "check", "check"] * 2
-    assert [case.config["ranks"] for case in cases[:3]] == [[8, 64, 1024], 2, 4]
+    assert [case.ranks for case in cases[:3]] == [(8, 64, 1024), 2, 4]
     assert len({case.key for case in cases}) == 6
 
 
