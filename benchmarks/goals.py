@@ -30,6 +30,8 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, summarize
 from stepscope.report.blocks import Interval
 from stepscope.report.format import number
+from stepscope.studies.base import results_of
+from stepscope.studies.ddp.cases import STUDY as DDP
 from stepscope.studies.ddp.view import Ways, against_torch
 from stepscope.studies.flash.comparisons import (
     Comparison,
@@ -39,6 +41,8 @@ from stepscope.studies.flash.comparisons import (
 )
 from stepscope.studies.flash.rows import OURS
 from stepscope.studies.flash.rows import races as attention_races
+from stepscope.studies.rehearsal.cases import STUDY as REHEARSAL
+from stepscope.studies.rehearsal.cases import CheckCase
 from stepscope.studies.rehearsal.checks import Row, check_of
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race
@@ -209,8 +213,8 @@ def _attention_short_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    for record in evidence.of("ddp"):
-        ways = Ways(record)
+    for result in DDP.results(evidence.of("ddp")):
+        ways = Ways(*result)
         if (found := against_torch(ways)) is not None:
             yield _value(ways.title, found[1])
 
@@ -232,8 +236,8 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    for record in evidence.of("rehearsal"):
-        if record.config.get("kind") == "check" and (check := check_of(record)) is not None:
+    for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
+        if (check := check_of(*result)) is not None:
             yield _error(check.title, check.verdict.worst)
 
 

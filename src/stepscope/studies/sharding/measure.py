@@ -1,35 +1,49 @@
-"""What each rank of the study does. Loads without torch."""
+"""Memory and times of each way on ranks. Loads without torch."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.rank_subject import Fed, make_subject, tokens_fed
+from stepscope.studies.rank_subject import (
+    Fed,
+    RankedStep,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+    tokens_fed,
+)
+from stepscope.studies.ranked import on_ranks
+from stepscope.studies.sharding.cases import (
+    FULLY,
+    PEERS,
+    SCATTER,
+    TORCH,
+    TORCH_FULLY,
+    WHOLE,
+)
 from stepscope.studies.sharding.traffic import counted
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from stepscope.parallel import World
 
-WARMUP = 2
-WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
-WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)
-FULLY, TORCH_FULLY = "FSDP", "torch fully_shard"
-FULLY_WAYS = (WHOLE, FULLY, TORCH_FULLY)
-PEERS = (TORCH, TORCH_FULLY)
-
 
 class RankResult(NamedTuple):
-    samples: dict[tuple[str, str], list[float]]
-    """By way and phase: times in ms."""
+    samples: Samples
     held: list[Quantity]
     """Bytes of each way: parameters, gradients, state; on a GPU also what its counters say."""
     backend: str
@@ -44,8 +58,41 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) -> RankResult:
-    origin, fed = make_subject(world, config)
+def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ...]) -> Measurement:
+    """Memory and times of these ways, from every rank."""
+    lost: dict[str, str] = {}
+    ranks: list[RankResult]
+    try:
+        ranks = on_ranks(study, case, bench, measure_ways, ways)
+    except ParallelError as error:
+        peer = crashed_peer(error, ways)
+        if peer is None:
+            raise
+        lost[peer] = str(error)
+        left = tuple(way for way in ways if way != peer)
+        ranks = on_ranks(study, case, bench, measure_ways, left)
+    return Measurement(
+        series=series_of([result.samples for result in ranks]),
+        quantities=tuple(
+            msgspec.structs.replace(one, rank=rank)
+            for rank, result in enumerate(ranks)
+            for one in result.held
+        ),
+        notes={"backend": ranks[0].backend},
+        attachments={"refused": ranks[0].refused | lost},
+    )
+
+
+def crashed_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
+    """The way of torch's whose first step ended a rank: some crash on a backend they cannot use."""
+    step = error.step if isinstance(error, RankFailed) else -1
+    way = ways[step] if 0 <= step < len(ways) else None
+    return way if way in PEERS else None
+
+
+def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankResult:
+    """On each rank."""
+    origin, fed = make_subject(world, case, case.batch // world.size)
     held: list[Quantity] = []
     refused: dict[str, str] = {}
     if world.device.type == "cuda":
@@ -62,17 +109,13 @@ def measure_ways(world: World, config: dict[str, Any], ways: tuple[str, ...]) ->
         _let_go(world)
     ways = tuple(name for name in ways if name not in refused)
     trained = [make(world, name, origin) for name in ways]
-    samples: dict[tuple[str, str], list[float]] = {}
-    order, shuffle = list(trained), random.Random(0).shuffle
-    for taken in range(-WARMUP, config["rounds"]):
-        shuffle(order)
-        for way in order:
-            world.step(len(ways) + taken + WARMUP)
-            for phase, ms in timed_step(world, way, fed).items() if taken >= 0 else ():
-                samples.setdefault((way.name, phase), []).append(ms)
-    place = {name: number for number, name in enumerate(ways)}
-    ordered = sorted(samples.items(), key=lambda item: place[item[0][0]])
-    return RankResult(dict(ordered), held, world.backend, refused)
+    samples = interleaved(
+        world,
+        {way.name: partial(timed_step, world, way, fed) for way in trained},
+        case.rounds,
+        len(ways),
+    )
+    return RankResult(samples, held, world.backend, refused)
 
 
 def make(world: World, name: str, origin: nn.Module) -> Trained:
@@ -109,10 +152,6 @@ def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
-
-
-def _forward(way: Trained, fed: Fed) -> Tensor:
-    return fed.loss_of(way.model)
 
 
 def _average(way: Trained) -> None:
@@ -169,7 +208,7 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quanti
 
     way = make(world, name, origin)
     station("after model")
-    loss = _forward(way, fed)
+    loss = fed.loss_of(way.model)
     station("after forward")
     loss.backward()  # type: ignore[no-untyped-call]
     _average(way)
@@ -185,7 +224,7 @@ def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quanti
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
     with counted(world.size) as traffic:
-        _forward(way, fed).backward()  # type: ignore[no-untyped-call]
+        fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
         _average(way)
         way.optimizer.step()
     count("sent", traffic.sent)
@@ -210,17 +249,15 @@ def _bytes(tensors: list[Any]) -> float:
 
 
 def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
-    import torch
     import torch.distributed as dist
 
     def now() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        settle(world)
         return time.perf_counter()
 
     dist.barrier()
     began = now()
-    _forward(way, fed).backward()  # type: ignore[no-untyped-call]
+    fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
     _average(way)
     averaged = now()
     way.optimizer.step()

@@ -1,35 +1,43 @@
-"""What each rank of the study does. Loads without torch."""
+"""Times steps with each strategy on ranks. Loads without torch."""
 
 from __future__ import annotations
 
 import copy
-import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.studies.rank_subject import Fed, RankSubject, make_subject
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
+from stepscope.studies.rank_subject import (
+    WARMUP,
+    Described,
+    Fed,
+    RankSubject,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+)
+from stepscope.studies.ranked import on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stepscope.parallel import DDP, World
 
-WARMUP = 2
-DTYPES = ("float32", "bfloat16", "bfloat16-pure")
-ALONE = "no communication"
-TORCH = "torch DDP"
 _DRAWN = 3
 """Steps that are tried for a picture."""
 Lanes = dict[str, list[tuple[float, float, str]]]
 
 
 class RankSteps(NamedTuple):
-    samples: dict[tuple[str, str], list[float]]
-    """By way and phase."""
-    """`WAY.PHASE` to times in ms."""
+    samples: Samples
     gradient_bytes: int
     reductions: dict[str, int]
     lanes: dict[str, Lanes]
@@ -52,24 +60,37 @@ class Way:
         self.averages_itself = hasattr(model, "finish_gradient_synchronization")
 
 
-def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
+def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
+    ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
+    first = ranks[0]
+    return Measurement(
+        series=series_of([result.samples for result in ranks]),
+        quantities=(
+            Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
+            *(
+                Quantity(name="reductions", variant=way, value=count, unit="messages")
+                for way, count in first.reductions.items()
+            ),
+        ),
+        notes={"backend": first.backend},
+        attachments={"timeline": first.lanes},
+    )
+
+
+def time_ways(world: World, case: DDPCase) -> RankSteps:
+    """On each rank."""
     import torch
     import torch.distributed as dist
 
-    subject = make_subject_of(world, config)
-    ways, fed = make_ways(subject.model, config), subject.fed
-    samples: dict[tuple[str, str], list[float]] = {}
-    shuffle = random.Random(0).shuffle
-    order = list(ways)
-    step = 0
-    for taken in range(-WARMUP, config["rounds"]):
-        shuffle(order)
-        for way in order:
-            world.step(step)
-            step += 1
-            marks = one_step(world, way, fed)
-            for phase, ms in marks.items() if taken >= 0 else ():
-                samples.setdefault((way.name, phase), []).append(ms)
+    model, fed = make_model(world, case, case.batch // world.size, case.dtype)
+    ways = make_ways(model, case.dtype, case.bucket_mb)
+    gradient_bytes = sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
+    samples = interleaved(
+        world, {way.name: partial(one_step, world, way, fed) for way in ways}, case.rounds, 0
+    )
+    step = len(ways) * (WARMUP + case.rounds)
     reductions = {}
     for way in ways:
         if not way.averages_itself:
@@ -77,59 +98,51 @@ def time_ways(world: World, config: dict[str, Any]) -> RankSteps:
         sizes: Any = way.model.message_bytes
         reductions[way.name] = len(sizes)
         dtype = next(way.model.parameters()).dtype
-        held = [
+        messages = [
             torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
         ]
-        for _ in range(config["rounds"]):
+        alone = samples[way.name, "communication"] = []
+        for _ in range(case.rounds):
             world.step(step)
             step += 1
-            samples.setdefault((way.name, "communication"), []).append(_alone(world, way, held))
+            alone.append(_alone(world, way, messages))
     lanes = {
         way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
         for way in ways
         if way.averages_itself
     }
-    gradient_bytes = sum(
-        p.numel() * p.element_size() for p in ways[0].model.parameters() if p.requires_grad
-    )
-    names = [way.name for way in ways]
-    order_of = {name: place for place, name in enumerate(names)}
     dist.barrier()
-    sorted_samples = dict(sorted(samples.items(), key=lambda item: order_of[item[0][0]]))
-    return RankSteps(sorted_samples, gradient_bytes, reductions, lanes, world.backend)
+    return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
 
 
-def make_subject_of(world: World, config: dict[str, Any]) -> RankSubject:
+def make_model(world: World, case: Described, share: int, dtype: str) -> RankSubject:
     import torch
 
-    pure = config.get("dtype") == "bfloat16-pure"
-    dtype = torch.bfloat16 if pure else torch.float32
-    return make_subject(world, config, world.device, dtype)
+    pure = torch.bfloat16 if dtype == "bfloat16-pure" else torch.float32
+    return make_subject(world, case, share, world.device, pure)
 
 
-def make_ways(alone: nn.Module, config: dict[str, Any]) -> list[Way]:
+def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[Way]:
     """Without communication first, then our four, then torch's."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
-
-    kind = config.get("dtype", "float32")
 
     def model() -> nn.Module:
         # Copying is faster than drawing weights again.
         return copy.deepcopy(alone)
 
     def ours(name: str, wrapped: DDP) -> Way:
-        return Way(name, wrapped, wrapped.module, kind)
+        return Way(name, wrapped, wrapped.module, dtype)
 
-    ways = [Way(ALONE, alone, alone, kind)]
+    ways = [Way(ALONE, alone, alone, dtype)]
     for strategy in ("naive", "flat", "overlap"):
         ways.append(ours(strategy, DDP(model(), strategy)))
-    for size in config["bucket_mb"]:
+    for size in bucket_mb:
         ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(Way(TORCH, wrapped, theirs, kind))
+    ways.append(Way(TORCH, wrapped, theirs, dtype))
     return ways
 
 
@@ -138,28 +151,27 @@ def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    settle = _settle(world)
-    settle()
+    settle(world)
     dist.barrier()
     began = time.perf_counter()
     with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
         loss = fed.loss_of(way.model)
-    settle()
+    settle(world)
     forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     # On a GPU this waits for the backward, and for what it overlaps with, like the ones below.
-    settle()
+    settle(world)
     backward = time.perf_counter()
     marks = {}
     if way.averages_itself:
         way.model.finish_gradient_synchronization()  # type: ignore[operator]
-        settle()
+        settle(world)
         timing: Any = way.model.timing
         marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
     waited = time.perf_counter()
     way.optimizer.step()
     way.optimizer.zero_grad()
-    settle()
+    settle(world)
     ended = time.perf_counter()
     return {
         "step": (ended - began) * 1e3,
@@ -171,20 +183,11 @@ def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     }
 
 
-def _settle(world: World) -> Callable[[], object]:
-    import torch
-
-    if world.device.type == "cuda":
-        return lambda: torch.cuda.synchronize(world.device)
-    return lambda: None
-
-
 def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
     """The reductions of a step with nothing to hide behind, in ms."""
     import torch.distributed as dist
 
-    settle = _settle(world)
-    settle()
+    settle(world)
     dist.barrier()
     began = time.perf_counter()
     flying = []
@@ -196,7 +199,7 @@ def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
             flying.append(work)
     for work in flying:
         work.wait()
-    settle()
+    settle(world)
     return (time.perf_counter() - began) * 1e3
 
 
@@ -225,7 +228,7 @@ def _lanes(world: World, way: Way, fed: Fed) -> Lanes:
         marks = one_step(world, way, fed)
     # The step began after a barrier; its end is what both clocks share.
     end = now()
-    _settle(world)()
+    settle(world)
     phases, at = [], 0.0
     for name in ("forward", "backward", "waited", "optimizer"):
         phases.append((at, at + marks[name], name))

@@ -1,21 +1,36 @@
-"""What each rank of a validation does: steps in turns with samples of the channel."""
+"""Records a step, and runs it on real ranks interleaved with samples of their links.
+
+Loads without torch.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from stepscope.analysis.rehearsal.recording import NOTE, ReadyTimes, Recording
 from stepscope.analysis.rehearsal.replay import name_of
+from stepscope.records.schema import Clock, Series
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.ddp import measure as ddp
+from stepscope.studies.ddp.cases import ALONE, TORCH
+from stepscope.studies.ranked import patience
+from stepscope.studies.rehearsal.cases import CheckCase, RehearsalCase, Sampled, strategies
+from stepscope.studies.training_step import make_step
+from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stepscope.analysis.rehearsal.recording import Recording
+    from stepscope.measure.device import Device
     from stepscope.parallel import World
 
-ALONE = "no communication"
 WARMUP = 2
 BURST = 8
 """Small messages at once, to see how they hold each other up; of large ones there are two."""
@@ -29,38 +44,142 @@ SPIN_S = 2e-4
 """A sleep may end late by about this; the rest is spent awake."""
 
 
-class Sampled(NamedTuple):
-    """What a series of the ranks is of."""
-
-    name: str
-    """`step`; of messages: `alone`, `burst`, `pack`, `packed`, `beside`; `issue`, `agree`."""
-    variant: str = ""
-    """The way of a step, or how many messages at once."""
-    size: int = 0
-
-
-class RankResult(NamedTuple):
-    samples: dict[Sampled, list[float]]
-    """In ms."""
-    backend: str
-
-
 Step = Callable[[], float]
 """Runs one step; its time in ms."""
+Samples = dict[Sampled, list[float]]
+"""Of one rank, in ms."""
 
 
-def run_ways(world: World, recording: Recording, config: dict[str, Any]) -> RankResult:
-    """Every round has a step of each way and a sample of the channel, in an order that changes."""
+def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
+    def record() -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+        return record_step(
+            case,
+            bench.device,
+            case.steps,
+            lambda done, total: bench.progress(done, total, "steps recorded"),
+        )
+
+    if not isinstance(case, CheckCase):
+        series, times = record()
+        return Measurement(series=series, quantities=case.quantities(), attachments={NOTE: times})
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // case.ranks)
+    with _threads(threads):
+        series, times = record()
+    if case.compute == "auto":
+        enough = bench.device.kind == "cpu" and cores >= 2 * case.ranks
+        case = msgspec.structs.replace(case, compute="real" if enough else "waits")
+    bench.progress(0, 1, f"{case.ranks} ranks")
+    return Measurement(
+        series=(*series, *_run_on_ranks(case, Recording.of_samples(series, times), threads)),
+        quantities=case.quantities(),
+        notes={"compute": case.compute, "backend": "gloo"},
+        attachments={NOTE: times},
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with as many threads as one of the ranks will have."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def record_step(
+    workload: Workload, device: Device, steps: int, progress: Callable[[int, int], None]
+) -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+    from stepscope.measure.gradients import record_gradients
+
+    if workload.graph or workload.fuses_loss:
+        raise CaseSkipped("a rehearsal needs forward, loss and backward one by one")
+    step = make_step(workload, device)
+    forward, loss, backward, optimizer = step.phases()
+
+    def compute_loss() -> None:
+        forward.run()
+        loss.run()
+
+    named = [(name, p) for name, p in step.model.named_parameters() if p.requires_grad]
+    times = record_gradients(
+        [parameter for _, parameter in named],
+        compute_loss,
+        backward.run,
+        optimizer.run,
+        device,
+        steps=steps,
+        before=step.reset,
+        progress=progress,
+    )
+    missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
+    if missing:
+        raise CaseSkipped(f"the backward does not reach {missing[0]}")
+    ready_times = tuple(
+        ReadyTimes(
+            name=name,
+            elements=parameter.numel(),
+            element_bytes=parameter.element_size(),
+            kind=f"{parameter.dtype} {parameter.device}",
+            ready_ms=tuple(ready),
+        )
+        for (name, parameter), ready in zip(named, times.ready, strict=True)
+    )
+    clock: Clock = "device" if device.kind == "cuda" else "host"
+    whole = [sum(parts) for parts in zip(*times[:3], strict=True)]
+    phases = {"step": whole, "forward": times.forward, "backward": times.backward,
+              "optimizer": times.optimizer}  # fmt: skip
+    series = tuple(
+        Series(name=name, unit="ms", clock=clock, values=tuple(values))
+        for name, values in phases.items()
+    )
+    return series, ready_times
+
+
+def _run_on_ranks(case: CheckCase, recording: Recording, threads: int) -> tuple[Series, ...]:
+    from stepscope.parallel import launch
+
+    results = launch(
+        run_ways,
+        (recording, case),
+        ranks=case.ranks,
+        backend="gloo",
+        device="cpu",
+        limits=patience(),
+        threads=threads,
+    )
+    return series_of(results)
+
+
+def series_of(results: Sequence[Samples]) -> tuple[Series, ...]:
+    """From what `run_ways` returned on each rank."""
+    return tuple(
+        Series(**what._asdict(), unit="ms", rank=rank, values=tuple(samples[what]))
+        for what in results[0]
+        for rank, samples in enumerate(results)
+    )
+
+
+def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
+    """On each rank. A round has a step of each way, in an order that changes, and a sample of the
+    channel."""
     import torch.distributed as dist
 
-    make = computing_ways if config["compute"] == "real" else waiting_ways
-    ways = make(world, recording, config)
+    ways = (
+        computing_ways(world, case)
+        if case.compute == "real"
+        else waiting_ways(recording, case.bucket_mb)
+    )
     probe = Probe(world, recording.gradient_bytes)
-    samples: dict[Sampled, list[float]] = {Sampled("step", name): [] for name in ways}
+    samples: Samples = {Sampled("step", name): [] for name in ways}
     shuffle = random.Random(0).shuffle
     order = list(ways)
     number = 0
-    for taken in range(-WARMUP, config["rounds"]):
+    for taken in range(-WARMUP, case.rounds):
         shuffle(order)
         found: dict[Sampled, float] = {}
         for name in order:
@@ -73,10 +192,10 @@ def run_ways(world: World, recording: Recording, config: dict[str, Any]) -> Rank
         for what, ms in found.items() if taken >= 0 else ():
             samples.setdefault(what, []).append(ms)
     dist.barrier()
-    return RankResult(samples, world.backend)
+    return samples
 
 
-def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> dict[str, Step]:  # noqa: ARG001
+def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
     """Reductions are real, compute is waited for as long as it was recorded to take."""
     from stepscope.measure.waiting import Due, WaitingStep
     from stepscope.parallel import DDP
@@ -104,29 +223,22 @@ def waiting_ways(world: World, recording: Recording, config: dict[str, Any]) -> 
 
     plain = make()
     ways = {ALONE: way(plain, plain)}
-    for strategy, bucket_mb in strategies(config["bucket_mb"]):
+    for strategy, size in strategies(bucket_mb):
         own = make(plain)
-        wrapped = DDP(own, strategy, bucket_mb)  # type: ignore[arg-type]
+        wrapped = DDP(own, strategy, size)
         own.count_hooks()
-        ways[name_of(strategy, bucket_mb)] = way(own, wrapped)
+        ways[name_of(strategy, size)] = way(own, wrapped)
     return ways
 
 
-def computing_ways(world: World, recording: Recording, config: dict[str, Any]) -> dict[str, Step]:  # noqa: ARG001
-    """The recorded model itself on every rank."""
-    from stepscope.studies.ddp import ranks as ddp
-
-    shared = config | {"batch": config["batch"] * world.size}
-    subject = ddp.make_subject_of(world, shared)
+def computing_ways(world: World, case: CheckCase) -> dict[str, Step]:
+    """The recorded model itself on every rank, each with the recorded batch."""
+    model, fed = ddp.make_model(world, case, case.batch, case.dtype)
     return {
-        way.name: lambda way=way: ddp.one_step(world, way, subject.fed)["step"]  # type: ignore[misc]
-        for way in ddp.make_ways(subject.model, shared)
-        if way.name != ddp.TORCH
+        way.name: lambda way=way: ddp.one_step(world, way, fed)["step"]  # type: ignore[misc]
+        for way in ddp.make_ways(model, case.dtype, case.bucket_mb)
+        if way.name != TORCH
     }
-
-
-def strategies(bucket_mb: Sequence[float]) -> list[tuple[str, float]]:
-    return [("naive", 1.0), ("flat", 1.0), ("overlap", 1.0), *(("bucketed", s) for s in bucket_mb)]
 
 
 def start_together() -> float:
