@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from stepscope.analysis.foreign_kernels import foreign_kernels, owner
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.kernels import profile_kernels
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.flash import STUDY, FlashFlags
+from stepscope.studies.flash import STUDY
+from stepscope.studies.flash.cases import FlashFlags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +31,7 @@ class Bench:
 
 def measured(changes: dict[str, Any] | None = None, **flags: Any) -> Measurement:
     case = STUDY.cases(FlashFlags(**flags))[0]
-    return STUDY.measure(case.config | (changes or {}), Bench())
+    return STUDY.measure(msgspec.structs.replace(case, **changes or {}), Bench())
 
 
 def cell(attention: str, dtype: str = "bfloat16") -> Measurement:
@@ -51,10 +53,11 @@ def test_the_profiler_names_and_times_a_kernel():
 )
 def test_each_runs_its_own_kernels(name: str):
     made = cell(name)
-    seen = record(config={"attention": name}, attachments=made.attachments)
-    assert made.attachments["kernels"]["forward"]
-    assert made.attachments["kernels"]["backward"]
-    assert foreign_kernels(seen) is None, made.attachments
+    kernels = made.attachments["kernels"]
+    seen = record(config={"attention": name}, attachments={"kernels": kernels})
+    assert kernels["forward"]
+    assert kernels["backward"]
+    assert foreign_kernels(seen) is None, kernels
     assert [(s.name, s.clock) for s in made.series] == [
         (mode, clock) for mode in ("both", "forward", "backward") for clock in ("device", "host")
     ]
@@ -89,9 +92,10 @@ def test_a_race_has_every_clock_and_names_the_kernels():
 
 @pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
 def test_tiles_are_timed_or_do_not_fit(kernel: str):
-    made = measured({"pass": kernel, "sizes": [32, 64]}, part=("tiles",), tile_head=(64,))
-    told = {series.variant for series in made.series} | set(made.attachments["refused"])
-    assert told == {"chosen", "32x32", "32x64", "64x32", "64x64"}
+    changes = {"kernel": kernel, "tile_sizes": (32, 64)}
+    made = measured(changes, part=("tiles",), tile_head=(64,))
+    tried = {series.variant for series in made.series} | set(made.attachments["refused"])
+    assert tried == {"chosen", "32x32", "32x64", "64x32", "64x64"}
     (chosen,) = [series for series in made.series if series.variant == "chosen"]
     assert len(chosen.values) == 7
     assert value_of(made.quantities, "registers", variant="sm") == 65536

@@ -14,16 +14,14 @@ from triton.runtime.errors import OutOfResources
 from sample_records import value_of
 from stepscope.attention import triton_launch
 from stepscope.attention.tiles import Tile
-from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import KernelRun
-from stepscope.studies.attention_workload import RESULTS, AttentionStep
+from stepscope.studies.attention.workload import RESULTS, AttentionStep
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.flash import STUDY, FlashFlags
+from stepscope.studies.flash import STUDY, measure
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import Shape
-from stepscope.studies.flash.launches import launch_facts
-from stepscope.studies.flash.tiles import measure_tile
+from stepscope.studies.flash.cases import FlashFlags, Shape
+from stepscope.studies.flash.measure import launch_facts, measure_tile
 
 
 class Bench:
@@ -39,7 +37,7 @@ class Bench:
 
 def measured(**flags: Any) -> Measurement:
     (case,) = STUDY.cases(FlashFlags(min_seconds=0.0, race_seconds=0.0, rounds=3, **flags))
-    return STUDY.measure(case.config, Bench())
+    return STUDY.measure(case, Bench())
 
 
 def grid(attention: str, **flags: Any) -> Measurement:
@@ -123,7 +121,7 @@ def test_a_length_for_a_gpu_and_the_tiles_of_one_are_skipped_on_a_cpu() -> None:
         grid("sdpa", seq=(65536,))
     for case in STUDY.cases(FlashFlags(part=("tiles",))):
         with pytest.raises(CaseSkipped, match="a GPU kernel"):
-            STUDY.measure(case.config, Bench())
+            STUDY.measure(case, Bench())
 
 
 @pytest.mark.usefixtures("no_interpreter")
@@ -178,7 +176,7 @@ class Launches:
         self.runs = 0
         monkeypatch.setattr(triton_launch, "forced_tiles", self.forced_tiles, raising=False)
         monkeypatch.setattr(triton_launch, "recorded_launches", self.recorded, raising=False)
-        monkeypatch.setattr(kernels, "profile_kernels", self.profile)
+        monkeypatch.setattr(measure, "profile_kernels", self.profile)
 
     @contextmanager
     def forced_tiles(self, tiles: dict[str, Tile]) -> Iterator[None]:
@@ -268,6 +266,6 @@ def test_a_kernel_that_nobody_saw_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
     assert measure_tile("key_value", Tile(16, 16, 4, 1), launches.run, 2, Bench()) == (
         "was not launched"
     )
-    monkeypatch.setattr(kernels, "profile_kernels", lambda run, device: ())  # noqa: ARG005
+    monkeypatch.setattr(measure, "profile_kernels", lambda run, device: ())  # noqa: ARG005
     found = measure_tile("forward", Tile(16, 16, 4, 1), launches.run, 2, Bench())
     assert found == "the profiler saw no forward_kernel"

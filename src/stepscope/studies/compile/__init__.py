@@ -25,7 +25,7 @@ from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.attention_workload import AttentionWorkload
+from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.workload import WorkloadFlags, workloads
 

@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
-from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
+from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.training_step import make_step

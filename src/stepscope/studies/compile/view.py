@@ -11,7 +11,7 @@ from stepscope.analysis.limits import HostShare, host_bound, median_ms
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import count, duration, number
-from stepscope.studies.attention_workload import AttentionWorkload
+from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 

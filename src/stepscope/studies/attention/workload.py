@@ -16,6 +16,7 @@ from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
+from stepscope.studies.base import Case
 from stepscope.studies.host_memory import refuse_beyond_host_memory
 from stepscope.studies.subject import Subject
 
@@ -32,8 +33,8 @@ RESULTS = ("output", "dq", "dk", "dv")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention, fully named: (batch, heads, seq, head) in one number format."""
+class AttentionWorkload(Case, frozen=True, kw_only=True):
+    """One attention, fully named: (batch, heads, seq, head) in one dtype."""
 
     attention: str
     batch: int
@@ -58,6 +59,19 @@ class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
         shape = f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}"
         mask = "causal" if self.causal else "full"
         return f"{self.attention}_{shape}_{self.dtype}_{mask}_{self.mode}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (precision(self.dtype).compute,)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch},{self.heads},{self.seq},{self.head}"
+
+    @property
+    def is_single(self) -> bool:
+        """One head of one sequence."""
+        return self.batch * self.heads == 1
 
     @property
     def shape(self) -> AttentionShape:
