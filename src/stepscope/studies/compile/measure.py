@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import subprocess
@@ -17,17 +16,18 @@ import msgspec
 
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
-from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
+from stepscope.studies.attention.workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.compile.cases import AttentionCase, ModelCase, TraceCase
 from stepscope.studies.own.changing import blocks_of
 from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.studies.subject import Subject
 
+TimedCase = ModelCase | AttentionCase
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN_WITHIN_S = 900.0
 _MOST_NAMED = 8
@@ -49,22 +49,20 @@ class Form(NamedTuple):
     """torch makes CUDA graphs of it."""
 
 
-def eager_form(config: dict[str, Any], device: Device) -> Form:
+def eager_form(case: TimedCase, device: Device) -> Form:
     """The subject as it is."""
-    if config["kind"] == "attention":
-        return Form("eager", AttentionStep(msgspec.convert(config, AttentionWorkload), device))
-    workload = msgspec.convert(config, Workload)
-    return Form("eager", make_step(msgspec.structs.replace(workload, compile="no"), device))
+    if isinstance(case, AttentionCase):
+        return Form("eager", AttentionStep(case, device))
+    return Form("eager", make_step(msgspec.structs.replace(case, compile="no"), device))
 
 
-def compiled_form(config: dict[str, Any], device: Device, eager: Form) -> Form:
+def compiled_form(case: TimedCase, device: Device, eager: Form) -> Form:
     """The same subject compiled, on the tensors of the eager one."""
     source: Any = eager.step
-    if config["kind"] == "attention":
+    if isinstance(case, AttentionCase):
         return Form("compiled", source.variant(attention="compiled"))
-    workload = msgspec.convert(config, Workload)
-    replays = device.kind == "cuda" and workload.compile_mode in GRAPHS_OF_TORCH
-    return Form("compiled", make_step(workload, device, shares=source), replays)
+    replays = device.kind == "cuda" and case.compile_mode in GRAPHS_OF_TORCH
+    return Form("compiled", make_step(case, device, shares=source), replays)
 
 
 def load_compiler() -> float:
@@ -86,28 +84,28 @@ def first_run_s(step: Subject, device: Device) -> float:
     return time.perf_counter() - start
 
 
-def measure_compile(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_compile(case: TimedCase, bench: Bench) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="stepscope-compile-") as cache:
         os.environ[CACHE] = cache
-        return _measure(config, bench)
+        return _measure(case, bench)
 
 
-def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
+def _measure(case: TimedCase, bench: Bench) -> Measurement:
     device = bench.device
-    eager = eager_form(config, device)
+    eager = eager_form(case, device)
     # Twice: the first step also makes the optimizer's state and loads libraries.
     eager.step.run()
     eager.step.run()
-    compiled = compiled_form(config, device, eager)
+    compiled = compiled_form(case, device, eager)
     bench.progress(0, 3, "compiling")
     load_s = load_compiler()
     cold_s = first_run_s(compiled.step, device)
     for form in (eager, compiled):
-        for _ in range(config["warmup"]):
+        for _ in range(case.warmup):
             form.step.run()
     before = compilations()
     bench.progress(1, 3, "timing")
-    series = _in_turns((eager, compiled), device, config["rounds"], bench)
+    series = _in_turns((eager, compiled), device, case.rounds, bench)
     # Not by their number: torch keeps the last so many of them.
     late = sum(all(one is not known for known in before) for one in compilations())
     quantities = [
@@ -118,13 +116,13 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
         *_memory((eager, compiled), device),
     ]
     notes: dict[str, str] = {}
-    if config["warm"]:
+    if case.warm:
         bench.progress(2, 3, "compiling again from the cache")
         del eager, compiled, form
         gc.collect()
         device.release()
         try:
-            warm_s = _again(config, device)
+            warm_s = _again(case, device)
             quantities.append(Quantity(name="warm_s", value=warm_s, unit="s"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             notes["warm"] = f"{type(error).__name__}: {error}"[:500]
@@ -133,11 +131,11 @@ def _measure(config: dict[str, Any], bench: Bench) -> Measurement:
     )
 
 
-def _again(config: dict[str, Any], device: Device) -> float:
+def _again(case: TimedCase, device: Device) -> float:
     """The same first step in a process that has compiled nothing yet."""
     done = subprocess.run(
         [sys.executable, "-m", "stepscope.studies.compile.again", device.kind],
-        input=json.dumps(config), capture_output=True, text=True, timeout=_AGAIN_WITHIN_S,
+        input=msgspec.json.encode(case), capture_output=True, timeout=_AGAIN_WITHIN_S,
         check=True,
     )  # fmt: skip
     for line in reversed(done.stdout.splitlines()):
@@ -203,14 +201,12 @@ def _memory(forms: tuple[Form, ...], device: Device) -> tuple[Quantity, ...]:
     )
 
 
-def measure_trace(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_trace(case: TraceCase, bench: Bench) -> Measurement:
     """Torch's tracer alone: it finds graphs and breaks, and what it found runs as it is."""
     import torch
 
-    step = make_step(
-        msgspec.structs.replace(msgspec.convert(config, Workload), compile="no"), bench.device
-    )
-    for module in blocks_of(step.model) if config["compile"] == "block" else [step.model]:
+    step = make_step(msgspec.structs.replace(case, compile="no"), bench.device)
+    for module in blocks_of(step.model) if case.compile == "block" else [step.model]:
         module.compile(backend="eager")
     first_s = first_run_s(step, bench.device)
     again_s = first_run_s(step, bench.device)
