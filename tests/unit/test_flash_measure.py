@@ -14,11 +14,12 @@ from triton.runtime.errors import OutOfResources
 from sample_records import value_of
 from stepscope.attention import triton_launch
 from stepscope.attention.tiles import Tile
+from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import KernelRun
 from stepscope.studies.attention.workload import RESULTS, AttentionStep
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.flash import STUDY, measure
+from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
 from stepscope.studies.flash.cases import FlashFlags, Shape
 from stepscope.studies.flash.measure import launch_facts, measure_tile
@@ -176,7 +177,7 @@ class Launches:
         self.runs = 0
         monkeypatch.setattr(triton_launch, "forced_tiles", self.forced_tiles, raising=False)
         monkeypatch.setattr(triton_launch, "recorded_launches", self.recorded, raising=False)
-        monkeypatch.setattr(measure, "profile_kernels", self.profile)
+        monkeypatch.setattr(kernels, "profile_kernels", self.profile)
 
     @contextmanager
     def forced_tiles(self, tiles: dict[str, Tile]) -> Iterator[None]:
@@ -266,6 +267,6 @@ def test_a_kernel_that_nobody_saw_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
     assert measure_tile("key_value", Tile(16, 16, 4, 1), launches.run, 2, Bench()) == (
         "was not launched"
     )
-    monkeypatch.setattr(measure, "profile_kernels", lambda run, device: ())  # noqa: ARG005
+    monkeypatch.setattr(kernels, "profile_kernels", lambda run, device: ())  # noqa: ARG005
     found = measure_tile("forward", Tile(16, 16, 4, 1), launches.run, 2, Bench())
     assert found == "the profiler saw no forward_kernel"

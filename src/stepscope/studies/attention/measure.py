@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stepscope.measure.timer import time_step
 from stepscope.records.schema import Quantity
 from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionStep
@@ -10,6 +9,8 @@ from stepscope.studies.base import Bench, Measurement
 
 
 def measure_pass(case: AttentionCase, bench: Bench) -> Measurement:
+    from stepscope.measure.timer import time_step
+
     device = bench.device
     device.reset_peak()
     step = AttentionStep(case, device)

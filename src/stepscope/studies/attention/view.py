@@ -330,12 +330,10 @@ def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, Atte
 
 def _mine(record: Record, case: AttentionCase) -> Mine:
     """A pass in the words of published conditions; written out it is limited by memory."""
-    values = {case.mode: _median(record)}
+    values: dict[str, float | None] = {case.mode: _median(record)}
     if case.mode == "backward":
-        values |= {
-            "before backward": record.quantity("saved_bytes"),
-            "peak": record.quantity("peak_bytes"),
-        }
+        values["before backward"] = record.quantity("saved_bytes")
+        values["peak"] = record.quantity("peak_bytes")
     return Mine(record, case.config, values, "memory.copy")
 
 

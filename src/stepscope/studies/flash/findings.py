@@ -243,7 +243,7 @@ def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
     if grown:
         yield Finding(
             code="flash.memory-growth",
-            values={"dtype": dtype, "head": head} | exponents,
+            values={"dtype": dtype, "head": head, **exponents},
             records=_ids(row for points in longest.values() for row in points),
             text=f"Peak memory grows as a power of the length, over the longest three in {dtype}"
             f" at d {head}: {', '.join(grown)}.",
@@ -313,15 +313,15 @@ def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Itera
     host_bound = {row.record.id for row in rows if row.host_decides}
     lints = [(lint, record.id) for record in records for lint in lint_record(record)]
     for code, times in Counter(lint.code for lint, _ in lints).items():
-        alike = [(lint.message, record) for lint, record in lints if lint.code == code]
-        by_host = sum(record in host_bound for _, record in alike) * (code in _OF_THE_HOST)
-        text = f"Lint {code}, {times}×, first: {alike[0][0]}"
+        found = [(lint.message, record) for lint, record in lints if lint.code == code]
+        by_host = sum(record in host_bound for _, record in found) * (code in _OF_THE_HOST)
+        text = f"Lint {code}, {times}×, first: {found[0][0]}"
         if by_host:
             text += f". Of these, {by_host} are cells in which the host decides"
         yield Finding(
             code="flash.lint",
             values={"lint": code, "times": times, "host_decides": by_host},
-            records=tuple(dict.fromkeys(record for _, record in alike)),
+            records=tuple(dict.fromkeys(record for _, record in found)),
             text=f"{text}.",
             tone="warn",
             timed=False,

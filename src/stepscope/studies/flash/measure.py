@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stepscope.attention.tiles import Pass, Tile, tiles
-from stepscope.measure.device import Device
-from stepscope.measure.kernels import kernel_names, profile_kernels
-from stepscope.measure.timer import Phase, Timing, time_step
-from stepscope.measure.turns import time_in_turns
 from stepscope.records.schema import Quantity, Reading, Series
 from stepscope.studies.attention.workload import (
     MODES,
@@ -23,6 +19,10 @@ from stepscope.studies.attention.workload import (
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.accuracy import errors
 from stepscope.studies.flash.cases import CHOSEN, FlashCase, GridCase, RaceCase, TilesCase
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Timing
 
 _MOST_FLOPS_ON_A_CPU = 5e10
 """About a second a call on two cores."""
@@ -88,6 +88,8 @@ def _refuse_long_on_a_cpu(work: AttentionWorkload, device: Device) -> None:
 
 def _kernels(step: AttentionStep, device: Device) -> dict[str, str]:
     """Names of the kernels of one forward and one backward; none on a CPU."""
+    from stepscope.measure.kernels import kernel_names, profile_kernels
+
     kernels = {}
     for mode in ("forward", "backward"):
         one = step.variant(mode=mode)
@@ -124,6 +126,8 @@ def _memory(step: AttentionStep, held_before: int | None, device: Device) -> tup
 
 
 def _time(step: AttentionStep, case: GridCase, bench: Bench) -> Timing:
+    from stepscope.measure.timer import Phase, time_step
+
     return time_step(
         (Phase(step.workload.mode, step.run_phases),),
         bench.device,
@@ -145,6 +149,9 @@ def _named(timing: Timing, mode: str) -> tuple[Series, ...]:
 
 def _measure_race(case: RaceCase, bench: Bench) -> Measurement:
     """Every implementation that takes the input, interleaved on the same tensors."""
+    from stepscope.measure.kernels import kernel_names, profile_kernels
+    from stepscope.measure.turns import time_in_turns
+
     device = bench.device
     work = case.workload(_YARDSTICK)
     _refuse_long_on_a_cpu(work, device)
@@ -252,6 +259,7 @@ def measure_tile(
     from triton.runtime.errors import OutOfResources
 
     from stepscope.attention import triton_launch
+    from stepscope.measure.kernels import profile_kernels
 
     def repeat() -> None:
         for _ in range(samples):
