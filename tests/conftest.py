@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import torch
@@ -33,6 +34,10 @@ settings.load_profile("slow")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# A shell starts what runs in its background with SIGINT ignored, and every process below inherits
+# that: tests of an interrupt would wait for an effect that it cannot have.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Imports and collection make almost no garbage, but set off one pass after another.
 gc.disable()
