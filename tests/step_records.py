@@ -123,6 +123,7 @@ def step_race_record(
 
 def tiny_race_case(**changes: Any) -> RaceCase:
     """A race that a CPU runs in a moment."""
+    case: RaceCase
     (case,) = _cases(
         "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
     )

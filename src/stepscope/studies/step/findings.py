@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Value
+from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.energy_view import at_cap_words
 from stepscope.studies.step.ladder import START, words
@@ -134,7 +134,7 @@ def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
         listed = ", ".join(f"{words(rung)} ({percent(away)})" for rung, away in wrong.items())
         yield Finding(
             code="step.loss-apart",
-            values=values | wrong,
+            values={**values, **wrong},
             records=records,
             text=f"{text} Not within {percent(AGREES_WITHIN)} of it at the end: {listed}.",
             tone="warn",
@@ -153,18 +153,20 @@ def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
 
 
 def _race(race: Race) -> Iterator[Finding]:
-    ratio, ms, peer_ms = race.ratio(), race.step_ms(), race.step_ms("peer")
-    if ratio is None or ms is None or peer_ms is None:
+    ratio, ms, peer_ms, times = race.ratio(), race.step_ms(), race.step_ms("peer"), race.speedup()
+    if ratio is None or ms is None or peer_ms is None or times is None:
         return
     lead, share = race.lead(), race.mfu()
     interval = ratio if lead is None else lead.ratio
-    times = ratio.value if lead is None else lead.value
+    tone: Tone
     if interval is not None and interval.low <= 1 <= interval.high:
-        code, outcome = "step.race-no-difference", "no difference is shown"
+        tone, code, outcome = "info", "step.race-no-difference", "no difference is shown"
     elif times >= 1:
-        code, outcome = "step.race-faster", f"ours is {number(times, 3)} times as fast"
+        tone, code = "good", "step.race-faster"
+        outcome = f"ours is {number(times, 3)} times as fast"
     else:
-        code, outcome = "step.race-slower", f"ours is {number(1 / times, 3)} times as long"
+        tone, code = "warn", "step.race-slower"
+        outcome = f"ours is {number(1 / times, 3)} times as long"
     rate = f", {percent(share)} MFU" if share is not None else ""
     where = "" if lead is None else " where steps follow each other"
     text = (
@@ -175,13 +177,8 @@ def _race(race: Race) -> Iterator[Finding]:
         text += f" Interleaved samples give {number(ratio.value, 3)} times."
     values: dict[str, Value] = {"race": race.name, "ms": ms, "peer_ms": peer_ms, "times": times}
     values |= {"interleaved": ratio.value, "mfu": share}
-    narrow, narrow_ms, narrow_lead = (
-        race.ratio("narrow"),
-        race.step_ms("narrow"),
-        race.lead("narrow"),
-    )
-    if narrow is not None and narrow_ms is not None:
-        narrow_times = narrow.value if narrow_lead is None else narrow_lead.value
+    narrow_ms, narrow_times = race.step_ms("narrow"), race.speedup("narrow")
+    if narrow_ms is not None and narrow_times is not None:
         values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
         text += f" With narrower dtypes it takes {duration(narrow_ms)}, the peer"
         text += f" {number(narrow_times, 3)} times as long."
@@ -195,7 +192,7 @@ def _race(race: Race) -> Iterator[Finding]:
         values=values | {"other_races": len(others)},
         records=_ids((race.record, *(other.record for other, _ in others))),
         text=text,
-        tone={"step.race-faster": "good", "step.race-slower": "warn"}.get(code, "info"),
+        tone=tone,
     )
 
 

@@ -224,6 +224,11 @@ class Race(NamedTuple):
         peer, own = self._samples("step", "peer"), self._samples("step", side)
         return ratio_interval(own, peer, level=0.95) if peer and own else None
 
+    def speedup(self, side: str = "ours") -> float | None:
+        """Of consecutive steps, or of interleaved samples where those were not measured."""
+        lead, ratio = self.lead(side), self.ratio(side)
+        return None if ratio is None else ratio.value if lead is None else lead.value
+
     def step_ms(self, side: str = "ours") -> float | None:
         """A step among consecutive steps, or a single sample where they were not measured."""
         if (lead := self.lead(side)) is not None:
