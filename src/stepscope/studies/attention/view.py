@@ -1,4 +1,4 @@
-"""How attention written out grows, what it has in memory, where it no longer fits. Pure."""
+"""Growth and memory of naive attention, and the first length that does not fit. Pure."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _named(case: AttentionCase) -> str:
 
 
 def _pass(case: AttentionCase) -> str:
-    """Which pass of which attention: `forward`, and what is not the default."""
+    """Name of a pass: `forward`, and what is not the default."""
     extras = [
         *([] if case.attention == "reference" else [case.attention]),
         *([] if case.dtype == "float32" else [case.dtype]),
@@ -260,7 +260,7 @@ class _Predicted(NamedTuple):
 
 
 def _prediction(code: str, what: str, held: Mapping[str, _Predicted]) -> Finding:
-    """How many predictions are exact, and the farthest."""
+    """Exact predictions counted, and the farthest."""
     exact = sum(one.off == 0 for one in held.values())
     name, farthest = max(held.items(), key=lambda pair: pair[1].off)
     text = f"{what}: to the byte in {exact} of {len(held)} cases"

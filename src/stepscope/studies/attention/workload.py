@@ -90,7 +90,7 @@ class AttentionWorkload(Case, frozen=True, kw_only=True):
         return {"forward": forward, "backward": backward, "both": forward + backward}[self.mode]
 
     def predicted_saved_bytes(self) -> int:
-        """What a forward leaves in memory for its backward, the output included.
+        """Bytes that a forward leaves in memory for its backward, the output included.
 
         The inputs are there before; a flash form keeps its output and a number for each row.
         """
@@ -179,7 +179,7 @@ class AttentionStep(Subject):
             self._forward()
 
     def saved_bytes(self) -> int | None:
-        """What one forward leaves in use, where the device counts it."""
+        """Bytes that one forward leaves in use, where the device counts them."""
         # The first call of all also leaves work space of the matrix library.
         self._forward()
         self._out, self._gradients = None, ()

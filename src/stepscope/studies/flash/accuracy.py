@@ -1,4 +1,4 @@
-"""How far a result is from float64, and how far the reference in the same dtype is."""
+"""Errors against float64, of an implementation and of the reference in the same dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the grid says, in sentences that carry their numbers."""
+"""Findings of the grid, and of what failed or is in doubt anywhere in the study."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
 
 
 def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """What a forward leaves for its backward, against what the shapes predict."""
+    """Bytes that a forward saves for its backward, measured against predicted."""
     pairs = [
         (saved - (row.predicted_saved or 0.0), row)
         for row in rows
@@ -221,7 +221,7 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
 
 
 def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """How the peak grows with the length, by implementation, at one d and dtype."""
+    """Growth of the peak with the length, by implementation, at one d and dtype."""
     single = [row for row in rows if row.case.is_single and row.peak]
     if not single:
         return
@@ -298,7 +298,7 @@ def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
 
 
 def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Of all parts: what did not run, and what is not to be believed."""
+    """Cases without a result and lints, of all parts."""
     failed = [record for record in records if record.status != "ok"]
     for status in dict.fromkeys(record.status for record in failed):
         alike = [record for record in failed if record.status == status]

@@ -170,7 +170,7 @@ def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
 
 
 def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
-    """How much slower the chosen tiles are where another one is faster."""
+    """The chosen tiles against the fastest."""
     chosen = _chosen(studies)
     if not chosen:
         return

@@ -304,7 +304,7 @@ def _processor(properties: Any) -> Facts:
 
 
 def launch_facts(run: Callable[[], object]) -> tuple[Quantity, ...]:
-    """Of each kernel of ours that `run` launches; the variant is the pass it is for."""
+    """Tile and compiled size of each kernel that `run` launches; the variant is its pass."""
     from stepscope.attention import triton_launch
 
     with triton_launch.recorded_launches() as launches:

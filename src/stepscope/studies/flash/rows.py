@@ -20,7 +20,7 @@ HOST_FROM = 0.5
 that starts idle waits for what comes last."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
-"""How often the reference's own error an output and a gradient may have."""
+"""Errors that the policy allows an output and a gradient, in units of the reference's own."""
 _WARP = 32
 _REGISTERS_AT_ONCE = 256
 """A warp's registers are given out in such pieces."""
@@ -57,13 +57,13 @@ class GridRow(Result[GridCase]):
 
     @property
     def median(self) -> float:
-        """Of both passes, of a row that was timed."""
+        """Milliseconds of both passes; the row must be timed."""
         time = self.time()
         assert time is not None
         return time.median
 
     def issued_ms(self) -> float | None:
-        """How long the host took to issue both passes, where that is not the time itself."""
+        """Time in which the host issued both passes, where that is not the time itself."""
         on_device = self.record.find("both", "device") is not None
         return median_ms(self.record, "both", "host") if on_device else None
 
@@ -94,8 +94,7 @@ class GridRow(Result[GridCase]):
         return max(ratios, default=None)
 
     def allowed_error(self, name: str) -> float:
-        """What the policy allows: so many times the reference's own error, plus one unit in the
-        last place."""
+        """A multiple of the reference's own error, plus one unit in the last place."""
         of_output, of_gradients = _FACTORS.get(self.case.dtype, _SIXTEEN_BIT_FACTORS)
         own = self.record.quantity("reference_error", variant=name) or 0.0
         place = self.record.quantity("last_place", variant=name) or 0.0
