@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -12,10 +12,8 @@ from stepscope.attention.registry import implementation
 from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block, Table
 from stepscope.studies.attention.workload import AttentionWorkload
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_seconds
 
 Part = Literal["grid", "race", "tiles"]
@@ -199,91 +197,7 @@ def left_out(attention: str, shape: Shape) -> str | None:
     return None
 
 
-class Flash(Study[FlashFlags, FlashCase]):
-    name = "flash"
-    title = "Attention, every implementation"
-    question = (
-        "How fast is each attention against the others and against this machine's limit,"
-        " how much memory does it take, how exact is it, and which kernel ran?"
-    )
-    examples = (
-        "stepscope run flash",
-        "stepscope run flash --part race",
-        "stepscope run flash --part grid race --attention sdpa tiled reference --dtype float32"
-        " --seq 128 512 --head 64 --shape --race 1x4x256x64:float32 --racers sdpa tiled auto",
-    )
-    flags = FlashFlags
-    case = FlashCase
-    no_model = "it measures attention alone"
-
-    def cases(self, flags: FlashFlags) -> tuple[FlashCase, ...]:
-        races = tuple(_races(flags)) if "race" in flags.part else ()
-        return (
-            # The host's time counts in the short races: they run before a profiler ever did.
-            *(race for race in races if race.is_short),
-            *(_grid(flags) if "grid" in flags.part else ()),
-            *(race for race in races if not race.is_short),
-            *(_tiles(flags) if "tiles" in flags.part else ()),
-        )
-
-    def measure(self, case: FlashCase, bench: Bench) -> Measurement:
-        from stepscope.studies.flash.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.flash.view import flash_blocks
-
-        return flash_blocks(records, self.results(records))
-
-    def headline(self, records: Sequence[Record]) -> Table | None:
-        from stepscope.studies.flash.view import headline_table
-
-        return headline_table(self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[FlashFlags]]:
-        if environment.device_kind == "cpu":
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("reference", "tiled", "sdpa"),
-                dtype=("float32",),
-                seq=(128, 512),
-                head=(64,),
-                shape=(),
-                race=("1x4x256x64:float32",),
-                racers=("reference", "tiled", "sdpa", "auto"),
-                rounds=8,
-                race_seconds=0.0,
-            )
-        else:
-            # Half a minute: nothing here is compiled by torch.
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "reference"),
-                dtype=("bfloat16",),
-                seq=(512, 2048, 8192),
-                head=(64, 128),
-                shape=(),
-                race=PUBLISHED_SHAPES,
-                racers=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "auto"),
-            )
-        # The write-ups hold their kernel against the naive form, and its leaderboard shape.
-        course = FlashFlags(
-            part=("grid",),
-            attention=("triton", "sdpa_flash", "reference", "tiled"),
-            shape=("1x16x16384x64",),
-        )
-        whole = FlashFlags()
-        return {
-            "quick": (quick,),
-            "seeds": (course,),
-            "cs336-2026": (course,),
-            "h200": (whole,),
-            "full": (whole,),
-        }
-
-
-def _grid(flags: FlashFlags) -> tuple[GridCase, ...]:
+def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     """By shape, so that what is kept for a shape serves all; what compiles long comes last."""
     for name in flags.attention:
         implementation(name)
@@ -312,7 +226,7 @@ def _grid(flags: FlashFlags) -> tuple[GridCase, ...]:
     )  # fmt: skip
 
 
-def _races(flags: FlashFlags) -> Iterator[RaceCase]:
+def race_cases(flags: FlashFlags) -> Iterator[RaceCase]:
     for name in flags.racers:
         implementation(name)
     for shape in map(Shape.parse, flags.race if flags.racers else ()):
@@ -323,12 +237,9 @@ def _races(flags: FlashFlags) -> Iterator[RaceCase]:
         )  # fmt: skip
 
 
-def _tiles(flags: FlashFlags) -> Iterator[TilesCase]:
+def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
     for head, kernel in itertools.product(flags.tile_head, PASSES):
         yield TilesCase(
             kernel=kernel, batch=1, heads=16, seq=4096, head=head, dtype="bfloat16",
             tile_sizes=(16, 32, 64, 128), warps=4, samples=7,
         )  # fmt: skip
-
-
-STUDY = Flash()
