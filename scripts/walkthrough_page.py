@@ -18,9 +18,9 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.html import html_page
-from stepscope.studies.advice import OF_SCRIPTS
-from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
+from stepscope.studies.advice.cases import OF_SCRIPTS
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.view import (
     Tried,

@@ -20,12 +20,12 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.advice import OF_SCRIPTS, Trial
+from stepscope.studies.advice.cases import OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
 from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
 from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own import OwnCase, OwnFlags
+from stepscope.studies.own.cases import OwnFlags, OwnStep
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -167,7 +167,7 @@ def measured() -> Record:
         optimizer=("adamw-loop",),
     )  # fmt: skip
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case.config, QuietBench())
+    found = OWN.measure(case, QuietBench())
     made = record(
         study="own", case=case.key, config={}, series=found.series, quantities=found.quantities,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
@@ -306,9 +306,9 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
 
 
 def test_a_trial_runs_both_steps_on_the_same_data() -> None:
-    from stepscope.studies.advice.measuring import measure_trial
+    from stepscope.studies.advice.measure import measure_trial
 
-    base = OwnCase(
+    base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")

@@ -12,14 +12,14 @@ from own_records import own_record
 from quiet_bench import QuietBench
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.own import STUDY, OwnFlags
-from stepscope.studies.own.view import own_blocks
+from stepscope.studies.own import STUDY
+from stepscope.studies.own.cases import OwnFlags
 
 
 def measured(name: str, **changes: Any) -> Any:
     flags = OwnFlags(model=f"own_models:{name}", batch=(2,), warmup=1, steps=2, traced=1, **changes)
     (case,) = STUDY.cases(flags)
-    return STUDY.measure(case.config, QuietBench())
+    return STUDY.measure(case, QuietBench())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_view_compares_settings_with_the_first() -> None:
         own_record(150.0, setting={"batch": 16}),
         own_record(10.0, setting={"dtype": "bfloat16", "optimizer": "adamw-fused"}),
     ]
-    blocks = own_blocks(records)
+    blocks = STUDY.view(records)
     texts = [b.text for b in blocks if isinstance(b, Finding)]
     assert (
         "With dtype bfloat16 instead of float32 a step takes 25.0 ms instead of 100 ms: 4.00× the"
@@ -117,7 +117,7 @@ def test_the_view_compares_settings_with_the_first() -> None:
 
 def test_rows_of_the_settings_can_be_told_apart() -> None:
     records = [own_record(100.0), own_record(130.0, setting={"checkpoint": "blocks"})]
-    (table,) = [b for b in own_blocks(records) if isinstance(b, Table) and b.name == "own-settings"]
+    (table,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == "own-settings"]
     assert table.columns[5].title == "checkpoint"
     assert [row[5] for row in table.rows] == ["as-is", "blocks"]
     assert all(len(row) == len(table.columns) for row in table.rows)

@@ -12,7 +12,7 @@ from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
 from stepscope.studies.advice import STUDY as TRIALS
-from stepscope.studies.advice import Trial
+from stepscope.studies.advice.cases import Trial
 from stepscope.studies.advice.history import add_to_history
 from stepscope.studies.advice.view import NO_GAIN, Tried
 from stepscope.studies.base import PlannedCase

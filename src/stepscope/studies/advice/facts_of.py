@@ -18,7 +18,7 @@ from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
 from stepscope.studies.advice.attention_facts import attention_work, is_called, score_bytes
-from stepscope.studies.inspected import STUDY_NAME as INSPECTED
+from stepscope.studies.inspected.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.memory.rows import Account
@@ -51,15 +51,15 @@ def facts_of(
     held = {c.name: c.value for c in ceilings if c.source == "measured"}
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
-    compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    ranks = int(record.config.get("ranks", 1))
+    compiled = setting.compiled if setting else watched.case.compile != "no"
+    ranks = watched.case.ranks
     copied, phases = _pageable(summary), _phases(summary, ranks)
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
         noise_ms=_noise_ms(record),
-        dtype=(dtype := _format(record, summary, setting)),
-        autocast=_by_autocast(record, setting, dtype),
+        dtype=(dtype := _format(watched.case.dtype, summary, setting)),
+        autocast=_by_autocast(watched.case.dtype, setting, dtype),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
         attention=() if compiled else attention_work(summary, phases, account),
@@ -75,7 +75,7 @@ def facts_of(
         **(account_facts(account) if account else {}),
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,
-        **_optimizer(record, setting),
+        **_optimizer(watched.case.optimizer, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
         loss_ms=_loss_ms(summary),
@@ -83,7 +83,7 @@ def facts_of(
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         micro_batches=max(1, watched.micro_batches),
-        batch=setting.batch if setting else record.config.get("batch"),
+        batch=setting.batch if setting else watched.case.batch,
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
         cores=record.environment.cpu_cores,
@@ -167,7 +167,7 @@ def _with_issue_times(
     return replace(found, data_ms=data)
 
 
-def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
+def _format(told: str, summary: Summary, setting: Setting | None) -> str:
     """Of the products. Kernels that name their units say it; a program's operators do not where it
     is compiled, and never whether float32 is TF32."""
     found: dict[str, float] = {}
@@ -177,17 +177,16 @@ def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
     known = sum(found.values())
     if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
         return max(found, key=lambda name: found[name])
-    told = str(record.config.get("dtype", ""))
     short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
     return "tf32" if told == "float32" and short else told
 
 
-def _by_autocast(record: Record, setting: Setting | None, dtype: str) -> bool:
+def _by_autocast(told: str, setting: Setting | None, dtype: str) -> bool:
     """Short products of weights that are float32."""
     if dtype not in ("bfloat16", "float16"):
         return False
     if setting is None:
-        return str(record.config.get("dtype", "")) == dtype
+        return told == dtype
     formats = setting.parameter_formats
     return 2 * formats.get("float32", 0) > sum(formats.values())
 
@@ -259,9 +258,8 @@ def _pageable(summary: Summary) -> float:
     )
 
 
-def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
+def _optimizer(name: str, setting: Setting | None) -> dict[str, Any]:
     if setting is None:
-        name = str(record.config.get("optimizer", ""))
         return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
                 "fused_optimizer": name.endswith("-fused")}  # fmt: skip
     classes = {one.name for one in setting.optimizers}

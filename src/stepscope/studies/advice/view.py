@@ -15,8 +15,7 @@ from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import Ratio, paired_ratio, summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
 from stepscope.report.format import counted, duration, number, percent
-from stepscope.studies.advice import Trial
-from stepscope.studies.advice.measuring import APART, BASE, CHANGED
+from stepscope.studies.advice.cases import APART, BASE, CHANGED, Trial
 
 LOSS_WITHIN = 0.05
 """How far the losses of the last steps may be apart, as a share of how far the loss has come or of

@@ -18,7 +18,7 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
-from stepscope.studies.inspected.rows import traced_validations
+from stepscope.studies.inspected.rows import Watched, traced_validations
 
 PART = "rank-*.jsonl"
 
@@ -36,7 +36,7 @@ def with_profile(record: Record, folder: Path) -> Record:
             summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
             if longer:
                 attachments["traced_longer"] = longer
-            if record.config["ranks"] > 1:
+            if Watched(record).case.ranks > 1:
                 attachments["collectives"] = collective_starts(events)
         except StepscopeError as error:
             # The folder is a temporary one, which is gone when somebody reads this.

@@ -69,7 +69,7 @@ def account_blocks(lead: Watched) -> tuple[Block, ...]:
 
 def headline_table(records: Sequence[Record]) -> Table:
     found = [one for ranks in programs(records) for one in ranks]
-    several = any(int(one.record.config["ranks"]) > 1 for one in found)
+    several = any(one.case.ranks > 1 for one in found)
 
     on_device = {one.summary.on_device for one in found if one.summary}
     launched = "operators" if on_device == {False} else "kernels"
