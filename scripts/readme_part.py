@@ -12,7 +12,7 @@ from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration, percent
 from stepscope.report.text import markdown
 from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
-from stepscope.studies.advice.view import Tried, best_of
+from stepscope.studies.advice.tried import Tried, best_of
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step.rows import Race, races
 from stepscope.studies.step.speed import lead_cell

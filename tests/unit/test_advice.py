@@ -23,7 +23,8 @@ from stepscope.report.blocks import Finding, Table
 from stepscope.studies.advice.cases import OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
-from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
+from stepscope.studies.advice.tried import Tried, first_right
+from stepscope.studies.advice.view import not_tried, trial_blocks
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags, OwnStep
 

@@ -24,7 +24,8 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Interval, Table
 from stepscope.studies.advice.facts_of import block_list, facts_of
-from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
+from stepscope.studies.advice.tried import Tried
+from stepscope.studies.advice.view import advice_table, trial_blocks
 
 ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("cpu", "h200"))

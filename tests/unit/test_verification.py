@@ -29,8 +29,9 @@ from stepscope.studies.advice import script_trial
 from stepscope.studies.advice.advised import advice_given, with_advice
 from stepscope.studies.advice.cases import APART, OF_MODELS, Script, Trial
 from stepscope.studies.advice.history import read_history
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
-from stepscope.studies.advice.view import Tried, trial_blocks
+from stepscope.studies.advice.view import trial_blocks
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.inspected.order import Order
 from stepscope.studies.runner import new_run

@@ -18,8 +18,8 @@ from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.view import (
-    Tried,
     advice_table,
     cannot_rank,
     lines_table,
