@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from sample_records import environment, record, step_series, times
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
+from stepscope.report.blocks import Block, Finding
 from stepscope.studies.advice.cases import Trial
 from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
@@ -55,6 +57,16 @@ def attached(made: Record, **attachments: object) -> Record:
     return msgspec.structs.replace(
         made, attachments=made.attachments | msgspec.to_builtins(attachments)
     )
+
+
+def coded(blocks: Iterable[Block], code: str) -> Finding:
+    """The one finding of that code."""
+    (found,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
+    return found
+
+
+def codes(blocks: Iterable[Block]) -> list[str]:
+    return [block.code for block in blocks if isinstance(block, Finding)]
 
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:

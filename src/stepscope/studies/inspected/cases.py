@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import msgspec
 
 from stepscope.studies.base import Case
 
@@ -27,16 +27,26 @@ class InspectedCase(Case, frozen=True, kw_only=True):
     timed: int
     traced: int
 
-    # What a program sets up itself is in the attachment `setting`.
-    batch: ClassVar[None] = None
-    compile: ClassVar[str] = "no"
-    optimizer: ClassVar[str] = ""
-
     @property
     def key(self) -> str:
         stem = file_safe(self.script)
         return f"{stem}.rank{self.rank}" if self.ranks > 1 else stem
 
+
+class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What the config of a record says of its step, whichever study recorded it. What a watched
+    program sets up itself is in the attachment `setting`."""
+
+    script: str = ""
+    model: str = ""
+    rank: int = 0
+    ranks: int = 1
+    dtype: str = ""
+    compile: str = "no"
+    optimizer: str = ""
+    batch: int | None = None
+
     @property
     def program(self) -> str:
-        return self.script
+        """The script, or the function that builds the model."""
+        return self.script or self.model

@@ -13,11 +13,9 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
-from stepscope.studies.inspected.cases import InspectedCase
+from stepscope.studies.inspected.cases import RecordedStep
 from stepscope.studies.inspected.setting import Setting, setting_of
 from stepscope.studies.memory.rows import Account
-from stepscope.studies.own.cases import STUDY_NAME as OWN
-from stepscope.studies.own.cases import OwnCase
 from stepscope.studies.trace_findings import host_idle
 
 _WORTH = 0.03
@@ -33,13 +31,11 @@ class Watched:
         self.record = record
 
     @cached_property
-    def case(self) -> InspectedCase | OwnCase:
-        kind = OwnCase if self.record.study == OWN else InspectedCase
-        return msgspec.convert(self.record.config, kind)
+    def case(self) -> RecordedStep:
+        return msgspec.convert(self.record.config, RecordedStep)
 
     @property
     def name(self) -> str:
-        """Of the script, or of the function that builds the model."""
         return self.case.program
 
     @property

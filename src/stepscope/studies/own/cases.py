@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from stepscope.errors import UsageError, unknown_name
@@ -107,11 +105,3 @@ class OwnCase(OwnStep, frozen=True, kw_only=True):
     warmup: int
     steps: int
     traced: int
-
-    rank: ClassVar[int] = 0
-    ranks: ClassVar[int] = 1
-
-    @property
-    def program(self) -> str:
-        """The function that builds the model."""
-        return self.model

@@ -79,11 +79,11 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
 def settings_table(results: Sequence[Own]) -> Table:
     def timed(one: Own) -> Interval | None:
         found = step_ms(one.record)
-        return found and Interval(value=found.median, low=found.low, high=found.high)
+        return Interval(value=found.median, low=found.low, high=found.high) if found else None
 
     def samples(one: Own) -> float | None:
         found = step_ms(one.record)
-        return found and 1e3 * one.case.batch / found.median
+        return 1e3 * one.case.batch / found.median if found else None
 
     changed = [
         name
