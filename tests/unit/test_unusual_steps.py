@@ -12,7 +12,6 @@ import torch
 from own_records import coded
 from stepscope.scope.result import usual_steps
 from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.rows import traced_longer
 from stepscope.studies.memory.view import saved_table
 from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
@@ -107,7 +106,7 @@ def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Pat
     assert found.summary is not None
     assert len(found.summary.steps) == 2
     assert found.summary.wall_ms < 500
-    (longer,) = traced_longer(found.record)
+    (longer,) = found.traced_longer
     assert longer > 500
     said = coded(inspected_findings([found]), "inspect.traced-longer")
     assert (said.values["steps"], said.values["longest_ms"]) == (1, longer)

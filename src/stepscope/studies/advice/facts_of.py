@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,19 +126,23 @@ def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
     left = facts.step_ms - scaled.device_ms
     if ranks > 1 or left <= 0:
         return scaled
-    if all(work.name != _OUTSIDE for work in scaled.phases):
-        scaled = replace(scaled, phases=(Work(name=_OUTSIDE, classes={}), *scaled.phases))
-    return scaled.with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+    return _with_outside(scaled).with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+
+
+def _with_outside(facts: Facts) -> Facts:
+    if any(work.name == _OUTSIDE for work in facts.phases):
+        return facts
+    return replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
 
 
 def block_list(summary: Summary) -> str:
     """The path of the ModuleList whose entries take the most time. A trace writes `layers.*` for
     them; modules within one another are joined by slashes."""
-    spent: dict[str, float] = {}
+    spent: defaultdict[str, float] = defaultdict(float)
     for use in summary.uses:
         path, entry, _ = use.module.partition(_ENTRY)
         if entry and path:
-            spent[path.replace("/", ".")] = spent.get(path.replace("/", "."), 0.0) + use.ms
+            spent[path.replace("/", ".")] += use.ms
     return max(spent, key=lambda path: spent[path], default="")
 
 
@@ -147,8 +152,7 @@ def _with_issue_times(
     """Each phase with the time that the host took to issue it; the loss is issued with the
     backward. What it does outside is more than launches, or no launch at all. A batch takes what it
     took in steps that nobody held up, where workers could not catch up."""
-    if all(work.name != _OUTSIDE for work in facts.phases):
-        facts = replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
+    facts = _with_outside(facts)
     data = took.get(_DATA, 0.0) if loading_ms is None else loading_ms
     outside = took.get(_OUTSIDE, 0.0) + data
     launches = {work.name: work.launches for work in facts.phases}
@@ -170,10 +174,10 @@ def _with_issue_times(
 def _format(told: str, summary: Summary, setting: Setting | None) -> str:
     """Of the products. Kernels that name their units say it; a program's operators do not where it
     is compiled, and never whether float32 is TF32."""
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind == "matmul" and row.unit in _UNITS:
-            found[_UNITS[row.unit]] = found.get(_UNITS[row.unit], 0.0) + row.ms
+            found[_UNITS[row.unit]] += row.ms
     known = sum(found.values())
     if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
         return max(found, key=lambda name: found[name])
@@ -197,13 +201,12 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     classes: dict[str, dict[str, float]] = {}
     for line in summary.lines:
         if line.phase not in ("idle", ""):
-            of_phase = classes.setdefault(line.phase, {})
-            of_phase[line.kind] = of_phase.get(line.kind, 0.0) + line.ms
-    launches: dict[str, float] = {}
+            classes.setdefault(line.phase, defaultdict(float))[line.kind] += line.ms
+    launches: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels if summary.on_device else ():
         # A fill comes with the product whose work space it is, or takes no longer than that.
         if row.kernel != FILL:
-            launches[row.phase] = launches.get(row.phase, 0.0) + row.count
+            launches[row.phase] += row.count
     total = sum(launches.values())
     for phase, held in classes.items():
         if summary.on_device:
@@ -216,7 +219,7 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     found = [
         Work(
             name=phase,
-            classes=held,
+            classes=dict(held),
             launches=launches.get(phase, 0.0),
             host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
             runs=_runs(summary, phase, launches.get(phase, 0.0)),

@@ -8,7 +8,7 @@ from stepscope.analysis.limits import achieved_flops, mfu
 from stepscope.analysis.lints import lint_record
 from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Finding, Value
+from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.inspected.rows import (
@@ -17,8 +17,6 @@ from stepscope.studies.inspected.rows import (
     lateness,
     resting_on,
     slowest,
-    traced_longer,
-    traced_validations,
     wait_worth,
 )
 from stepscope.studies.trace_findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
@@ -94,8 +92,7 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
             code="inspect.not-launch-bound",
             values={"kernels": launches, "host_idle": idle},
             text=f"This step is not launch-bound: its {count(launches)} kernels are launched in"
-            " time for"
-            f" {percent(1 - idle)} of it.",
+            f" time for {percent(1 - idle)} of it.",
             tone="good",
         )
 
@@ -104,7 +101,7 @@ def _trace(lead: Watched) -> Iterator[Finding]:
     if lead.summary is None:
         return
     yield from trace_findings(lead.summary, lead.step_ms, lead.loading_ms)
-    longer = traced_longer(lead.record)
+    longer = lead.traced_longer
     if longer:
         usual = lead.summary.wall_ms
         yield Finding(
@@ -118,7 +115,7 @@ def _trace(lead: Watched) -> Iterator[Finding]:
 def _evaluations(lead: Watched) -> Iterator[Finding]:
     """Of steps that also ran the model without gradients, where others did not."""
     left_out = int(lead.record.notes.get("left_out", 0))
-    traced = len(traced_validations(lead.record))
+    traced = len(lead.traced_validations)
     if left_out:
         yield Finding(
             code="inspect.timed-evaluations",
@@ -152,14 +149,11 @@ def _issue(lead: Watched) -> Iterator[Finding]:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
+    so = f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
     if lead.step_ms >= total:
         so = (
             f"the step takes {lead.step_ms / total:.3g} times that, and no change of what the"
             " device does makes it faster than the host"
-        )
-    else:
-        so = (
-            f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
         )
     yield Finding(
         code="inspect.issue",
@@ -184,40 +178,30 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
     if len(ranks) < 2:
         return
     late, last = lateness(ranks), slowest(ranks)
-    ids = tuple(one.record.id for one in ranks)
-    by_rank: dict[str, Value] = {f"rank{rank}_late_ms": ms for rank, ms in late.items()}
     if not late:
-        yield Finding(
-            code="inspect.no-collectives",
-            values={"ranks": len(ranks)},
-            text="The ranks made no collectives that could be compared.",
-            records=ids,
-            timed=False,
-        )
+        code, text = "no-collectives", "The ranks made no collectives that could be compared."
     elif not wait_worth(ranks):
-        yield Finding(
-            code="inspect.ranks-alike",
-            values={"ranks": len(ranks), **by_rank},
-            text=f"The {len(ranks)} ranks are alike: none holds the others up.",
-            records=ids,
-        )
+        code, text = "ranks-alike", f"The {len(ranks)} ranks are alike: none holds the others up."
     elif last is None:
-        yield Finding(
-            code="inspect.ranks-late",
-            values=by_rank,
-            text=_several_late(late, last_to_come(ranks)),
-            records=ids,
-        )
+        code, text = "ranks-late", _several_late(late, last_to_come(ranks))
     else:
-        yield Finding(
-            code="inspect.slowest-rank",
-            values={"rank": last.rank, "late_ms": late[last.rank]},
-            records=ids,
-            text=f"Rank {last.rank} is the slowest: it comes to a collective"
-            f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
-            " for it.",
-            tone="warn",
+        code, text = (
+            "slowest-rank",
+            (
+                f"Rank {last.rank} is the slowest: it comes to a collective"
+                f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
+                " for it."
+            ),
         )
+    yield Finding(
+        code=f"inspect.{code}",
+        values={"ranks": len(ranks), "slowest": last.rank if last else None}
+        | {f"rank{rank}_late_ms": ms for rank, ms in late.items()},
+        records=tuple(one.record.id for one in ranks),
+        text=text,
+        tone="warn" if last else "info",
+        timed=bool(late),
+    )
 
 
 def _several_late(late: dict[int, float], times_last: dict[int, int]) -> str:

@@ -115,6 +115,17 @@ class Watched:
         """When each collective of each traced step began."""
         return self.record.attachment("collectives", tuple[tuple[int, ...], ...])
 
+    @property
+    def traced_validations(self) -> list[int]:
+        """Places of traced steps that also ran the model without gradients, where others did
+        not."""
+        return self.record.attachment("traced_validations", list[int]) or []
+
+    @property
+    def traced_longer(self) -> list[float]:
+        """Milliseconds of traced steps that took far longer than the others."""
+        return self.record.attachment("traced_longer", list[float]) or []
+
 
 def resting_on(one: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The findings with the record that they are drawn from, where they name none."""
@@ -174,13 +185,3 @@ def slowest(ranks: Sequence[Watched]) -> Watched | None:
 
 def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {one.rank: held for one in ranks if (held := one.collectives) is not None}
-
-
-def traced_validations(record: Record) -> list[int]:
-    """Places of traced steps that also ran the model without gradients, where others did not."""
-    return record.attachment("traced_validations", list[int]) or []
-
-
-def traced_longer(record: Record) -> list[float]:
-    """Milliseconds of traced steps that took far longer than the others."""
-    return record.attachment("traced_longer", list[float]) or []
