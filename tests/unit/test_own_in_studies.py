@@ -169,7 +169,7 @@ def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
     own = find_study("own")
     (case,) = own.cases(own.flags(model="own_models:conv_net", batch=(2,), compile=("block",)))
     with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
-        own.measure(case.config, QuietBench())
+        own.measure(case, QuietBench())
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from own_records import advice, tried
 from quiet_bench import QuietBench
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
-from stepscope.studies.advice import Script, Trial
+from stepscope.studies.advice.cases import Script, Trial
 from stepscope.studies.advice.script_trial import measure_script_trial
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.turns import Contestant, ScriptEndedError
-from stepscope.studies.advice.view import Tried
 from stepscope.studies.inspected.order import Order
 
 SCRIPT = """

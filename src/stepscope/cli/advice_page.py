@@ -13,19 +13,21 @@ from stepscope.analysis.advice.unjudged import unjudged
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
-from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
-from stepscope.studies.advice import STUDY_NAME as TRIALS
+from stepscope.studies.advice.cases import OF_MODELS, OF_SCRIPTS
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.view import (
-    Tried,
     advice_table,
     cannot_rank,
     lines_table,
     not_judged,
     not_tried,
 )
+from stepscope.studies.inspected.cases import STUDY_NAME as INSPECTED
+from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.page import make_page, study_sections
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
@@ -52,7 +54,7 @@ def advice_page(
     ]
     advised = _section(base, advice, records)
     return Page(
-        title=f"Advice for {base.config.get('script') or base.config['model']}",
+        title=f"Advice for {Watched(base).name}",
         subtitle=made.subtitle,
         headline=tables[0] if tables else made.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),
@@ -109,7 +111,7 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
         lines_table(advice, "advise-how", "How each is written"),
     ]
     tried = _tried(records)
-    settings = OF_SCRIPTS if "script" in base.config else OF_MODELS
+    settings = OF_SCRIPTS if base.study == INSPECTED else OF_MODELS
     return Section(
         name="advice", title="Advice", question=_QUESTION,
         blocks=(

@@ -9,20 +9,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stepscope.records.schema import Clock, Quantity, Reading, Series
-from stepscope.studies.advice import Trial
+from stepscope.studies.advice.cases import APART, BASE, CHANGED, Trial
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
-    from stepscope.studies.own import OwnCase
+    from stepscope.studies.own.cases import OwnStep
     from stepscope.studies.own.step import UserStep
 
-BASE, CHANGED = "base", "changed"
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
 """One after the other, so that a drift falls on both alike."""
-APART = "apart"
-"""Note of a trial in which the two were not timed in turns, and why."""
 
 
 def measure_trial(trial: Trial, bench: Bench) -> Measurement:
@@ -56,7 +53,7 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
 
 
 def _in_turns(
-    cases: Mapping[str, OwnCase], device: Device, rounds: int, bench: Bench
+    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
 ) -> Timing:  # fmt: skip
     from stepscope.measure.turns import time_in_turns
     from stepscope.studies.own.step import own_step
@@ -74,7 +71,7 @@ def _in_turns(
 
 
 def _in_blocks(
-    cases: Mapping[str, OwnCase], device: Device, rounds: int, bench: Bench
+    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
 ) -> Timing:  # fmt: skip
     from stepscope.measure.timer import Timing
 
@@ -134,7 +131,7 @@ def _in_its_precision(step: UserStep) -> Callable[[], None]:
 
 
 def _losses(
-    case: OwnCase, device: Device, steps: int
+    case: OwnStep, device: Device, steps: int
 ) -> tuple[list[float | None], int | None]:  # fmt: skip
     import torch
 

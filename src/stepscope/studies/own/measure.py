@@ -9,7 +9,7 @@ import msgspec
 from stepscope.records.memory import INPUTS
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.own import OwnCase
+from stepscope.studies.own.cases import OwnCase
 from stepscope.studies.own.step import UserStep, own_step
 from stepscope.studies.step_peaks import account
 from stepscope.studies.timed_step import time_steps
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 _MOST_SAVED = 200
 
 
-def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_own(case: OwnCase, bench: Bench) -> Measurement:
     from stepscope.measure.energy import energy_quantities, measure_energy
 
-    case = msgspec.convert(config, OwnCase)
     device = bench.device
     step = own_step(case, device)
     # While it is eager: the FLOPs are those of its attention too, fused or not.
@@ -34,7 +33,7 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
     ]
     step.compile()
     device.reset_peak()
-    timing = time_steps(step, bench, config)
+    timing = time_steps(step, bench, case.config)
     peak = device.peak_bytes()
     bench.progress(0, 1, "energy")
     attachments: dict[str, Any] = {}
@@ -56,7 +55,7 @@ def measure_own(config: dict[str, Any], bench: Bench) -> Measurement:
         found.append(Quantity(name="peak_bytes", value=peak, unit="B"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
-        traced = trace_step(step, device, case.key, steps=config["traced"])
+        traced = trace_step(step, device, case.key, steps=case.traced)
     return Measurement(
         series=(*timing.series, traced.series),
         quantities=(*found, *energy),
