@@ -185,9 +185,9 @@ def test_a_budget_is_kept_by_the_strategy_that_was_chosen_for_it() -> None:
     plain, limited = study.cases(flags)
     bench = CudaBench()
     bench.device.release()
-    assert of_step(study.measure(plain.config, bench))["peak_bytes"] > 4 << 30
+    assert of_step(study.measure(plain, bench))["peak_bytes"] > 4 << 30
     bench.device.release()
-    done = study.measure(limited.config, bench)
+    done = study.measure(limited, bench)
     assert done.notes["strategy"] != "no"
     assert of_step(done)["peak_bytes"] <= 4 << 30
 

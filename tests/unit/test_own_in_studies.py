@@ -12,7 +12,7 @@ import torch
 from command_line import CommandLine
 from own_models import causal_lm, causal_lm_flops
 from quiet_bench import QuietBench
-from sample_records import environment, record
+from sample_records import environment, record, value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
@@ -43,7 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def cases(study: str, model: str, **flags: Any) -> tuple[PlannedCase, ...]:
     found = find_study(study)
     given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
-    return found.cases(found.flags(**given))
+    return found.planned(found.flags(**given))
 
 
 def workload_of(model: str, **changes: Any) -> Workload:
@@ -53,7 +53,8 @@ def workload_of(model: str, **changes: Any) -> Workload:
 
 
 def measured(case: PlannedCase) -> Record:
-    found = find_study(case.study).measure(case.config, QuietBench())
+    study = find_study(case.study)
+    found = study.measure(study.decode(case.config), QuietBench())
     made = record(
         study=case.study, case=case.key, series=found.series,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
@@ -108,7 +109,7 @@ def test_flops_are_counted_on_the_measured_model(
     monkeypatch.setattr(own_step, "build", lambda name: built.append(name) or build(name))
     made = workload_of("causal_lm", compile=compiled, checkpoint="1")
     step = make_step(made, CpuDevice())
-    assert step.quantities()["flops"].value == causal_lm_flops(2)
+    assert value_of(step.quantities(), "flops") == causal_lm_flops(2)
     assert built == ["own_models:causal_lm"]
 
 
@@ -232,4 +233,4 @@ def test_the_small_step_before_a_memory_measurement_is_of_the_same_model() -> No
     step = make_step(small, CpuDevice())
     step.run()
     assert isinstance(step, UserStep)
-    assert step.quantities()["samples"].value == 1
+    assert value_of(step.quantities(), "samples") == 1

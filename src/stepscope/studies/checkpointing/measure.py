@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.checkpointing.strategies import chosen_for
+from stepscope.studies.checkpointing.cases import CheckpointingCase, chosen_for
 from stepscope.studies.step_peaks import counted_peaks, peak_quantities, plain_steps
 from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
 
 
-def measure_checkpointing(config: dict[str, Any], bench: Bench) -> Measurement:
+def measure_checkpointing(case: CheckpointingCase, bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
 
-    workload = msgspec.convert(config, Workload)
-    device, budget = bench.device, config.get("budget_bytes")
+    device, budget = bench.device, case.budget
     if budget is not None:
-        workload = chosen_for(workload, budget, device.kind)
+        case = chosen_for(case, budget, device.kind)
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     with _limited(device, budget):
-        step = make_step(workload, device)
-        plain = plain_steps(step, device, allocator, config["steps"], bench)
+        step = make_step(case, device)
+        plain = plain_steps(step, device, allocator, case.steps, bench)
         peaks = plain.peaks or counted_peaks(step, device)
     return Measurement(
         series=plain.series(),
-        quantities=(*step.quantities(), *peak_quantities(peaks, workload, device.kind)),
-        notes={"strategy": workload.checkpoint},
+        quantities=(*step.quantities(), *peak_quantities(peaks, case, device.kind)),
+        notes={"strategy": case.checkpoint},
     )
 
 
