@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from stepscope.analysis.paired import paired
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Column, Finding, Interval, Table
+from stepscope.report.blocks import Block, Finding, Table
+from stepscope.report.tables import Declared, col, interval, table
 from stepscope.report.text import markdown
 from stepscope.studies.registry import viewables
 
@@ -69,64 +71,46 @@ def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
         f" {here.load_average or 0.0:.1f} at its start. Steps take turns in the same ranks; a ratio"
         " is ours over torch's of one round, the interval holds its median with 95 % confidence."
     )
-    rows = []
-    for record in records:
-        held, config = paired(record), record.config
-        ratios = [
-            Interval(value=one.median, low=one.low, high=one.high) for one in (held.wall, held.cpu)
-        ]
-        names = (config["ours"], config["theirs"], config["size"], config["context"])
-        rows.append((*names, config["ranks"], held.theirs_ms, *ratios))
-    yield markdown(
-        Table(
-            name="against-torch",
-            title="",
-            columns=(
-                Column(title="ours"),
-                Column(title="torch's"),
-                Column(title="size"),
-                Column(title="context", kind="count"),
-                Column(title="ranks", kind="count"),
-                Column(title="torch's step", kind="number", unit="ms"),
-                Column(title="step, ours / torch's", kind="number"),
-                Column(title="CPU time, ours / torch's", kind="number"),
-            ),
-            rows=tuple(rows),
-        )
-    ).strip()
+    yield _markdown(
+        [(record.config, paired(record)) for record in records],
+        [
+            col("ours", lambda r: r[0]["ours"]),
+            col("torch's", lambda r: r[0]["theirs"]),
+            col("size", lambda r: r[0]["size"]),
+            col("context", lambda r: r[0]["context"], "count"),
+            col("ranks", lambda r: r[0]["ranks"], "count"),
+            col("torch's step", lambda r: r[1].theirs_ms, unit="ms"),
+            col("step, ours / torch's", lambda r: interval(r[1].wall), "number"),
+            col("CPU time, ours / torch's", lambda r: interval(r[1].cpu), "number"),
+        ],
+    )
 
 
 def _faults(path: Path) -> Iterator[str]:
     trials = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = []
-    for fault in dict.fromkeys(trial["fault"] for trial in trials):
-        own = [trial for trial in trials if trial["fault"] == fault]
-        times = summarize([trial["seconds"] for trial in own])
-        rows.append(
-            (
-                f"a rank {fault}",
-                len(own),
-                sum(trial["named"] for trial in own),
-                times.median,
-                times.maximum,
-            )
-        )
     yield (
         f"`python benchmarks/rank_faults.py --out {FAULTS}` on {trials[0]['cores']} cores, torch"
         f" {trials[0]['torch']}: rank 1 of 2 fails in its fourth step; time until `launch` raises"
         " with that rank, its step and the stacks. A stopped or stuck rank has a limit of 1 s."
     )
-    yield markdown(
-        Table(
-            name="faults",
-            title="",
-            columns=(
-                Column(title="fault"),
-                Column(title="trials", kind="count"),
-                Column(title="named", kind="count"),
-                Column(title="median", kind="number", unit="s"),
-                Column(title="worst", kind="number", unit="s"),
-            ),
-            rows=tuple(rows),
-        )
-    ).strip()
+    by_fault = {
+        fault: [trial for trial in trials if trial["fault"] == fault]
+        for fault in dict.fromkeys(trial["fault"] for trial in trials)
+    }
+    yield _markdown(
+        [
+            (fault, own, summarize([trial["seconds"] for trial in own]))
+            for fault, own in by_fault.items()
+        ],
+        [
+            col("fault", lambda r: f"a rank {r[0]}"),
+            col("trials", lambda r: len(r[1]), "count"),
+            col("named", lambda r: sum(trial["named"] for trial in r[1]), "count"),
+            col("median", lambda r: r[2].median, unit="s"),
+            col("worst", lambda r: r[2].maximum, unit="s"),
+        ],
+    )
+
+
+def _markdown(rows: Sequence[Any], columns: Sequence[Declared]) -> str:
+    return markdown(table("", "", rows, columns)).strip()

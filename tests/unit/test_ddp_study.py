@@ -108,7 +108,7 @@ def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
     (result,) = find_study("ddp").results([msgspec.structs.replace(base, series=series)])
     ways = Ways(*result)
     # The slowest took 12, 20 and 33; the median is rank 0's second round.
-    assert ways.median("flat", "step") == 20.0
+    assert ways.median("step", "flat") == 20.0
     assert ways.phases("flat") == {"forward": 1.0, "backward": 19.0}
 
 

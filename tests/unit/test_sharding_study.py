@@ -148,7 +148,9 @@ def test_one_rank_is_said_to_share_with_nobody() -> None:
 def test_a_way_that_torch_refuses_is_told_with_its_reason() -> None:
     refused = {"refused": {"torch ZeRO": "no such collective"}}
     found = finding("sharding.refused", attachments=refused)
-    assert found.values == {"way": "torch ZeRO", "reason": "no such collective"}
+    assert found.values == {
+        "ranks": 2, "backend": "gloo", "way": "torch ZeRO", "reason": "no such collective",
+    }  # fmt: skip
     assert found.tone == "warn"
     assert (
         found.sentence == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"

@@ -9,19 +9,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Series
+from stepscope.studies.flag_checks import check_ranks
 from stepscope.studies.model_names import check_name
-from stepscope.studies.ranked import RankedCase
+from stepscope.studies.ranked import RankedCase, default_ranks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from stepscope.parallel import World
+    from stepscope.studies.workload import Workload
 
 
 WARMUP = 2
@@ -55,16 +60,36 @@ class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
         return with_overrides(find_size(self.size, self.table), context=self.context)
 
 
-def subjects(
-    model: str, sizes: Sequence[str], table: str, contexts: Sequence[int]
-) -> list[dict[str, Any]]:
-    """The fields of a `RankedStep` that name its model, for each combination; checked."""
-    if model:
-        return [{"size": check_name(model), "table": table, "context": 0, "own": model}]
-    named = list(itertools.product(sizes, contexts))
-    for size, context in named:
-        with_overrides(find_size(size, table), context=context)
-    return [{"size": size, "table": table, "context": context} for size, context in named]
+class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What every sweep over `RankedStep` has."""
+
+    size: tuple[str, ...] = ("small",)
+    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    table: str = "2025"
+    """Which year's size table: xl differs between them."""
+    batch: int = 4
+    """Sequences per step, shared out among the ranks."""
+    ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
+    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
+    rounds: int = 10
+    """Samples of each way."""
+    model: str = ""
+    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks, self.batch)
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+
+    def subjects(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
+        """Fields of a `RankedStep` for each model and context, which are checked."""
+        shared = {"table": self.table, "batch": self.batch, "rounds": self.rounds}
+        if self.model:
+            return [shared | {"size": check_name(self.model), "context": 0, "own": self.model}]
+        named = list(itertools.product(self.size, contexts))
+        for size, context in named:
+            with_overrides(find_size(size, self.table), context=context)
+        return [shared | {"size": size, "context": context} for size, context in named]
 
 
 class Fed(NamedTuple):
@@ -82,23 +107,13 @@ class RankSubject(NamedTuple):
     fed: Fed
 
 
-class Described(Protocol):
-    """A step as a case names it: `RankedStep`, `Workload`."""
-
-    @property
-    def own(self) -> str: ...
-
-    @property
-    def shape(self) -> ModelConfig | None: ...
-
-
 def tokens_fed(tokens: Tensor) -> Fed:
     """Sequences with one token more than the model sees: the next ones are the targets."""
     return Fed(tokens, _next_token_loss)
 
 
 def make_subject(
-    world: World, case: Described, share: int, device: torch.device | str = "cpu",
+    world: World, case: RankedStep | Workload, share: int, device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> RankSubject:  # fmt: skip
     """The same weights on every rank, and `share` sequences of its own."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, summarize
 from stepscope.studies.base import Bench, Case, CaseSkipped
 
 if TYPE_CHECKING:
@@ -46,32 +44,6 @@ def is_follower(variables: Mapping[str, str] = os.environ) -> bool:
 
 def default_ranks() -> tuple[int, ...]:
     return (torchrun_size() or 2,)
-
-
-def rank_words(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks:,} ranks"
-
-
-def backend_of(record: Record, case: RankedCase) -> str:
-    """The backend that was used; a case may leave the choice open."""
-    return record.notes.get("backend", case.backend)
-
-
-def slowest(record: Record, name: str, *, variant: str = "", size: int = 0) -> list[float]:
-    """The slowest rank's sample of each round; empty where the series was not measured."""
-    ranks = [
-        series.values
-        for series in record.series
-        if (series.name, series.variant, series.size) == (name, variant, size)
-    ]
-    return [max(samples) for samples in zip(*ranks, strict=True)]
-
-
-def slowest_summary(
-    record: Record, name: str, *, variant: str = "", size: int = 0
-) -> Summary | None:
-    samples = slowest(record, name, variant=variant, size=size)
-    return summarize(samples) if samples else None
 
 
 def follow() -> NoReturn:

@@ -14,18 +14,48 @@ from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
 from stepscope.studies.published_view import Mine, published_tables
-from stepscope.studies.ranked import backend_of, rank_words, slowest_summary
+from stepscope.studies.ranked_results import RankedResult
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"
 )
 
 
+class Sweep(RankedResult[AllReduceCase]):
+    """One case: a collective at several sizes."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.case.collective}, {self.place}"
+
+    @property
+    def points(self) -> list[Point]:
+        """In order of size; a failed case has none."""
+        ranks, found = self.case.ranks, []
+        for size in sorted(self.case.sizes) if self.record.status == "ok" else ():
+            time = self.summary("collective", size=size)
+            if time is not None:
+                # Every rank has as many elements: a few at the end may be left out.
+                carried = size // 4 // ranks * ranks * 4
+                wrong = int(self.record.quantity("wrong", size=size) or 0)
+                found.append(Point(self, carried, time, wrong))
+        return found
+
+    @property
+    def link(self) -> Link | None:
+        points = self.points
+        return fit_link([p.size for p in points], [p.time.median for p in points])
+
+    @property
+    def best(self) -> Point:
+        """Where most bytes move in a second."""
+        return max(self.points, key=lambda point: point.algorithm_bandwidth)
+
+
 class Point(NamedTuple):
     """One size of a sweep."""
 
-    record: Record
-    case: AllReduceCase
+    of: Sweep
     size: int
     time: Summary
     """Of the slowest rank in each round, in ms."""
@@ -39,46 +69,17 @@ class Point(NamedTuple):
     @property
     def bus_bandwidth(self) -> float | None:
         """None for one rank, from which nothing goes over a link."""
-        if self.case.ranks == 1:
-            return None
-        return self.algorithm_bandwidth * bus_factor(self.case.collective, self.case.ranks)
-
-
-class Sweep(NamedTuple):
-    """A case with a point for each size; a failed one has none."""
-
-    record: Record
-    case: AllReduceCase
-    points: list[Point]
-
-    @property
-    def link(self) -> Link | None:
-        return fit_link([p.size for p in self.points], [p.time.median for p in self.points])
-
-    @property
-    def place(self) -> str:
-        return f"{rank_words(self.case.ranks)}, {backend_of(self.record, self.case)}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.case.collective}, {self.place}"
-
-    @property
-    def smallest(self) -> Point:
-        return min(self.points, key=lambda point: point.size)
-
-    @property
-    def best(self) -> Point:
-        """Where most bytes move in a second."""
-        return max(self.points, key=lambda point: point.algorithm_bandwidth)
+        case = self.of.case
+        factor = bus_factor(case.collective, case.ranks)
+        return self.algorithm_bandwidth * factor if case.ranks > 1 else None
 
 
 def collective_blocks(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
-    sweeps = [Sweep(*result, list(_points(*result))) for result in results]
+    sweeps = [Sweep(*result) for result in results]
     mine = [
         Mine(
-            point.record,
-            {"collective": point.case.collective, "ranks": point.case.ranks, "size": point.size},
+            sweep.record,
+            {"collective": sweep.case.collective, "ranks": sweep.case.ranks, "size": point.size},
             {"time": point.time.median},
         )
         for sweep in sweeps
@@ -93,31 +94,20 @@ def collective_blocks(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, 
     )
 
 
-def _points(record: Record, case: AllReduceCase) -> Iterator[Point]:
-    for size in case.sizes if record.status == "ok" else ():
-        time = slowest_summary(record, "collective", size=size)
-        if time is not None:
-            # Every rank has as many elements: a few at the end may be left out.
-            carried = size // 4 // case.ranks * case.ranks * 4
-            wrong = record.quantity("wrong", size=size) or 0.0
-            yield Point(record, case, carried, time, int(wrong))
-
-
 def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
     for sweep in sweeps:
-        wrong = next((point for point in sweep.points if point.wrong), None)
-        if wrong is not None:
-            yield Finding(
-                code="allreduce.wrong-elements",
-                values={
-                    "collective": sweep.case.collective, "ranks": sweep.case.ranks,
-                    "elements": wrong.wrong, "bytes": wrong.size,
+        for point in [point for point in sweep.points if point.wrong][:1]:
+            yield sweep.finding(
+                "wrong-elements",
+                f"{point.wrong:g} elements of {bytes_(point.size)} are wrong; its times mean"
+                " nothing.",
+                {
+                    "collective": sweep.case.collective,
+                    "elements": point.wrong,
+                    "bytes": point.size,
                 },
-                records=(sweep.record.id,),
-                text=f"{sweep.name}: {wrong.wrong:g} elements of {bytes_(wrong.size)} are"
-                " wrong; its times mean nothing.",
                 tone="warn",
-            )  # fmt: skip
+            )
     for place, held in _by_ranks(sweeps).items():
         yield _single(held[0]) if len(held) == 1 else _compared(place, held)
 
@@ -132,19 +122,14 @@ def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
 
 
 def _single(sweep: Sweep) -> Finding:
-    small, best, link = sweep.smallest, sweep.best, sweep.link
+    small, best, link = sweep.points[0], sweep.best, sweep.link
+    took = duration(small.time.median)
     values: dict[str, Value] = {
-        "collective": sweep.case.collective, "ranks": sweep.case.ranks, "bytes": small.size,
-        "ms": small.time.median,
+        "collective": sweep.case.collective, "bytes": small.size, "ms": small.time.median,
     }  # fmt: skip
     if best.bus_bandwidth is None:
-        return Finding(
-            code="allreduce.one-rank",
-            values=values,
-            records=(sweep.record.id,),
-            text=f"{sweep.name}: a call takes {duration(small.time.median)}"
-            f" ({bytes_(small.size)}); nothing goes over a link.",
-        )
+        text = f"a call takes {took} ({bytes_(small.size)}); nothing goes over a link."
+        return sweep.finding("one-rank", text, values)
     conclusion = ""
     if link is not None:
         values |= {"latency_ms": link.latency_ms, "bytes_per_s": link.bytes_per_ms * 1e3}
@@ -154,44 +139,40 @@ def _single(sweep: Sweep) -> Finding:
             f" below {bytes_(link.latency_ms * link.bytes_per_ms)} a message costs more than its"
             " bytes."
         )
-    return Finding(
-        code="allreduce.link",
-        values=values | {"busbw": best.bus_bandwidth},
-        records=(sweep.record.id,),
-        text=f"{sweep.name}: {bytes_(small.size)} take {duration(small.time.median)}; the links"
-        f" carry up to {rate(best.bus_bandwidth, 'B/s')} (busbw at {bytes_(best.size)}).",
+    return sweep.finding(
+        "link",
+        f"{bytes_(small.size)} take {took}; the links carry up to"
+        f" {rate(best.bus_bandwidth, 'B/s')} (busbw at {bytes_(best.size)}).",
+        values | {"busbw": best.bus_bandwidth},
         conclusion=conclusion,
     )
 
 
 def _compared(place: str, sweeps: Sequence[Sweep]) -> Finding:
     """Several collectives among the same ranks; their lines are in a table."""
-    quick, *_, slow = sorted(sweeps, key=lambda sweep: sweep.smallest.time.median)
-    carried = {s.case.collective: s.best.bus_bandwidth or 0.0 for s in sweeps}
-    least, most = min(carried, key=lambda c: carried[c]), max(carried, key=lambda c: carried[c])
-    text = (
-        f"{place}: {bytes_(quick.smallest.size)} take"
-        f" {duration(quick.smallest.time.median)} ({quick.case.collective}) to"
-        f" {duration(slow.smallest.time.median)} ({slow.case.collective})"
-    )
-    alone = sweeps[0].case.ranks == 1
-    text += "; nothing goes over a link." if alone else (
-        f"; the links carry up to {rate(carried[least], 'B/s')} ({least}) and"
-        f" {rate(carried[most], 'B/s')} ({most}) as busbw."
-    )  # fmt: skip
+    quick, *_, slow = sorted(sweeps, key=lambda sweep: sweep.points[0].time.median)
+    first, last = quick.points[0], slow.points[0]
+    carried = {s.case.collective: width for s in sweeps if (width := s.best.bus_bandwidth)}
+    links = "nothing goes over a link"
+    if carried:
+        least, most = min(carried, key=lambda c: carried[c]), max(carried, key=lambda c: carried[c])
+        links = (
+            f"the links carry up to {rate(carried[least], 'B/s')} ({least}) and"
+            f" {rate(carried[most], 'B/s')} ({most}) as busbw"
+        )
     return Finding(
         code="allreduce.compared",
         values={
-            "ranks": sweeps[0].case.ranks,
-            "quickest": quick.case.collective,
-            "quickest_ms": quick.smallest.time.median,
-            "slowest": slow.case.collective,
-            "slowest_ms": slow.smallest.time.median,
-            **({} if alone else {f"busbw of {name}": value for name, value in carried.items()}),
+            "ranks": quick.case.ranks, "backend": quick.backend,
+            "quickest": quick.case.collective, "quickest_ms": first.time.median,
+            "slowest": slow.case.collective, "slowest_ms": last.time.median,
+            **{f"busbw of {name}": width for name, width in carried.items()},
         },
         records=tuple(sweep.record.id for sweep in sweeps),
-        text=text,
-    )
+        text=f"{place}: {bytes_(first.size)} take {duration(first.time.median)}"
+        f" ({quick.case.collective}) to {duration(last.time.median)} ({slow.case.collective});"
+        f" {links}.",
+    )  # fmt: skip
 
 
 def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
@@ -199,8 +180,7 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
         first = held[0]
         if first.case.ranks > 1:
             yield Figure(
-                name=f"allreduce-bandwidth-{first.case.ranks}"
-                f"-{backend_of(first.record, first.case)}",
+                name=f"allreduce-bandwidth-{first.case.ranks}-{first.backend}",
                 title=f"What the links carry: {place}",
                 kind="lines",
                 curves=tuple(
@@ -220,30 +200,37 @@ def _figures(sweeps: Sequence[Sweep]) -> Iterator[Figure]:
             )
 
 
+class Row(NamedTuple):
+    record: Record
+    sweep: Sweep
+    point: Point | None
+
+
 def _table(sweeps: Sequence[Sweep]) -> Table:
-    rows: list[Sweep | Point] = []
-    for sweep in sweeps:
-        rows += sweep.points if sweep.record.status == "ok" else [sweep]
     return table(
         "allreduce-times",
         "Collectives by size",
-        rows,
         [
-            col("collective", lambda r: r.case.collective, key=True),
-            col("ranks", lambda r: r.case.ranks, "count", key=True),
-            col("backend", lambda r: backend_of(r.record, r.case), key=True),
-            col("size", lambda r: r.size, "bytes"),
-            col("count", lambda r: r.size // 4, "count"),
+            Row(sweep.record, sweep, point)
+            for sweep in sweeps
+            for point in (sweep.points if sweep.record.status == "ok" else [None])
+        ],
+        [
+            col("collective", lambda r: r.sweep.case.collective, key=True),
+            col("ranks", lambda r: r.sweep.case.ranks, "count", key=True),
+            col("backend", lambda r: r.sweep.backend, key=True),
+            col("size", lambda r: r.point.size, "bytes"),
+            col("count", lambda r: r.point.size // 4, "count"),
             col("type", lambda _: "float32"),
             col(
                 "time",
-                lambda r: interval(r.time),
+                lambda r: interval(r.point.time),
                 unit="ms",
                 hint="of the slowest rank, after a barrier; median with its 95 % interval",
             ),
-            col("algbw", lambda r: r.algorithm_bandwidth, "rate", unit="B/s"),
-            col("busbw", lambda r: r.bus_bandwidth, "rate", unit="B/s"),
-            col("wrong", lambda r: r.wrong, "count", hint="elements with a wrong result"),
+            col("algbw", lambda r: r.point.algorithm_bandwidth, "rate", unit="B/s"),
+            col("busbw", lambda r: r.point.bus_bandwidth, "rate", unit="B/s"),
+            col("wrong", lambda r: r.point.wrong, "count", hint="elements with a wrong result"),
         ],
         caption=f"algbw = size / time; {FORMULA}. Starting the processes is not timed.",
     )
@@ -259,7 +246,7 @@ def _link_table(sweeps: Sequence[Sweep]) -> Iterator[Table]:
             "Latency and bandwidth",
             rows,
             [
-                col("collective", lambda r: r[0].name),
+                col("collective", lambda r: r[0].title),
                 col("α", lambda r: r[1].latency_ms, unit="ms", hint="what a message costs"),
                 col(
                     "1/β",

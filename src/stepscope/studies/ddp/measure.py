@@ -15,8 +15,8 @@ from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.rank_subject import (
     WARMUP,
-    Described,
     Fed,
+    RankedStep,
     RankSubject,
     Samples,
     interleaved,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stepscope.parallel import DDP, World
+    from stepscope.studies.workload import Workload
 
 _DRAWN = 3
 """Steps that are tried for a picture."""
@@ -115,7 +116,7 @@ def time_ways(world: World, case: DDPCase) -> RankSteps:
     return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
 
 
-def make_model(world: World, case: Described, share: int, dtype: str) -> RankSubject:
+def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str) -> RankSubject:
     import torch
 
     pure = torch.bfloat16 if dtype == "bfloat16-pure" else torch.float32

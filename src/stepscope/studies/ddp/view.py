@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from stepscope.records.schema import Record
-from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
+from stepscope.records.stats import Ratio, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
     Curve,
@@ -19,11 +17,11 @@ from stepscope.report.blocks import (
     Tone,
 )
 from stepscope.report.format import bytes_, duration, number, percent
-from stepscope.report.tables import col, cols, interval, table
+from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.published_view import published_tables, ranked_step
-from stepscope.studies.ranked import backend_of, rank_words, slowest, slowest_summary
+from stepscope.studies.ranked_results import RankedResult, step_column, way_rows
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 
@@ -31,7 +29,7 @@ Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """What a step did when, by strategy and lane: start, end, label."""
 
 
-class Ways(Result[DDPCase]):
+class Ways(RankedResult[DDPCase]):
     """One case: every strategy that was timed in it."""
 
     @property
@@ -40,27 +38,8 @@ class Ways(Result[DDPCase]):
 
     @property
     def title(self) -> str:
-        case = self.case
-        at = f" at context {case.context}" if case.context else ""
-        return (
-            f"{case.size}{at}, {rank_words(case.ranks)}, {backend_of(self.record, case)},"
-            f" {case.dtype}"
-        )
-
-    def of(self, way: str, phase: str) -> Summary | None:
-        """Of the slowest rank in each round."""
-        return slowest_summary(self.record, phase, variant=way)
-
-    def of_rank(self, way: str, phase: str, rank: int) -> Summary | None:
-        series = self.record.find(phase, variant=way, rank=rank)
-        return summarize(series.values) if series else None
-
-    def median(self, way: str, phase: str) -> float | None:
-        summary = self.of(way, phase)
-        return summary.median if summary else None
-
-    def samples(self, way: str) -> list[float]:
-        return slowest(self.record, "step", variant=way)
+        at = f" at context {self.case.context}" if self.case.context else ""
+        return f"{self.case.size}{at}, {self.place}, {self.case.dtype}"
 
     def phases(self, way: str) -> dict[str, float]:
         """In the round whose step is the median, of its slowest rank: they add up to the step."""
@@ -73,13 +52,13 @@ class Ways(Result[DDPCase]):
             return {}
         _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
         # Nothing is waited for after a backward that averages inside, or not at all.
-        shown = [phase for phase in PHASES if phase != "waited" or self.of(way, "slowest")]
+        shown = [phase for phase in PHASES if phase != "waited" or self.summary("slowest", way)]
         found = {phase: self.record.find(phase, variant=way, rank=rank) for phase in shown}
         return {phase: s.values[number] for phase, s in found.items() if s is not None}
 
     def exposed(self, way: str) -> float | None:
         """What a step takes longer than one without communication."""
-        step, alone = self.median(way, "step"), self.median(ALONE, "step")
+        step, alone = self.median("step", way), self.median("step", ALONE)
         return step - alone if step is not None and alone is not None else None
 
 
@@ -94,7 +73,7 @@ def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
         *published_tables(
             "ddp",
             [
-                ranked_step(*ways, way, ways.median(way, "step"))
+                ranked_step(*ways, way, ways.median("step", way))
                 for ways in done
                 for way in ways.names
             ],
@@ -104,20 +83,19 @@ def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
 
 def _findings(ways: Ways) -> Iterator[Finding]:
     ours = [name for name in ways.names if name not in (ALONE, TORCH)]
-    steps = {name: step for name in ours if (step := ways.median(name, "step")) is not None}
-    alone = ways.median(ALONE, "step")
+    steps = {name: step for name in ours if (step := ways.median("step", name)) is not None}
+    alone = ways.median("step", ALONE)
     if not steps or alone is None:
         return
     # Below zero is noise: communication does not make a step faster.
     exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
     if ways.case.ranks == 1:
         cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
-        yield Finding(
-            code="ddp.one-rank",
-            values={"alone_ms": alone, **exposed},
-            records=(ways.record.id,),
-            text=f"{ways.title}: one rank has nobody to average with. What the wrappers cost shows:"
-            f" a step takes {duration(alone)} without one and longer by {cost}.",
+        yield ways.finding(
+            "one-rank",
+            "one rank has nobody to average with. What the wrappers cost shows: a step takes"
+            f" {duration(alone)} without one and longer by {cost}.",
+            {"alone_ms": alone, **exposed},
         )
     else:
         best = min(steps, key=lambda name: steps[name])
@@ -131,10 +109,11 @@ def _fastest(
 ) -> Finding:
     size = ways.record.quantity("gradient_bytes") or 0.0
     # Rounds are interleaved, so those of two ways are pairs.
+    samples = ways.samples("step", best)
     alike = [
         name
         for name in steps
-        if name != best and paired_ratio(ways.samples(best), ways.samples(name)).low <= 1
+        if name != best and paired_ratio(samples, ways.samples("step", name)).low <= 1
     ]
     rank = "takes the least," if alike else "is the fastest at"
     more = [f"Not told from it: {', '.join(alike)}."] if alike else []
@@ -142,23 +121,22 @@ def _fastest(
         more.append(
             f"Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
         )
-    return Finding(
-        code="ddp.fastest",
-        values={
+    return ways.finding(
+        "fastest",
+        f"{best} {rank} {duration(steps[best])} a step for {bytes_(size)} of gradients; without"
+        f" communication it is {duration(alone)}.",
+        {
             "strategy": best, "step_ms": steps[best], "alone_ms": alone, "gradient_bytes": size,
             "exposed_ms": exposed[best], "exposed_naive_ms": exposed.get("naive"),
             "alike": ", ".join(alike),
         },
-        records=(ways.record.id,),
-        text=f"{ways.title}: {best} {rank} {duration(steps[best])} a step for {bytes_(size)} of"
-        f" gradients; without communication it is {duration(alone)}.",
         conclusion=" ".join(more),
     )  # fmt: skip
 
 
 def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
     """The share of the best strategy's reductions that the backward hides."""
-    communication = ways.median(best, "communication")
+    communication = ways.median("communication", best)
     if not communication:
         return
     share = min(1.0, 1 - exposed / communication)
@@ -167,12 +145,10 @@ def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
         if share > 0
         else f"its step is longer by {duration(exposed)}, so nothing of that is hidden."
     )
-    yield Finding(
-        code="ddp.hidden",
-        values={"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
-        records=(ways.record.id,),
-        text=f"{ways.title}: the reductions of {best} take {duration(communication)} on their own;"
-        f" {words}",
+    yield ways.finding(
+        "hidden",
+        f"the reductions of {best} take {duration(communication)} on their own; {words}",
+        {"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
     )
 
 
@@ -185,31 +161,30 @@ _OUTCOMES: dict[int, tuple[str, Tone]] = {
 
 def against_torch(ways: Ways) -> tuple[str, Ratio] | None:
     """The fastest bucketed strategy, and its step over that of torch's own wrapper."""
+    theirs = ways.samples("step", TORCH)
     buckets = [name for name in ways.names if name.startswith("bucketed")]
-    if not buckets or not ways.samples(TORCH):
+    if not buckets or not theirs:
         return None
-    best = min(buckets, key=lambda name: ways.median(name, "step") or 0.0)
-    return best, ratio_interval(ways.samples(TORCH), ways.samples(best))
+    best = min(buckets, key=lambda name: ways.median("step", name) or 0.0)
+    return best, ratio_interval(theirs, ways.samples("step", best))
 
 
 def _against_torch(ways: Ways) -> Iterator[Finding]:
-    found = against_torch(ways)
-    if found is None:
+    if (found := against_torch(ways)) is None:
         return
     best, ratio = found
     outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
-    yield Finding(
-        code="ddp.against-torch",
-        values={"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-        text=f"{ways.title}: {best} takes {number(ratio.value, 3)}× the step of torch's"
-        f" DistributedDataParallel [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
+    yield ways.finding(
+        "against-torch",
+        f"{best} takes {number(ratio.value, 3)}× the step of torch's DistributedDataParallel"
+        f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
+        {"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
         tone=tone,
-        records=(ways.record.id,),
     )
 
 
 def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
-    phases = {name: ways.phases(name) for name in ways.names if ways.of(name, "forward")}
+    phases = {name: ways.phases(name) for name in ways.names if ways.summary("forward", name)}
     if not phases:
         return
     yield Figure(
@@ -264,65 +239,38 @@ def _readable(stretches: Sequence[tuple[float, float, str]]) -> Iterator[tuple[f
         yield start, end, "" if covered else label
 
 
-class Row(NamedTuple):
-    """A strategy of a case; a failed case has one row without any."""
-
-    record: Record
-    ways: Ways
-    way: str | None
-    phases: dict[str, float]
-
-
 def _table(known: Sequence[Ways]) -> Table:
-    rows = [
-        Row(ways.record, ways, way, ways.phases(way) if way else {})
-        for ways in known
-        for way in (ways.names if ways.record.status == "ok" else [None])
-    ]
     return table(
         "ddp-steps",
         "A step with each way to average gradients",
-        rows,
+        way_rows(known, lambda ways: ways.names),
         [
-            col("size", lambda r: r.ways.case.size, key=True),
-            col("context", lambda r: r.ways.case.context or None, "count", key=True),
-            col("ranks", lambda r: r.ways.case.ranks, "count", key=True),
-            col("dtype", lambda r: r.ways.case.dtype, key=True),
+            col("size", lambda r: r.of.case.size, key=True),
+            col("context", lambda r: r.of.case.context or None, "count", key=True),
+            col("ranks", lambda r: r.of.case.ranks, "count", key=True),
+            col("dtype", lambda r: r.of.case.dtype, key=True),
             col("way", lambda r: r.way, key=True),
-            col(
-                "step",
-                lambda r: interval(r.ways.of(r.way, "step")),
-                unit="ms",
-                hint="median with its 95 % interval",
-            ),
-            *cols(PHASES, lambda r, phase: r.phases.get(phase), unit="ms"),
-            col(
-                "communication",
-                lambda r: r.ways.median(r.way, "communication"),
-                unit="ms",
-                hint="its reductions with nothing to hide behind",
-            ),
-            col(
-                "exposed",
-                lambda r: None if r.way == ALONE else r.ways.exposed(r.way),
-                unit="ms",
-                hint="step minus the step without communication",
-            ),
+            step_column(),
+            *cols(PHASES, lambda r, phase: r.of.phases(r.way).get(phase), unit="ms"),
+            col("communication", lambda r: r.of.median("communication", r.way), unit="ms",
+                hint="its reductions with nothing to hide behind"),
+            col("exposed", lambda r: None if r.way == ALONE else r.of.exposed(r.way), unit="ms",
+                hint="step minus the step without communication"),
             col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
         ],
         caption="Steps of the slowest rank in each round; all ways take turns in the same ranks."
         " Phases are those of the round whose step is the median.",
-    )
+    )  # fmt: skip
 
 
 def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
     rows = [
-        (ways.title, way, rank, waited.median, transfer.median)
+        (ways, way, rank, waited, transfer)
         for ways in done
         for way in ways.names
         for rank in range(ways.case.ranks)
-        if (waited := ways.of_rank(way, "slowest", rank))
-        and (transfer := ways.of_rank(way, "transfer", rank))
+        if (waited := ways.record.find("slowest", variant=way, rank=rank))
+        and (transfer := ways.record.find("transfer", variant=way, rank=rank))
     ]
     if rows:
         yield table(
@@ -330,11 +278,11 @@ def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
             "What each rank waits for",
             rows,
             [
-                col("case", lambda r: r[0]),
+                col("case", lambda r: r[0].title),
                 col("way", lambda r: r[1]),
                 col("rank", lambda r: r[2], "count"),
-                col("slowest rank", lambda r: r[3], unit="ms"),
-                col("transfer", lambda r: r[4], unit="ms"),
+                col("slowest rank", lambda r: summarize(r[3].values).median, unit="ms"),
+                col("transfer", lambda r: summarize(r[4].values).median, unit="ms"),
             ],
             caption="At the end of the backward: until the last rank has arrived, and from then"
             " until its gradients are there.",

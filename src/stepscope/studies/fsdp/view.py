@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.records.stats import ratio_interval
 from stepscope.report.blocks import Block, Finding
-from stepscope.report.format import bytes_, number, percent
+from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col
 from stepscope.studies.base import Result
 from stepscope.studies.rank_subject import RankedStep
 from stepscope.studies.sharding.cases import FULLY, FULLY_WAYS, TORCH_FULLY, WHOLE
 from stepscope.studies.sharding.view import (
+    KINDS,
     Divided,
     alone_finding,
     counter_finding,
@@ -40,7 +40,7 @@ def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
             " between steps; while a layer runs, its whole weights come on top. Moved: gathered for"
             " the forward and again for the backward, and reduced. What is not let go of between"
             " them (torch's outermost weights) is gathered once.",
-            memory=[col("sum", lambda r: max(r.case.sums(r.way), default=None), "bytes")],
+            memory=[col("sum", lambda r: max(_sums(r.of, r.way), default=None), "bytes")],
         ),
         *station_table(done, FULLY_WAYS),
     )
@@ -48,39 +48,30 @@ def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
 
 def _findings(case: Divided) -> Iterator[Finding]:
     yield from alone_finding(case) if case.ranks == 1 else _share(case)
-    yield from _times(case)
+    words = "a fully sharded step takes {}"
+    yield from case.ratio_finding("against-unsharded", FULLY, WHOLE, f"{words} an unsharded one")
+    yield from case.ratio_finding(
+        "against-torch", FULLY, TORCH_FULLY, f"{words} one with torch's fully_shard"
+    )
     yield from counter_finding(case, FULLY)
     yield from refused_findings(case, FULLY_WAYS)
 
 
+def _sums(case: Divided, way: str) -> list[float]:
+    """Parameters, gradients and state on each rank; empty where one was not counted."""
+    held = [case.held(way, kind) for kind in KINDS]
+    complete = all(len(values) == case.ranks for values in held)
+    return [sum(parts) for parts in zip(*held, strict=True)] if complete else []
+
+
 def _share(case: Divided) -> Iterator[Finding]:
-    whole, ours = case.sums(WHOLE), case.sums(FULLY)
-    if not (whole and ours):
-        return
-    off = max(ours) / (whole[0] / case.ranks) - 1
-    yield Finding(
-        code="fsdp.share",
-        values={"whole_bytes": whole[0], "most_bytes": max(ours), "off": off},
-        records=(case.record.id,),
-        text=f"{case.title}: parameters, gradients and state take {bytes_(whole[0])} on every rank"
-        f" unsharded and {bytes_(max(ours))} at most fully sharded, {percent(off)} above an equal"
-        " share.",
-        tone="good" if off <= CLOSE else "warn",
-    )
-
-
-def _times(case: Divided) -> Iterator[Finding]:
-    for other, code, words in (
-        (WHOLE, "fsdp.against-unsharded", "an unsharded one"),
-        (TORCH_FULLY, "fsdp.against-torch", "one with torch's fully_shard"),
-    ):
-        theirs, mine = case.samples(other), case.samples(FULLY)
-        if theirs and mine:
-            ratio = ratio_interval(theirs, mine)
-            yield Finding(
-                code=code,
-                values={"ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-                records=(case.record.id,),
-                text=f"{case.title}: a fully sharded step takes {number(ratio.value, 3)}× {words}"
-                f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
-            )
+    whole, ours = _sums(case, WHOLE), _sums(case, FULLY)
+    if whole and ours:
+        off = max(ours) / (whole[0] / case.ranks) - 1
+        yield case.finding(
+            "share",
+            f"parameters, gradients and state take {bytes_(whole[0])} on every rank unsharded and"
+            f" {bytes_(max(ours))} at most fully sharded, {percent(off)} above an equal share.",
+            {"whole_bytes": whole[0], "most_bytes": max(ours), "off": off},
+            tone="good" if off <= CLOSE else "warn",
+        )

@@ -170,21 +170,13 @@ def check_table(checks: Sequence[Check]) -> Table:
             col("case", lambda r: r[0]),
             col("way", lambda r: r[1].way),
             col("predicted", lambda r: r[1].predicted_ms, unit="ms"),
-            col(
-                "measured",
-                lambda r: interval(r[1].measured),
-                unit="ms",
-                hint="the slowest rank, median with its 95 % interval",
-            ),
+            col("measured", lambda r: interval(r[1].measured), unit="ms",
+                hint="the slowest rank, median with its 95 % interval"),
             col("error", lambda r: r[1].error, "percent"),
             col("exposed, predicted", lambda r: r[1].exposed_predicted_ms, unit="ms"),
-            col(
-                "exposed, measured",
-                lambda r: r[1].exposed_measured_ms,
-                unit="ms",
-                hint="step minus the step without communication on the same ranks",
-            ),
+            col("exposed, measured", lambda r: r[1].exposed_measured_ms, unit="ms",
+                hint="step minus the step without communication on the same ranks"),
         ],
         caption="Links and steps are measured in turns in the same ranks; no step enters its"
         " prediction.",
-    )
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from stepscope.analysis.rehearsal.sweep import (
 )
 from stepscope.model.config import ModelConfig, precision
 from stepscope.records.schema import Record
+from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.studies.workload import Workload
 
 _HALF = 2
@@ -51,6 +52,20 @@ class Subject(NamedTuple):
     def gradient_bytes(self) -> int:
         """Of one element of a gradient."""
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
+
+    def finding(
+        self, what: str, text: str, values: dict[str, Value], conclusion: str = "",
+        tone: Tone = "info",
+    ) -> Finding:  # fmt: skip
+        """That rests on the recording."""
+        return Finding(
+            code=f"rehearsal.{what}",
+            values=values,
+            records=(self.record,),
+            text=text,
+            conclusion=conclusion,
+            tone=tone,
+        )
 
 
 def subject_of(record: Record, workload: Workload) -> Subject | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from stepscope.analysis.rehearsal.closed_forms import Way
 from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
@@ -11,6 +10,7 @@ from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.records.schema import Record
 from stepscope.report.blocks import (
     Block,
+    Cell,
     Curve,
     Figure,
     Finding,
@@ -80,46 +80,43 @@ def _question(cases: Sequence[RecordingCase]) -> Question:
 
 def recorded_finding(subject: Subject) -> Finding:
     recording = subject.recording
-    return Finding(
-        code="rehearsal.recorded",
-        values={
-            "compute_ms": recording.compute_ms, "backward_ms": recording.backward_ms,
-            "flops_per_s": subject.flops_per_s, "gradient_bytes": recording.gradient_bytes,
-            "half_ready": recording.half_ready(),
-        },
-        records=(subject.record,),
-        text=f"{subject.name}: recorded on {subject.device}, a step computes for"
+    return subject.finding(
+        "recorded",
+        f"{subject.name}: recorded on {subject.device}, a step computes for"
         f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
         f" {rate(subject.flops_per_s, 'FLOP/s')}) and makes {bytes_(recording.gradient_bytes)} of"
         f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
         " backward.",
+        {
+            "compute_ms": recording.compute_ms, "backward_ms": recording.backward_ms,
+            "flops_per_s": subject.flops_per_s, "gradient_bytes": recording.gradient_bytes,
+            "half_ready": recording.half_ready(),
+        },
     )  # fmt: skip
 
 
 def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iterator[Finding]:
     """For each network, at its largest cluster."""
     for told in _largest(predictions):
-        best = told.buckets.best
+        sizes, best = told.buckets.steps, told.buckets.best
         low, high = told.buckets.as_good
-        step = told.buckets.steps[best]
-        same = "any size" if len(told.buckets.steps) > 1 and (low, high) == (
-            min(told.buckets.steps), max(told.buckets.steps)
-        ) else f"{low:g} to {high:g} MiB"  # fmt: skip
+        every = len(sizes) > 1 and (low, high) == (min(sizes), max(sizes))
+        same = "any size" if every else f"{low:g} to {high:g} MiB"
+        step = sizes[best]
         others = [
             f"{name} {duration(told.steps[name].step_ms)}"
             for name in ("naive", "flat", "overlap", "sharded", "fsdp")
             if name in told.steps
         ]
-        yield Finding(
-            code="rehearsal.best-bucket",
-            values={
+        yield subject.finding(
+            "best-bucket",
+            f"{subject.name} on {told.place}: the best bucket size is {best:g} MiB ({same} within"
+            f" 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
+            f" ({percent(step.exposed_share)}) beyond what it computes.",
+            {
                 "link": told.network.name, "ranks": told.ranks, "bucket_mb": best,
                 "step_ms": step.step_ms, "exposed_ms": step.exposed_ms,
             },
-            records=(subject.record,),
-            text=f"{subject.name} on {told.place}: the best bucket size is {best:g} MiB ({same}"
-            f" within 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
-            f" ({percent(step.exposed_share)}) beyond what it computes.",
             conclusion=f"Other ways: {', '.join(others)}." if others else "",
         )  # fmt: skip
         if told.network.name == "nvlink" and told.ranks > LARGEST_NVLINK:
@@ -137,17 +134,14 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
     for network in question.networks if most > 1 else ():
         held = scaling(subject, question, network)
         stops, above = held.stops_paying(question.above), percent(question.above)
-        last = percent(held.kept[most].exposed_share)
-        if stops is None:
-            text = (
-                f"communication that is exposed, with packing for it, is at most {above} of the"
-                f" step up to {count(most)} ranks ({last} there)."
-            )
-        else:
-            text = (
-                f"scaling stops paying at {count(stops)} ranks: from there on more than {above} of"
-                f" the step is exposed communication and packing ({last} at {count(most)})."
-            )
+        last = held.kept[most].exposed_share
+        text = (
+            f"communication that is exposed, with packing for it, is at most {above} of the step up"
+            f" to {count(most)} ranks ({percent(last)} there)."
+            if stops is None
+            else f"scaling stops paying at {count(stops)} ranks: from there on more than {above} of"
+            f" the step is exposed communication and packing ({percent(last)} at {count(most)})."
+        )
         shared = ""
         if len(held.divided) > 1:
             gained = held.divided[1].step_ms / held.divided[held.fastest].step_ms
@@ -157,15 +151,13 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
                 else f"The same batch shared out is done soonest on {count(held.fastest)} ranks,"
                 f" {number(gained, 3)} times as fast as on one."
             )
-        yield Finding(
-            code="rehearsal.scaling",
-            values={
+        yield subject.finding(
+            "scaling",
+            f"{subject.name} over {network.name}, {_sequences(subject.batch)} a rank: {text}",
+            {
                 "link": network.name, "ranks": most, "stops_paying_at": stops,
-                "exposed_share": held.kept[most].exposed_share,
-                "fastest_shared": held.fastest if shared else None,
+                "exposed_share": last, "fastest_shared": held.fastest if shared else None,
             },
-            records=(subject.record,),
-            text=f"{subject.name} over {network.name}, {_sequences(subject.batch)} a rank: {text}",
             conclusion=shared,
             tone="info" if stops is None else "warn",
         )  # fmt: skip
@@ -175,16 +167,15 @@ def closed_form_findings(subject: Subject, question: Question) -> Iterator[Findi
     ranks = max(question.ranks)
     for network in question.networks if ranks > 1 else ():
         ways = closed_forms(subject, question, network, ranks)
-        told = [f"{way.name} {_bound(way, subject.model.context)}" for way in ways]
-        yield Finding(
-            code="rehearsal.communication-bound",
-            values={
+        bounds = "; ".join(f"{way.name} {_bound(way, subject.model.context)}" for way in ways)
+        yield subject.finding(
+            "communication-bound",
+            f"{subject.name} on {ranks:,} ranks over {network.name} at"
+            f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {bounds}.",
+            {
                 "link": network.name, "ranks": ranks, "flops_per_s": subject.flops_per_s,
                 **{f"{way.name} below": way.bound_below for way in ways},
             },
-            records=(subject.record,),
-            text=f"{subject.name} on {ranks:,} ranks over {network.name} at"
-            f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {'; '.join(told)}.",
         )  # fmt: skip
 
 
@@ -203,91 +194,63 @@ def _bound(way: Way, context: int) -> str:
 
 
 def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
-    networks: dict[str, Prediction] = {}
-    for told in predictions:
-        held = networks.get(told.network.name)
-        if held is None or told.ranks > held.ranks:
-            networks[told.network.name] = told
-    return list(networks.values())
-
-
-class Predicted(NamedTuple):
-    """A strategy on a cluster."""
-
-    subject: Subject
-    cluster: Prediction
-    strategy: str
-    step: Replay
+    by_ranks = sorted(predictions, key=lambda told: told.ranks)
+    largest = {told.network.name: told for told in by_ranks}
+    return [told for told in predictions if told is largest[told.network.name]]
 
 
 def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Table:
+    """Rows are subject, cluster, strategy, step."""
     return table(
         "rehearsal-steps",
         "Predicted steps",
         [
-            Predicted(subject, cluster, strategy, step)
+            (subject, cluster, strategy, step)
             for subject, predictions in told
             for cluster in predictions
             for strategy, step in cluster.steps.items()
         ],
         [
             *_step_of(len(told)),
-            col("link", lambda r: r.cluster.network.name),
-            col("ranks", lambda r: r.cluster.ranks, "count"),
-            col("strategy", lambda r: r.strategy),
-            col(
-                "bucket",
-                lambda r: r.cluster.buckets.best if r.strategy in BUCKETED else None,
-                unit="MiB",
-                hint="the best for bucketed",
-            ),
-            col("step", lambda r: r.step.step_ms, unit="ms"),
-            col(
-                "communication",
-                lambda r: r.step.communication_ms,
-                unit="ms",
-                hint="the links are busy",
-            ),
-            col(
-                "beyond computing",
-                lambda r: r.step.exposed_ms,
-                unit="ms",
-                hint="the step minus what a rank computes in it; sharded, a share of the update",
-            ),
-            col("of the step", lambda r: r.step.exposed_share, "percent"),
-            col("messages", lambda r: len(r.step.messages), "count"),
+            col("link", lambda r: r[1].network.name),
+            col("ranks", lambda r: r[1].ranks, "count"),
+            col("strategy", lambda r: r[2]),
+            col("bucket", lambda r: r[1].buckets.best if r[2] in BUCKETED else None, unit="MiB",
+                hint="the best for bucketed"),
+            col("step", lambda r: r[3].step_ms, unit="ms"),
+            col("communication", lambda r: r[3].communication_ms, unit="ms",
+                hint="the links are busy"),
+            col("beyond computing", lambda r: r[3].exposed_ms, unit="ms",
+                hint="the step minus what a rank computes in it; sharded, a share of the update"),
+            col("of the step", lambda r: r[3].exposed_share, "percent"),
+            col("messages", lambda r: len(r[3].messages), "count"),
         ],
         caption="Played from the recorded backward; every rank has the recorded batch. Links are"
         " those of data sheets, not measured. Beyond computing are waiting for the links, packing"
         " gradients into buckets, sending, and agreeing at the end; of fsdp waiting alone, since"
         " what it packs was not measured.",
-    )
+    )  # fmt: skip
 
 
 def _step_of(subjects: int) -> list[Declared]:
-    return [col("step of", lambda r: r.subject.name)] if subjects > 1 else []
-
-
-class Bound(NamedTuple):
-    """A parallelism on a cluster."""
-
-    subject: Subject
-    link: str
-    ranks: int
-    way: Way
-
-    @property
-    def tokens(self) -> int | None:
-        below = self.way.bound_below
-        return None if below is None else round(below * self.subject.model.context)
+    return [col("step of", lambda r: r[0].name)] if subjects > 1 else []
 
 
 def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
+    """Rows are subject, link, ranks, parallelism."""
+
+    def bound(row: tuple[Subject, str, int, Way]) -> Cell:
+        return "every batch" if row[3].bound_below is None else row[3].bound_below
+
+    def tokens(row: tuple[Subject, str, int, Way]) -> Cell:
+        below = row[3].bound_below
+        return None if below is None else round(below * row[0].model.context)
+
     return table(
         "rehearsal-closed-forms",
         "Where each parallelism becomes communication-bound",
         [
-            Bound(subject, network.name, ranks, way)
+            (subject, network.name, ranks, way)
             for subject in subjects
             for network in question.networks
             for ranks in question.ranks
@@ -296,28 +259,20 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
         ],
         [
             *_step_of(len(subjects)),
-            col("link", lambda r: r.link),
-            col("ranks", lambda r: r.ranks, "count"),
-            col("parallelism", lambda r: r.way.name),
-            col("hidden where", lambda r: r.way.formula),
-            col(
-                "bound below",
-                lambda r: "every batch" if r.way.bound_below is None else r.way.bound_below,
-                unit="sequences",
-            ),
-            col("tokens", lambda r: r.tokens, "count"),
-            col("of each", lambda r: r.way.unit),
-            col(
-                "ratio",
-                lambda r: r.way.ratio(r.subject.batch),
-                "number",
-                hint="communication over the compute it can hide behind, at the recorded batch",
-            ),
+            col("link", lambda r: r[1]),
+            col("ranks", lambda r: r[2], "count"),
+            col("parallelism", lambda r: r[3].name),
+            col("hidden where", lambda r: r[3].formula),
+            col("bound below", bound, unit="sequences"),
+            col("tokens", tokens, "count"),
+            col("of each", lambda r: r[3].unit),
+            col("ratio", lambda r: r[3].ratio(r[0].batch), "number",
+                hint="communication over the compute it can hide behind, at the recorded batch"),
         ],
         caption="P parameters, g bytes a gradient, a bytes an activation, F FLOP/s, B bytes/s,"
         " L layers, width d, T ranks of a tensor group. The numbers count the attention's FLOPs"
         " and the latency of every hop as well.",
-    )
+    )  # fmt: skip
 
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:
@@ -367,11 +322,7 @@ def rank_figures(subject: Subject, question: Question) -> Iterator[Figure]:
 
 
 def _rank_figure(
-    subject: Subject,
-    name: str,
-    title: str,
-    steps: Mapping[str, Mapping[int, Replay]],
-    caption: str,
+    subject: Subject, name: str, title: str, steps: Mapping[str, Mapping[int, Replay]], caption: str
 ) -> Figure:
     return Figure(
         name=f"rehearsal-ranks-{name}-{subject.case}",

@@ -25,14 +25,7 @@ from stepscope.studies.rank_subject import (
     tokens_fed,
 )
 from stepscope.studies.ranked import on_ranks
-from stepscope.studies.sharding.cases import (
-    FULLY,
-    PEERS,
-    SCATTER,
-    TORCH,
-    TORCH_FULLY,
-    WHOLE,
-)
+from stepscope.studies.sharding.cases import FULLY, PEERS, SCATTER, TORCH, TORCH_FULLY, WHOLE
 from stepscope.studies.sharding.traffic import counted
 
 if TYPE_CHECKING:
