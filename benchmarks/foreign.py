@@ -42,8 +42,8 @@ from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.store import Store  # noqa: E402
 from stepscope.report.text import markdown  # noqa: E402
-from stepscope.studies.advice import STUDY_NAME as TRIALS  # noqa: E402
-from stepscope.studies.advice.view import Tried  # noqa: E402
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS  # noqa: E402
+from stepscope.studies.advice.tried import Tried  # noqa: E402
 from stepscope.studies.inspected.rows import Watched  # noqa: E402
 
 STEPS = 44

@@ -30,15 +30,22 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, summarize
 from stepscope.report.blocks import Interval
 from stepscope.report.format import number
+from stepscope.studies.base import results_of
+from stepscope.studies.ddp.cases import STUDY as DDP
 from stepscope.studies.ddp.view import Ways, against_torch
-from stepscope.studies.flash.comparisons import (
+from stepscope.studies.flash import STUDY as FLASH
+from stepscope.studies.flash.races import (
     Comparison,
     compared,
     geometric_mean,
+    lowest,
     short_races,
 )
 from stepscope.studies.flash.rows import OURS
+from stepscope.studies.flash.rows import Race as AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
+from stepscope.studies.rehearsal.cases import STUDY as REHEARSAL
+from stepscope.studies.rehearsal.cases import CheckCase
 from stepscope.studies.rehearsal.checks import Row, check_of
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race
@@ -169,10 +176,14 @@ def _step_memory(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     return _step_values(goal, evidence, share)
 
 
+def _raced(evidence: Evidence) -> list[AttentionRace]:
+    return attention_races(FLASH.results(evidence.of("flash")))
+
+
 def _attention_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    ran = attention_races(evidence.of("flash"))
+    ran = _raced(evidence)
     found = {
-        pair.race.shape.sizes: pair.ratio
+        pair.race.case.sizes: pair.ratio
         for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
     }
     for sizes in goal.case:
@@ -181,36 +192,32 @@ def _attention_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 def _attention_mean_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     """The geometric mean; one over some of the shapes would be another quantity."""
-    ran = attention_races(evidence.of("flash"))
-    ratios = [pair.ratio for pair in compared(Comparison(goal.peer, goal.case, goal.dtype), ran)]
-    complete = len(ratios) == len(goal.case)
+    ran = _raced(evidence)
+    found = compared(Comparison(goal.peer, goal.case, goal.dtype), ran)
+    complete = len(found) == len(goal.case)
     yield _value(
-        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(ratios) if complete else None
+        f"{goal.peer}, {len(goal.case)} shapes", geometric_mean(found) if complete else None
     )
 
 
 def _attention_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    ran = {
-        race.shape.sizes: race
-        for race in attention_races(evidence.of("flash"))
-        if race.shape.dtype == goal.dtype
-    }
+    ran = {race.case.sizes: race for race in _raced(evidence) if race.case.dtype == goal.dtype}
     for sizes in goal.case:
         yield _value(sizes, ran[sizes].times(OURS) if sizes in ran else None)
 
 
 def _attention_short_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    ran = attention_races(evidence.of("flash"))
+    ran = _raced(evidence)
     for ours in goal.case:
         found = short_races(ran, ours)
-        least = min(found, key=lambda pair: pair.ratio.value) if found else None
-        where = f" {least.race.shape.sizes}" if least else ""
+        least = lowest(found) if found else None
+        where = f" {least.race.case.sizes}" if least else ""
         yield _value(f"{ours}{where}", least.ratio if least else None)
 
 
 def _ddp_step_ratio(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    for record in evidence.of("ddp"):
-        ways = Ways(record)
+    for result in DDP.results(evidence.of("ddp")):
+        ways = Ways(*result)
         if (found := against_torch(ways)) is not None:
             yield _value(ways.title, found[1])
 
@@ -232,8 +239,8 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    for record in evidence.of("rehearsal"):
-        if record.config.get("kind") == "check" and (check := check_of(record)) is not None:
+    for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
+        if (check := check_of(*result)) is not None:
             yield _error(check.title, check.verdict.worst)
 
 

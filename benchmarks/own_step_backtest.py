@@ -27,9 +27,9 @@ from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.advice import STUDY_NAME
+from stepscope.studies.advice.cases import STUDY_NAME
 from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import Tried
+from stepscope.studies.advice.tried import Tried
 
 RESULTS = Path("results")
 FIRST = 3

@@ -37,17 +37,10 @@ from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
-from stepscope.studies.ddp.ranks import Way, one_step
+from stepscope.studies.ddp.measure import Way, one_step
 from stepscope.studies.rank_subject import tokens_fed
-from stepscope.studies.sharding.ranks import (
-    BROADCAST,
-    FULLY,
-    TORCH,
-    TORCH_FULLY,
-    Trained,
-    make,
-    timed_step,
-)
+from stepscope.studies.sharding.cases import BROADCAST, FULLY, TORCH, TORCH_FULLY
+from stepscope.studies.sharding.measure import Trained, make, timed_step
 
 NAMES = {
     "ddp": ("bucketed", "DistributedDataParallel"),
@@ -111,7 +104,7 @@ def record_of(
         device=asked.device, limits=LIMITS,
     )  # fmt: skip
     series = [
-        Series(name=f"{who}.{kind}", unit="ms", rank=rank,
+        Series(name=kind, variant=who, unit="ms", rank=rank,
                values=tuple(step[place] for step in held[number]))
         for rank, held in enumerate(ranks)
         for number, who in enumerate((OURS, THEIRS))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stepscope.analysis.products import Group, block_groups, head_chunks
-from stepscope.attention.registry import implementation
+from stepscope.attention.api import attention_with
 from stepscope.model.config import ModelConfig
 from stepscope.model.cost import columns_of_logits
 from stepscope.model.kernels.feed_forward import gated_back, gated_by
@@ -156,7 +156,7 @@ def peers_products(setting: Setting) -> Call:
 
 def attention(setting: Setting) -> Call:
     """From views of joined projections to the tensor that the output projection reads."""
-    attend = implementation(setting.attention).function
+    attend = attention_with(setting.attention)
     heads, (batch, seq, d) = setting.config.n_heads, setting.stream()
     parts = [setting.random(batch, seq, 3 * d) for _ in setting.layers]
     grad = setting.random(batch, seq, d, scale=GRADIENT)

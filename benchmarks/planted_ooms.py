@@ -29,7 +29,7 @@ from stepscope.records.memory import Remedy
 from stepscope.studies.plans import plan_of
 from stepscope.studies.post_mortem import Refusal, examined, read_refusal
 from stepscope.studies.step_peaks import counted_peaks
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Mode, Workload
 
 Planted = tuple[str, int, int, str, str, Mode, float]
@@ -133,11 +133,9 @@ def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
     torch.cuda.set_per_process_memory_fraction(limit / device.memory_bytes)
     said = ""
     try:
-        step = TrainingStep(work, device)
+        step = TransformerStep(work, device)
         for _ in range(STEPS):
-            step.reset()
-            for phase in step.phases():
-                phase.run()
+            step.run()
         device.synchronize()
     except torch.OutOfMemoryError as error:
         said = str(error)
@@ -150,9 +148,8 @@ def refused(work: Workload, device: Device, limit: int) -> Refusal | None:
 
 
 def counted(work: Workload, device: Device, limit: int) -> Refusal | None:
-    step = TrainingStep(work, device)
-    for phase in step.phases():
-        phase.run()
+    step = TransformerStep(work, device)
+    step.run_phases()
     held = max(counted_peaks(step, device).values())
     return Refusal(asked=0, held=held, allowed=limit) if held > limit else None
 

@@ -18,7 +18,7 @@ from stepscope.measure.device import pick_device
 from stepscope.model import layers, loss, transformer
 from stepscope.ranges import named
 from stepscope.records.stats import summarize
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 MODULES = (layers, loss, transformer)
@@ -35,14 +35,13 @@ def main() -> None:
         size=options.size, table="2025", context=32, batch=1, dtype="float32",
         attention="reference", compile="no", optimizer="torch", mode="forward-backward",
     )  # fmt: skip
-    step = TrainingStep(workload, device)
+    step = TransformerStep(workload, device)
 
     def run() -> float:
         step.reset()
         device.synchronize()
         began = time.perf_counter()
-        for phase in step.phases():
-            phase.run()
+        step.run_phases()
         device.synchronize()
         return (time.perf_counter() - began) * 1e3
 

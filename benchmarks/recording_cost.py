@@ -27,7 +27,7 @@ from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
 from stepscope.studies.step_peaks import one_step, steps_in_turns
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 ON_CUDA = (
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measured(work: Workload, device: Device, rounds: int) -> dict[str, list[float]]:
-    step = TrainingStep(work, device)
+    step = TransformerStep(work, device)
     for _ in range(WARMUP):
         one_step(step, device)
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None

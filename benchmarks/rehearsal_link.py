@@ -23,11 +23,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stepscope.analysis.rehearsal.recording import Recording
-from stepscope.records.schema import Series
+from stepscope.studies.rehearsal.cases import CheckCase
 from stepscope.studies.rehearsal.checks import Verdict, judge
-from stepscope.studies.rehearsal.ranks import RankResult, run_ways
-from stepscope.studies.rehearsal.recording import record_step
-from stepscope.studies.workload import Workload
+from stepscope.studies.rehearsal.measure import Samples, record_step, run_ways, series_of
 
 NOT_PERMITTED = 77
 BURST_BYTES = 32 * 1024
@@ -98,20 +96,19 @@ def as_rank(folder: Path) -> None:
 
     from stepscope.parallel import World
 
-    recording, config = pickle.loads((folder / "task").read_bytes())
+    recording, case = pickle.loads((folder / "task").read_bytes())
     torch.set_num_threads(1)
     world = World.from_environment("gloo", "cpu")
     with world.connected(SECONDS):
-        result = run_ways(world, recording, config)
-    (folder / f"result-{world.rank}").write_bytes(pickle.dumps(tuple(result)))
+        samples = run_ways(world, recording, case)
+    (folder / f"result-{world.rank}").write_bytes(pickle.dumps(samples))
 
 
-def run_on_link(
-    ranks: int, mbit: float, recording: Recording, config: dict[str, object]
-) -> list[RankResult]:
+def run_on_link(case: CheckCase, mbit: float, recording: Recording) -> list[Samples]:
+    ranks = case.ranks
     with tempfile.TemporaryDirectory() as name, slow_network(ranks, mbit) as namespaces:
         folder = Path(name)
-        (folder / "task").write_bytes(pickle.dumps((recording, config)))
+        (folder / "task").write_bytes(pickle.dumps((recording, case)))
         started = []
         for rank, own in enumerate(namespaces):
             variables = {
@@ -129,34 +126,30 @@ def run_on_link(
                 process.wait()
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
-        return [
-            RankResult(*pickle.loads((folder / f"result-{rank}").read_bytes()))
-            for rank in range(ranks)
-        ]
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(ranks)]
 
 
-def record(options: argparse.Namespace) -> Recording:
+def case_of(options: argparse.Namespace, ranks: int) -> CheckCase:
+    return CheckCase(
+        size=options.size, table="2025", context=options.context, batch=options.batch,
+        dtype="float32", attention="reference", compile="no", optimizer="torch",
+        mode="train-step", overrides={"vocab": options.vocab}, steps=options.steps, ranks=ranks,
+        bucket_mb=tuple(options.bucket_mb), rounds=options.rounds, compute="waits",
+    )  # fmt: skip
+
+
+def record(case: CheckCase) -> Recording:
     import torch
 
     from stepscope.measure.device import CpuDevice
 
     torch.set_num_threads(1)
-    workload = Workload(
-        size=options.size, table="2025", context=options.context, batch=options.batch,
-        dtype="float32", attention="reference", compile="no", optimizer="torch",
-        mode="train-step", overrides={"vocab": options.vocab},
-    )  # fmt: skip
-    series, times = record_step(workload, CpuDevice(), options.steps, lambda *_: None)
+    series, times = record_step(case, CpuDevice(), case.steps, lambda *_: None)
     return Recording.of_samples(series, times)
 
 
-def verdict_of(results: list[RankResult], recording: Recording, buckets: list[float]) -> Verdict:
-    series = [
-        Series(name=name, unit="ms", rank=rank, values=tuple(values))
-        for rank, result in enumerate(results)
-        for name, values in result.samples.items()
-    ]
-    verdict = judge(recording, series, buckets)
+def verdict_of(case: CheckCase, results: list[Samples], recording: Recording) -> Verdict:
+    verdict = judge(recording, series_of(results), case.bucket_mb)
     assert verdict is not None
     return verdict
 
@@ -211,15 +204,15 @@ def main() -> int:
     if options.as_rank is not None:
         as_rank(options.as_rank)
         return 0
-    config = {"bucket_mb": options.bucket_mb, "rounds": options.rounds, "compute": "waits"}
-    recording = record(options)
+    recording = record(case_of(options, options.ranks[0]))
     for ranks in options.ranks:
+        case = case_of(options, ranks)
         try:
-            results = run_on_link(ranks, options.mbit, recording, config)
+            results = run_on_link(case, options.mbit, recording)
         except NotPermittedError as error:
             print(f"no namespaces here: {error}", file=sys.stderr)
             return NOT_PERMITTED
-        verdict = verdict_of(results, recording, options.bucket_mb)
+        verdict = verdict_of(case, results, recording)
         if options.json:
             print(json.dumps(facts(ranks, options.mbit, recording, verdict)))
         else:

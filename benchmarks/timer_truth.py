@@ -16,7 +16,7 @@ import torch
 
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.timer import Phase, Timing, time_step
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import Workload
 
 WAITS_MS = {"first": 5.0, "second": 20.0, "third": 10.0}
@@ -87,7 +87,7 @@ def real_steps(device: Device) -> None:
             compile="no", optimizer="torch", mode="train-step",
         )  # fmt: skip
         device.release()
-        step = TrainingStep(workload, device)
+        step = TransformerStep(workload, device)
         timing = time_step(step.phases(), device, warmup=5, steps=40, before=step.reset)
         # Phases by the host's clock are issue times on a GPU; they need not add up to the step.
         for clock in ("device",) if device.kind == "cuda" else ("host",):

@@ -19,7 +19,7 @@ from torch import Tensor
 from stepscope.measure.device import pick_device
 from stepscope.measure.timer import time_step
 from stepscope.model import layers
-from stepscope.studies.training_step import TrainingStep
+from stepscope.studies.transformer_step import TransformerStep
 from stepscope.studies.workload import MODES, Workload
 
 
@@ -56,7 +56,7 @@ def rotary(self: layers.RotaryEmbedding, x: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-def write_out(step: TrainingStep) -> None:
+def write_out(step: TransformerStep) -> None:
     """Replace the operations of a built model."""
     for module in step.model.modules():
         if isinstance(module, layers.CausalSelfAttention):
@@ -79,7 +79,7 @@ def main() -> None:
         told = []
         for fine in (False, True):
             device.release()
-            step = TrainingStep(
+            step = TransformerStep(
                 Workload(
                     size=asked.size, table="2025", context=asked.context, batch=4,
                     dtype=asked.dtype, attention="reference", compile="no", optimizer="torch",

@@ -15,8 +15,8 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.text import markdown
 from stepscope.studies.attention import STUDY as WRITTEN_OUT
-from stepscope.studies.flash import STUDY, FlashFlags
-from stepscope.studies.flash.cases import Shape, left_out
+from stepscope.studies.flash import STUDY
+from stepscope.studies.flash.cases import FlashFlags, Shape, left_out
 
 SECTIONS = {
     "Lengths": ("flash-rate-", "flash-lengths-"),

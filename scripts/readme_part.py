@@ -11,8 +11,8 @@ from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration, percent
 from stepscope.report.text import markdown
-from stepscope.studies.advice import STUDY_NAME as TRIALS
-from stepscope.studies.advice.view import Tried, best_of
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
+from stepscope.studies.advice.tried import Tried, best_of
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race, races

@@ -18,18 +18,12 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.html import html_page
-from stepscope.studies.advice import OF_SCRIPTS
-from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given
+from stepscope.studies.advice.cases import OF_SCRIPTS
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import (
-    Tried,
-    advice_table,
-    best_of,
-    first_right,
-    not_tried,
-    trial_blocks,
-)
+from stepscope.studies.advice.tried import Tried, best_of, first_right
+from stepscope.studies.advice.view import advice_table, not_tried, trial_blocks
 from stepscope.studies.inspected import STUDY as INSPECTED
 
 EXAMPLES = {

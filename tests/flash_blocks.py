@@ -1,4 +1,4 @@
-"""What the flash study makes of records, as tests ask for it."""
+"""Findings and tables that the flash study makes of records."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from stepscope.report.blocks import Finding, Table
 from stepscope.studies.flash import STUDY
 
 
-def sentences(records: Sequence[Record], word: str = "") -> list[Finding]:
-    return [b for b in STUDY.view(records) if isinstance(b, Finding) and word in b.text]
+def findings(records: Sequence[Record], code: str) -> list[Finding]:
+    return [b for b in STUDY.view(records) if isinstance(b, Finding) and b.code == code]
+
+
+def finding(records: Sequence[Record], code: str) -> Finding:
+    (found,) = findings(records, code)
+    return found
 
 
 def table(records: Sequence[Record], name: str) -> list[dict[str, Any]]:

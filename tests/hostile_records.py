@@ -10,9 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
-
 from own_records import own_record
+from stepscope.records.schema import decode, encode
 
 RESULTS = Path(__file__).parent.parent / "results"
 NUMBERS = (
@@ -41,13 +40,24 @@ def real_records() -> dict[str, list[Json]]:
             record = json.loads(line)
             if "run" in record and len(found[record["study"]]) < _MOST_OF_A_STUDY:
                 found[record["study"]].append(record)
-    found["own"] = [json.loads(msgspec.json.encode(own_record()))]
+    found["own"] = [json.loads(encode(own_record()))]
     return {study: records for study, records in found.items() if records}
+
+
+@cache
+def upgraded_records() -> dict[str, list[Json]]:
+    """The same records in the schema of this version."""
+    return {
+        study: [json.loads(encode(decode(json.dumps(record)))) for record in records]
+        for study, records in real_records().items()
+    }
 
 
 def hostile(chance: Random) -> tuple[list[Json], list[Json]]:
     """Some records of one study, and the same with a few changes."""
-    records = real_records()[chance.choice(sorted(real_records()))]
+    records = chance.choice((real_records, upgraded_records))()[
+        chance.choice(sorted(real_records()))
+    ]
     count = min(len(records), chance.choice((1, 1, 2, 4)))
     first = chance.randrange(len(records) - count + 1)
     base = records[first : first + count]

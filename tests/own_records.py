@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -9,25 +10,26 @@ import msgspec
 from sample_records import environment, record, step_series, times
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.studies.advice import Trial
-from stepscope.studies.own import OwnCase
+from stepscope.report.blocks import Block, Finding
+from stepscope.studies.advice.cases import Trial
+from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
 
-BASE = OwnCase(model="lab:build", batch=8, dtype="float32", compile="no", optimizer="adamw")
+BASE = OwnStep(model="lab:build", batch=8, dtype="float32", compile="no", optimizer="adamw")
 
 
 def own_record(
     step: float = 100.0, peak: int = 2 << 30, *, setting: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Record:  # fmt: skip
-    case = msgspec.structs.replace(BASE, **setting or {})
+    case = OwnCase(**BASE.config | (setting or {}), warmup=5, steps=10, traced=3)
     failed = changes.get("status", "ok") != "ok"
     return record(
         study="own", case=case.key,
         **{
             "series": () if failed else step_series(step),
             "quantities": () if failed else (Quantity(name="peak_bytes", value=peak, unit="B"),),
-            "config": msgspec.to_builtins(case),
+            "config": case.config,
         }
         | changes,
     )  # fmt: skip
@@ -55,6 +57,16 @@ def attached(made: Record, **attachments: object) -> Record:
     return msgspec.structs.replace(
         made, attachments=made.attachments | msgspec.to_builtins(attachments)
     )
+
+
+def coded(blocks: Iterable[Block], code: str) -> Finding:
+    """The one finding of that code."""
+    (found,) = (block for block in blocks if isinstance(block, Finding) and block.code == code)
+    return found
+
+
+def codes(blocks: Iterable[Block]) -> list[str]:
+    return [block.code for block in blocks if isinstance(block, Finding)]
 
 
 def advice(code: str = "bfloat16", gain: float = 40.0, **setting: str) -> Advice:

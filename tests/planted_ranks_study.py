@@ -4,14 +4,14 @@ STEPSCOPE_STUDIES=planted_ranks_study."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
-from stepscope.studies.ranked import default_ranks, on_ranks
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.ranked import RankedCase, default_ranks, on_ranks
 
 if TYPE_CHECKING:
     from stepscope.parallel import World
@@ -26,38 +26,43 @@ class PlantedRanksFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of ranks."""
 
 
-def add_up(world: World, fails: int) -> float:
+class PlantedRanksCase(RankedCase, frozen=True, kw_only=True):
+    fails: int
+
+    @property
+    def key(self) -> str:
+        return f"r{self.ranks}-fails{self.fails}"
+
+
+def add_up(world: World, case: PlantedRanksCase) -> float:
     import torch
     import torch.distributed as dist
 
     held = torch.tensor([float(world.rank)])
     for step in range(3):
         world.step(step)
-        if world.rank == fails and step == 1:
+        if world.rank == case.fails and step == 1:
             raise ValueError("planted")
         dist.all_reduce(held)
     return held.item()
 
 
-class PlantedRanks(Study[PlantedRanksFlags, Any]):
+class PlantedRanks(Study[PlantedRanksFlags, PlantedRanksCase]):
     name = "planted-ranks"
     title = "Planted ranks"
     question = "What becomes of a case in which a rank fails?"
     flags = PlantedRanksFlags
+    case = PlantedRanksCase
 
-    def cases(self, flags: PlantedRanksFlags) -> tuple[PlannedCase, ...]:
+    def cases(self, flags: PlantedRanksFlags) -> tuple[PlantedRanksCase, ...]:
         return tuple(
-            PlannedCase(
-                study=self.name,
-                key=f"r{ranks}-fails{fails}",
-                config={"fails": fails, "ranks": ranks, "backend": "gloo"},
-            )
+            PlantedRanksCase(fails=fails, ranks=ranks, backend="gloo")
             for ranks in flags.ranks
             for fails in flags.fails
         )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        found = on_ranks(self.name, config, bench, add_up, (config["fails"],))
+    def measure(self, case: PlantedRanksCase, bench: Bench) -> Measurement:
+        found = on_ranks(self.name, case, bench, add_up)
         return Measurement(
             series=tuple(
                 Series(name="sum", unit="ranks", rank=rank, values=(value,))

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stepscope.records.schema import Quantity, Record, Series
+from stepscope.records.schema import Quantity, Reading, Record, Series
 from stepscope.report.blocks import Block, Column, Table
 from stepscope.studies.base import Bench, CaseSkipped, Measurement, PlannedCase, Study
 
@@ -112,7 +113,22 @@ DEEDS: dict[str, Callable[[], object]] = {
     "leave-and-die": _leave_processes_and_die,
     "nan": lambda: None,
     "huge": lambda: None,
+    "busy": lambda: None,
+    "busy-once": lambda: None,
 }
+
+
+BUSY = (Reading(at_s=0.0, waited_s=0.0), Reading(at_s=1.0, waited_s=0.9))
+
+
+def _readings(deed: str) -> tuple[Reading, ...]:
+    """`busy`: threads waited for cores. `busy-once`: only when this is measured first, which a file
+    in the folder of the run remembers."""
+    before = Path(os.environ["STEPSCOPE_OUT"]) / "measured-before"
+    if deed == "busy" or (deed == "busy-once" and not before.exists()):
+        before.touch()
+        return BUSY
+    return ()
 
 
 class Planted(Study[PlantedFlags, Any]):
@@ -146,6 +162,7 @@ class Planted(Study[PlantedFlags, Any]):
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
             quantities=(Quantity(name="pid", value=os.getpid(), unit="process"),),
             notes={"did": config["does"]},
+            readings=_readings(config["does"]),
         )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

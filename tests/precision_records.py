@@ -9,7 +9,7 @@ import msgspec
 
 from sample_records import record, times
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.studies.autocast.dtype_rows import OperatorFormats
+from stepscope.studies.autocast.cases import OperatorFormats
 from stepscope.studies.registry import find_study
 
 

@@ -12,8 +12,9 @@ from stepscope.analysis.rehearsal.recording import NOTE, Gradient, ReadyTimes, R
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.parallel.buckets import MEGABYTE, Item
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
+from stepscope.studies.ddp.cases import ALONE
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.ranks import ALONE, Sampled, strategies
+from stepscope.studies.rehearsal.cases import Sampled, strategies
 
 PHASES = {"step": 100.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0}
 

@@ -19,7 +19,7 @@ from stepscope.analysis.energy_parts import (
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
-from stepscope.studies.compile import CompileFlags
+from stepscope.studies.compile.cases import CompileFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import RaceCase, StepCase, StepFlags
 from trace_files import training_step

@@ -12,7 +12,7 @@ from stepscope.analysis.trace.summarize import summarize
 from stepscope.model.config import precision
 from stepscope.records.memory import PARAMETERS, SAVED, PhasePeak, Point, SavedTensor
 from stepscope.records.schema import Ceiling, Clock, Quantity, Record, Series
-from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
+from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.registry import find_study
 from trace_files import ChromeTrace, operator_step, training_step
 
@@ -73,7 +73,11 @@ def warmup_record(steps: Sequence[float], warmup: int = 0, **changes: Any) -> Re
         study="warmup",
         case=case.key,
         config=case.config,
-        **{"series": () if failed else series, "ceilings": (matrix_ceiling("float32", 50e12),)}
+        **{
+            "series": () if failed else series,
+            "quantities": (Quantity(name="flops", value=1e12, unit="FLOP"),),
+            "ceilings": (matrix_ceiling("float32", 50e12),),
+        }
         | changes,
     )
 
@@ -236,9 +240,8 @@ def attention_record(
     """One pass of one attention that took that long and left `saved` bytes in use."""
     study = find_study("attention")
     flags = study.flags(seq=(seq,), head=(head,), attention=(attention,))
-    (case,) = (c for c in study.cases(flags) if c.config["mode"] == mode)
-    workload = msgspec.convert(case.config, AttentionWorkload)
-    quantities = list(workload.quantities())
+    (case,) = (c for c in study.cases(flags) if c.mode == mode)
+    quantities = list(case.quantities())
     if saved is not None:
         quantities.append(Quantity(name="saved_bytes", value=saved, unit="B"))
     if peak is not None:
@@ -282,14 +285,13 @@ def flash_record(
         seq=() if shape else (seq,), shape=(shape,) if shape else (),
     )  # fmt: skip
     (case,) = study.cases(flags)
-    workload = msgspec.convert(case.config, AttentionWorkload)
     quantities = [
-        *workload.quantities(),
+        *case.quantities(),
         *(
             Quantity(
                 name="flops",
                 phase=mode,
-                value=msgspec.structs.replace(workload, mode=mode).flops(),
+                value=msgspec.structs.replace(case, mode=mode).flops(),
                 unit="FLOP",
             )
             for mode in ("forward", "backward")
@@ -377,7 +379,7 @@ def tiles_record(
     """The tiles of one kernel that took so many ms, on a GPU like the H200."""
     study = find_study("flash")
     flags = study.flags(part=("tiles",), tile_head=(head,))
-    (case,) = (c for c in study.cases(flags) if c.config["pass"] == kernel)
+    (case,) = (c for c in study.cases(flags) if c.kernel == kernel)
     took = {"chosen": 0.3, "64x128": 0.3, "16x16": 0.9} if took is None else took
     facts: dict[str, dict[str, float]] = {
         "sm": {"registers": 65536, "shared_bytes": 233472, "threads": 2048, "count": 132}

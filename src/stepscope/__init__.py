@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stepscope.version import __version__
+
 if TYPE_CHECKING:
     from stepscope.scope.library import Scope
 
 __all__ = ["Scope", "__version__"]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

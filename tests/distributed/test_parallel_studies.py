@@ -16,7 +16,7 @@ def test_collectives_are_timed_without_the_start_of_processes(collective: str) -
     study = find_study("allreduce")
     flags = study.flags(collective=(collective,), sizes=(1024, 2**22), rounds=4)
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     assert {(s.size, s.rank) for s in measured.series} == {
         (size, rank) for size in (1024, 2**22) for rank in (0, 1)
     }
@@ -31,7 +31,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
     study = find_study("ddp")
     flags = study.flags(size=("tiny",), context=(16,), bucket_mb=(0.1,), rounds=3, ranks=(2,))
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     steps = {(s.variant, s.rank) for s in measured.series if s.name == "step"}
     ways = (
         "no communication", "naive", "flat", "overlap", "bucketed 0.1 MiB", "torch DDP",
@@ -51,7 +51,7 @@ def test_every_way_to_average_gradients_is_timed() -> None:
 def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
     (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     held = measured.quantities
     whole = value_of(held, "state", variant="unsharded")
     size = value_of(held, "parameters", variant="unsharded")
@@ -70,7 +70,7 @@ def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     study = find_study("fsdp")
     flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     held = measured.quantities
     for way in ("FSDP", "torch fully_shard"):
         for kind in ("parameters", "gradients", "state"):

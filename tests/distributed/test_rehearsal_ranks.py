@@ -10,9 +10,10 @@ from quiet_bench import QuietBench
 from sample_records import record
 from stepscope.analysis.rehearsal.recording import recording_of
 from stepscope.records.schema import Record
+from stepscope.studies.ddp.cases import ALONE
 from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal.checks import check_of
-from stepscope.studies.rehearsal.ranks import ALONE, probe_sizes
+from stepscope.studies.rehearsal.measure import probe_sizes
 
 WAYS = (ALONE, "naive", "flat", "overlap", "bucketed 1 MiB")
 
@@ -20,7 +21,8 @@ WAYS = (ALONE, "naive", "flat", "overlap", "bucketed 1 MiB")
 def is_run_and_predicted(held: Record) -> None:
     steps = {(s.variant, s.rank) for s in held.series if s.name == "step" and s.variant}
     assert steps == {(way, rank) for way in WAYS for rank in (0, 1)}
-    check, recording = check_of(held), recording_of(held)
+    (result,) = find_study("rehearsal").results([held])
+    check, recording = check_of(*result), recording_of(held)
     assert check is not None
     assert recording is not None
     assert [row.way for row in check.verdict.rows] == list(WAYS[1:])
@@ -35,7 +37,7 @@ def test_every_way_is_run_with_real_compute_and_predicted() -> None:
         rounds=2, compute="real",
     )  # fmt: skip
     _, case = study.cases(flags)
-    done = study.measure(case.config, QuietBench())
+    done = study.measure(case, QuietBench())
     held = record(
         study="rehearsal", case=case.key, config=case.config, series=done.series,
         quantities=done.quantities, notes=done.notes, attachments=done.attachments,

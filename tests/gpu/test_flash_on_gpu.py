@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from sample_records import record
+from sample_records import record, value_of
 from stepscope.analysis.foreign_kernels import foreign_kernels, owner
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.kernels import profile_kernels
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.flash import STUDY, FlashFlags
+from stepscope.studies.flash import STUDY
+from stepscope.studies.flash.cases import FlashFlags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +31,7 @@ class Bench:
 
 def measured(changes: dict[str, Any] | None = None, **flags: Any) -> Measurement:
     case = STUDY.cases(FlashFlags(**flags))[0]
-    return STUDY.measure(case.config | (changes or {}), Bench())
+    return STUDY.measure(msgspec.structs.replace(case, **changes or {}), Bench())
 
 
 def cell(attention: str, dtype: str = "bfloat16") -> Measurement:
@@ -51,25 +53,26 @@ def test_the_profiler_names_and_times_a_kernel():
 )
 def test_each_runs_its_own_kernels(name: str):
     made = cell(name)
-    seen = record(config={"attention": name}, notes=made.notes)
-    assert made.notes["kernels.forward"]
-    assert made.notes["kernels.backward"]
-    assert foreign_kernels(seen) is None, made.notes
+    kernels = made.attachments["kernels"]
+    seen = record(config={"attention": name}, attachments={"kernels": kernels})
+    assert kernels["forward"]
+    assert kernels["backward"]
+    assert foreign_kernels(seen) is None, kernels
     assert [(s.name, s.clock) for s in made.series] == [
         (mode, clock) for mode in ("both", "forward", "backward") for clock in ("device", "host")
     ]
     # Three inputs, the output's gradient and three gradients of 1024 × 64 are a floor.
-    assert made.quantities["peak_bytes"].value >= 7 * 1024 * 64 * 2
-    assert made.quantities["error.output"].value < 0.1
+    assert value_of(made.quantities, "peak_bytes") >= 7 * 1024 * 64 * 2
+    assert value_of(made.quantities, "error", variant="output") < 0.1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_our_kernels_tell_registers_and_tiles(dtype: str):
     held = cell("triton", dtype).quantities
     for kernel in ("forward", "query", "key_value"):
-        assert 0 < held[f"{kernel}.registers"].value <= 255
-        assert held[f"{kernel}.spills"].value >= 0
-        assert held[f"{kernel}.tile_m"].value >= 16
+        assert 0 < value_of(held, "registers", variant=kernel) <= 255
+        assert value_of(held, "spills", variant=kernel) >= 0
+        assert value_of(held, "tile_m", variant=kernel) >= 16
 
 
 def test_what_takes_no_float32_says_so():
@@ -81,18 +84,19 @@ def test_what_takes_no_float32_says_so():
 def test_a_race_has_every_clock_and_names_the_kernels():
     racers = ("triton", "sdpa_flash", "sdpa_cudnn", "auto")
     many = measured(part=("race",), race=("1x4x512x64",), racers=racers)
-    assert {s.name for s in many.series if s.clock == "device"} == set(racers)
-    assert owner(many.notes["kernels.triton"].split("; ")[0]) == "triton"
+    assert {s.variant for s in many.series if s.clock == "device"} == set(racers)
+    assert owner(many.attachments["kernels"]["triton"].split("; ")[0]) == "triton"
     short = measured(part=("race",), race=("1x1x128x64",), racers=racers)
-    assert {s.name for s in short.series} >= {f"{name}.wall" for name in racers}
+    assert {s.variant for s in short.series if s.name == "wall"} == set(racers)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
 def test_tiles_are_timed_or_do_not_fit(kernel: str):
-    made = measured({"pass": kernel, "sizes": [32, 64]}, part=("tiles",), tile_head=(64,))
-    told = {series.name for series in made.series} | set(made.notes)
-    assert told == {"chosen", "32x32", "32x64", "64x32", "64x64"}
-    (chosen,) = [series for series in made.series if series.name == "chosen"]
+    changes = {"kernel": kernel, "tile_sizes": (32, 64)}
+    made = measured(changes, part=("tiles",), tile_head=(64,))
+    tried = {series.variant for series in made.series} | set(made.attachments["refused"])
+    assert tried == {"chosen", "32x32", "32x64", "64x32", "64x64"}
+    (chosen,) = [series for series in made.series if series.variant == "chosen"]
     assert len(chosen.values) == 7
-    assert made.quantities["sm.registers"].value == 65536
-    assert made.quantities["chosen.registers"].value > 0
+    assert value_of(made.quantities, "registers", variant="sm") == 65536
+    assert value_of(made.quantities, "registers", variant="chosen") > 0

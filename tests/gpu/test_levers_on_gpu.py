@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sample_records import value_of
 from stepscope.measure.device import Device, pick_device
 from stepscope.studies.base import Measurement
-from stepscope.studies.levers import STUDY, LeversFlags
+from stepscope.studies.levers import STUDY
+from stepscope.studies.levers.cases import LeversFlags
 from stepscope.studies.levers.catalog import LEVERS
 
 pytestmark = [
@@ -27,11 +29,11 @@ def measured(lever: str) -> Measurement:
     (case,) = STUDY.cases(LeversFlags(lever=(lever,)))
     bench = Bench()
     bench.device.release()
-    return STUDY.measure(case.config, bench)
+    return STUDY.measure(case, bench)
 
 
 def median(done: Measurement, form: str) -> float:
-    (values,) = (s.values for s in done.series if (s.name, s.clock) == (form, "device"))
+    (values,) = (s.values for s in done.series if (s.variant, s.clock) == (form, "device"))
     return sorted(values)[len(values) // 2]
 
 
@@ -39,27 +41,29 @@ def median(done: Measurement, form: str) -> float:
 def test_both_forms_are_right_and_the_fast_one_is_faster(lever: str) -> None:
     done = measured(lever)
     for form in ("slow", "fast"):
-        assert done.quantities[f"error.{form}"].value < 1e-2
+        assert value_of(done.quantities, "error", variant=form) < 1e-2
     # Each is worth at least half as much again on any GPU; what it is worth here is the record's.
     assert median(done, "slow") > 1.5 * median(done, "fast")
 
 
 def test_lanes_of_a_warp_wait_for_the_longest_loop() -> None:
     done = measured("divergence")
-    idle = done.quantities["flops.slow"].value / done.quantities["flops.fast"].value
+    slow, fast = (value_of(done.quantities, "flops", variant=form) for form in ("slow", "fast"))
+    idle = slow / fast
     gained = median(done, "slow") / median(done, "fast")
     assert gained == pytest.approx(idle, rel=0.35)
 
 
 def test_sectors_explain_the_time_of_scattered_reads() -> None:
     done = measured("coalescing")
-    traffic = done.quantities["moved.slow"].value / done.quantities["moved.fast"].value
+    slow, fast = (value_of(done.quantities, "moved", variant=form) for form in ("slow", "fast"))
+    traffic = slow / fast
     assert median(done, "slow") / median(done, "fast") == pytest.approx(traffic, rel=0.35)
 
 
 def test_the_card_tells_what_torch_tells_and_more() -> None:
     done = measured("card")
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    held = {quantity.name: quantity.value for quantity in done.quantities}
     properties = torch.cuda.get_device_properties(0)
     assert held["sms"] == properties.multi_processor_count
     assert held["l2_bytes"] == properties.L2_cache_size
@@ -69,4 +73,4 @@ def test_the_card_tells_what_torch_tells_and_more() -> None:
     assert held["registers_per_sm"] >= 32768
     assert held["shared_bytes_per_sm"] >= held["shared_bytes_per_block"] >= 48 << 10
     assert held["clock_hz"] > 5e8
-    assert done.notes["card.name"] == properties.name
+    assert done.attachments["card"]["name"] == properties.name

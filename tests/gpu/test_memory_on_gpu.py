@@ -16,10 +16,6 @@ from stepscope.records.memory import (
     RECOMPUTED,
     STEP_END,
     WITHIN_OPERATORS,
-    decode_course,
-    decode_peaks,
-    decode_post_mortem,
-    decode_standing,
 )
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
@@ -60,16 +56,21 @@ def measured(
     return study.measure(case.config, bench)
 
 
+def of_step(done: Measurement) -> dict[str, float]:
+    """Quantities of the entire step by name."""
+    return {one.name: one.value for one in done.quantities if not one.phase}
+
+
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 @pytest.mark.parametrize("mode", ["forward", "train-step"])
 def test_the_account_closes_and_the_prediction_holds(mode: str, dtype: str, attention: str) -> None:
     done = measured(mode, dtype, attention)
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
-    for peak in decode_peaks(done.notes["ledger"]):
+    held = of_step(done)
+    for peak in done.attachments["ledger"]:
         assert abs(peak.residual) <= 0.01 * peak.allocated, (peak.phase, peak.residual)
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
-    for end in decode_peaks(done.notes["ends"]):
+    for end in done.attachments["ends"]:
         assert abs(end.residual) <= 0.01 * end.allocated, (end.phase, end.residual)
 
 
@@ -84,7 +85,7 @@ def test_the_driver_s_memory_is_the_context_and_the_allocator_s(
     mode: str, dtype: str, attention: str
 ) -> None:
     done = measured(mode, dtype, attention)
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    held = of_step(done)
     rest = held["driver_bytes"] - held["context_bytes"] - held["reserved_bytes"]
     assert abs(rest) <= 0.01 * held["peak_bytes"]
 
@@ -94,15 +95,15 @@ def test_a_case_after_another_in_one_process_has_the_same_account() -> None:
     measured("train-step", "bfloat16", "sdpa", context=512)
     again = measured("forward", "float32")
     for name in ("peak_bytes", "predicted_bytes", "library_bytes"):
-        assert again.quantities[name] == first.quantities[name], name
+        assert of_step(again)[name] == of_step(first)[name], name
 
 
 def test_what_allocator_and_driver_hold_is_kept_for_every_moment() -> None:
     done = measured("train-step", "float32")
-    moments = decode_standing(done.notes["standing"])
+    moments = done.attachments["standing"]
     names = [MODEL_BUILT, "forward", "loss", "backward", "optimizer", STEP_END]
     assert list(moments) == names
-    assert [end.phase for end in decode_peaks(done.notes["ends"])] == names
+    assert [end.phase for end in done.attachments["ends"]] == names
     for moment in moments.values():
         assert 0 < moment.allocated <= moment.reserved < moment.driver
 
@@ -116,7 +117,7 @@ def test_the_line_of_the_largest_tensor_is_known_in_the_backward_too() -> None:
 
 def test_work_space_and_inner_memory_are_lines() -> None:
     done = measured("train-step", "float32", context=1024)
-    backward = next(p for p in decode_peaks(done.notes["ledger"]) if p.phase == "backward")
+    backward = next(p for p in done.attachments["ledger"] if p.phase == "backward")
     assert backward.lines[LIBRARIES] > 0
     # The backward of softmax multiplies gradient and output within itself.
     assert backward.lines[WITHIN_OPERATORS] >= 0
@@ -129,7 +130,7 @@ def test_a_snapshot_is_written_and_agrees(tmp_path: Path, monkeypatch: pytest.Mo
     assert "snapshot_missing" not in done.notes
     assert {"plain", "history"} <= {series.name for series in done.series}
     held = read_snapshot(tmp_path / done.notes["snapshot"])
-    assert held.peak == pytest.approx(done.quantities["peak_bytes"].value, rel=0.02)
+    assert held.peak == pytest.approx(of_step(done)["peak_bytes"], rel=0.02)
     assert any("layers.py" in place.code for place in held.places)
 
 
@@ -137,9 +138,9 @@ def test_a_snapshot_is_written_and_agrees(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("checkpoint", ["1", "4", "4-1", "nested"])
 def test_checkpointed_steps_are_predicted_and_accounted_for(checkpoint: str, dtype: str) -> None:
     done = measured("train-step", dtype, "sdpa", context=1024, checkpoint=checkpoint)
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    held = of_step(done)
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
-    backward = next(p for p in decode_peaks(done.notes["ledger"]) if p.phase == "backward")
+    backward = next(p for p in done.attachments["ledger"] if p.phase == "backward")
     assert abs(backward.residual) <= 0.01 * backward.allocated
     assert backward.lines[RECOMPUTED] > 0
 
@@ -160,22 +161,22 @@ def test_the_forms_of_the_fast_step_are_predicted(
     done = measured(
         "train-step", dtype, "sdpa_flash", 1024, loss=("fused",), optimizer=(optimizer,), **form
     )
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    held = of_step(done)
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.02)
 
 
 def test_master_weights_are_predicted() -> None:
     done = measured("train-step", "bfloat16-master")
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
+    held = of_step(done)
     assert held["predicted_bytes"] == pytest.approx(held["peak_bytes"], rel=0.05)
 
 
 def test_the_course_of_a_step_reaches_the_tensors_at_the_peak() -> None:
     done = measured("train-step", "bfloat16")
-    points = decode_course(done.notes["course"])
+    points = done.attachments["course"]
     assert {point.phase for point in points} == {"forward", "loss", "backward", "optimizer"}
     most = max(sum(point.kinds.values()) for point in points)
-    assert 0.8 * done.quantities["peak_bytes"].value <= most <= done.quantities["peak_bytes"].value
+    assert 0.8 * of_step(done)["peak_bytes"] <= most <= of_step(done)["peak_bytes"]
 
 
 def test_a_budget_is_kept_by_the_strategy_that_was_chosen_for_it() -> None:
@@ -184,11 +185,11 @@ def test_a_budget_is_kept_by_the_strategy_that_was_chosen_for_it() -> None:
     plain, limited = study.cases(flags)
     bench = CudaBench()
     bench.device.release()
-    assert study.measure(plain.config, bench).quantities["peak_bytes"].value > 4 << 30
+    assert of_step(study.measure(plain, bench))["peak_bytes"] > 4 << 30
     bench.device.release()
-    done = study.measure(limited.config, bench)
+    done = study.measure(limited, bench)
     assert done.notes["strategy"] != "no"
-    assert done.quantities["peak_bytes"].value <= 4 << 30
+    assert of_step(done)["peak_bytes"] <= 4 << 30
 
 
 def test_a_case_that_runs_out_is_examined() -> None:
@@ -206,7 +207,7 @@ def test_a_case_that_runs_out_is_examined() -> None:
         noted = study.post_mortem(case.config, bench, str(refused.value))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    found = decode_post_mortem(noted["post_mortem"])
+    found = noted["post_mortem"]
     assert found.limit == pytest.approx(limit, rel=0.02)
     assert found.asked > 0
     assert found.held > 0

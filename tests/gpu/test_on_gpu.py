@@ -30,6 +30,10 @@ class Silent:
 
     def case_finished(self, record: Record) -> None: ...
 
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None: ...
+
+    def measuring_again(self, record: Record) -> None: ...
+
 
 def run_benchmark(folder, **flags) -> tuple[Record, ...]:
     study = find_study("benchmark")

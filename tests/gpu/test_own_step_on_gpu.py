@@ -173,3 +173,39 @@ def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
         plain.turn(5)
         changed.turn(5)
         assert plain.losses == pytest.approx(changed.losses, rel=1e-4)
+
+
+def test_the_peak_of_a_users_model_is_that_of_one_model() -> None:
+    """Its FLOPs are counted on the same model, after the peak is read."""
+    from stepscope.measure.device import pick_device
+    from stepscope.studies.registry import find_study
+    from stepscope.studies.training_step import make_step
+    from stepscope.studies.workload import Workload
+
+    study = find_study("benchmark")
+    flags = study.flags(
+        model="examples.slow:build", batch=(8,), mode=("train-step",), warmup=1, steps=2,
+        min_seconds=0.0,
+    )  # fmt: skip
+    (case,) = study.cases(flags)
+    device = pick_device("cuda")
+
+    class Silent:
+        def __init__(self) -> None:
+            self.device = device
+
+        def progress(self, done: int, total: int, what: str) -> None: ...
+
+    device.release()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(EXAMPLES.parent))
+        measured = study.measure(case.config, Silent())
+        device.release()
+        device.reset_peak()
+        step = make_step(msgspec.convert(case.config, Workload), device)
+        for _ in range(3):
+            step.run()
+        alone = device.peak_bytes()
+    assert alone is not None
+    assert measured.quantities["peak_bytes"].value == pytest.approx(alone, rel=0.02)
+    assert measured.quantities["flops"].value > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import half_batches
+from sample_records import value_of
 from stepscope.parallel import (
     DDP,
     FSDP,
@@ -97,7 +98,7 @@ def test_training_equals_one_process_on_the_joined_batch(ranks: int, backend: st
 def measured(study: str, **flags: Any) -> Measurement:
     held = find_study(study)
     (case,) = held.cases(held.flags(**flags))
-    return held.measure(case.config, CudaBench())
+    return held.measure(case, CudaBench())
 
 
 @pytest.mark.parametrize(("ranks", "backend"), WAYS)
@@ -108,7 +109,7 @@ def test_collectives_are_right(ranks: int, backend: str) -> None:
             sizes=(2**10, 2**22), rounds=3,
         )  # fmt: skip
         assert done.notes["backend"] == backend
-        assert all(quantity.value == 0 for quantity in done.quantities.values()), collective
+        assert all(quantity.value == 0 for quantity in done.quantities), collective
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
@@ -117,25 +118,29 @@ def test_data_parallel_steps_are_timed(dtype: str) -> None:
         "ddp", size=("tiny",), context=(64,), ranks=(2,), backend=("gloo",), dtype=(dtype,),
         bucket_mb=(1.0,), rounds=2,
     )  # fmt: skip
-    assert {s.rank for s in done.series if s.name == "bucketed 1 MiB.step"} == {0, 1}
+    steps = [s for s in done.series if (s.variant, s.name) == ("bucketed 1 MiB", "step")]
+    assert {series.rank for series in steps} == {0, 1}
 
 
 @pytest.mark.parametrize("study", ["sharding", "fsdp"])
 def test_sharding_shows_in_the_memory_of_a_gpu(study: str) -> None:
     done = measured(study, size=("mini",), context=64, ranks=(2,), backend="gloo", rounds=2)
-    held = {name: quantity.value for name, quantity in done.quantities.items()}
     way = "broadcast" if study == "sharding" else "FSDP"
+
+    def held(kind: str, variant: str, rank: int, phase: str = "") -> float:
+        return value_of(done.quantities, kind, variant=variant, rank=rank, phase=phase)
+
     for rank in (0, 1):
-        after = f"after step.allocated.rank{rank}"
-        assert held[f"{way}.{after}"] < held[f"unsharded.{after}"]
-        assert held[f"{way}.after step.driver.rank{rank}"] > 0
-        share = held[f"{way}.state.rank{rank}"] / held[f"unsharded.state.rank{rank}"]
+        after = held("allocated", way, rank, "after step")
+        assert after < held("allocated", "unsharded", rank, "after step")
+        assert held("driver", way, rank, "after step") > 0
+        share = held("state", way, rank) / held("state", "unsharded", rank)
         assert share == pytest.approx(0.5, abs=0.02)
-        peak = held[f"{way}.peak.allocated.rank{rank}"]
-        assert held[f"{way}.{after}"] < peak < held[f"unsharded.peak.allocated.rank{rank}"]
+        peak = held("allocated", "unsharded", rank, "peak")
+        assert after < held("allocated", way, rank, "peak") < peak
     # Collectives of the backward are called by another thread than those of the forward.
-    size = held["unsharded.parameters.rank0"]
-    assert held[f"{way}.sent.rank0"] == pytest.approx(1.5 * size, rel=0.02)
+    size = held("parameters", "unsharded", 0)
+    assert held("sent", way, 0) == pytest.approx(1.5 * size, rel=0.02)
 
 
 def hand_on(world: World, path: str) -> list[dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from command_line import CommandLine
-from stepscope.analysis.trace.summary import Summary, decode
+from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import first_cause
 from stepscope.records.schema import Series
 from stepscope.studies.base import CaseSkipped, Measurement
@@ -60,7 +60,7 @@ def test_the_ledger_closes_and_kernels_are_attributed(
         tmp_path, monkeypatch, size=("small",), context=(512,), dtype=(dtype,), mode=(mode,),
         compile=(compiled,),
     )  # fmt: skip
-    summary: Summary = decode(found.notes["profile"])
+    summary: Summary = found.attachments["profile"]
     assert summary.on_device
     assert summary.doubt == ""
     assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
@@ -80,7 +80,7 @@ def test_the_host_limits_a_small_step_and_a_graph_shows_it(
     found = measured(
         tmp_path, monkeypatch, size=("small",), context=(128,), mode=("forward-backward",)
     )
-    summary = decode(found.notes["profile"])
+    summary = found.attachments["profile"]
     assert "graph_replay" not in found.notes, found.notes["graph_replay"]
     assert "larger_batch" not in found.notes, found.notes["larger_batch"]
     assert summary.idle_of("host") / summary.wall_ms > 0.25
@@ -94,7 +94,7 @@ def test_a_replayed_step_is_accounted_for_without_a_phase(
     found = measured(
         tmp_path, monkeypatch, size=("small",), context=(128,), mode=("train-step",), graph=True
     )
-    summary = decode(found.notes["profile"])
+    summary = found.attachments["profile"]
     assert summary.doubt == ""
     assert {line.phase for line in summary.lines if line.ms and line.phase} <= {"graph", "idle"}
     assert summary.shares.kind >= 0.98
@@ -114,7 +114,7 @@ def test_a_forked_worker_sees_the_device_and_its_kernels(tmp_path: Path) -> None
     records = place.records()
     assert [record.status for record in records] == ["ok"] * 3
     for record in records:
-        summary = decode(record.notes["profile"])
+        summary = record.required("profile", Summary)
         assert summary.on_device
         assert summary.shares.launch >= 0.99
     assert len(list((place.out / "traces").glob("*.json.gz"))) == 3

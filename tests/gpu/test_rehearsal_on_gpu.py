@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from test_memory_on_gpu import CudaBench
@@ -22,10 +23,11 @@ def recorded(**how: object) -> Record:
     study = find_study("rehearsal")
     flags = study.flags(size=("small",), context=(256,), **how)
     case = study.cases(flags)[-1]
-    done = study.measure(case.config, CudaBench())
+    done = study.measure(case, CudaBench())
     return record(
         study="rehearsal", case=case.key, config=case.config, series=done.series,
         quantities=done.quantities, notes=done.notes,
+        attachments=msgspec.to_builtins(done.attachments),
     )  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def test_gradients_are_ready_one_after_the_other(dtype: str) -> None:
     assert sorted(step.values)[len(step.values) // 2] == pytest.approx(
         recording.compute_ms, rel=0.2
     )
-    said = [b.text for b in find_study("rehearsal").view([held]) if isinstance(b, Finding)]
-    assert any("communication-bound" in text for text in said)
+    shown = [b for b in find_study("rehearsal").view([held]) if isinstance(b, Finding)]
+    assert "rehearsal.communication-bound" in {found.code for found in shown}
 
 
 def test_ranks_on_the_host_replay_what_the_gpu_recorded() -> None:

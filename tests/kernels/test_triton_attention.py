@@ -213,7 +213,10 @@ class TestEdges:
             torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
 
     def test_the_same_bits_every_time(self) -> None:
-        q, k, v, grad = (x.requires_grad_() for x in inputs(97, 97, 40, heads=4, key_heads=2))
+        # The interpreter runs one program after the other: few tiles say as much there as many.
+        length, heads = (97, 4) if ON_GPU else (40, 2)
+        drawn = inputs(length, length, 40, heads=heads, key_heads=heads // 2)
+        q, k, v, grad = (x.requires_grad_() for x in drawn)
 
         def once() -> list[Tensor]:
             out = triton(q, k, v, is_causal=True)

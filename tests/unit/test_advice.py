@@ -11,7 +11,7 @@ import pytest
 from test_advice_rules import facts
 
 from command_line import CommandLine
-from own_records import BASE, advice, inspected_record, tried
+from own_records import BASE, advice, codes, inspected_record, tried
 from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
@@ -20,12 +20,13 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.advice import OF_SCRIPTS, Trial
+from stepscope.studies.advice.cases import OF_SCRIPTS, Trial
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import add_to_history, history_file, read_history
-from stepscope.studies.advice.view import Tried, first_right, not_tried, trial_blocks
+from stepscope.studies.advice.tried import Tried, first_right
+from stepscope.studies.advice.view import not_tried, trial_blocks
 from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own import OwnCase, OwnFlags
+from stepscope.studies.own.cases import OwnFlags, OwnStep
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -47,8 +48,7 @@ def test_a_change_that_was_not_made_is_no_evidence() -> None:
     one = Tried(made)
     assert one.verified() is None
     assert first_right([own], [one]) == (0, 0)
-    texts = [block.text for block in trial_blocks([made]) if isinstance(block, Finding)]
-    assert texts == ["No change that was tried is worth it here."]
+    assert codes(trial_blocks([made])) == ["advise.no-gain"]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,16 @@ def test_the_page_says_what_is_proven_and_what_to_write() -> None:
         [tried(30.0), tried(60.0, advice("compile", 20.0, compile="model")),
          tried(25.0, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused"))]
     )  # fmt: skip
-    texts = [b.text for b in blocks if isinstance(b, Finding)]
-    assert texts[0].startswith("2.00× as fast with the change bfloat16, the change fused-optimizer")
-    assert "in the median of 2 changes" in texts[1]
+    best, off = (b for b in blocks if isinstance(b, Finding))
+    assert (best.code, best.values) == (
+        "advise.best",
+        {"change": "bfloat16+fused-optimizer", "speedup": pytest.approx(2.0), "loss_off": 0.0},
+    )
+    assert best.text.startswith(
+        "2.00× as fast with the change bfloat16, the change fused-optimizer"
+    )
+    assert (off.code, off.values["changes"]) == ("advise.predictions-off", 2)
+    assert "in the median of 2 changes" in off.text
     trials, lines = (b for b in blocks if isinstance(b, Table))
     assert [row[-1] for row in trials.rows] == ["kept", "dropped: slower", "kept"]
     assert [row[0] for row in lines.rows] == ["the change bfloat16", "the change fused-optimizer"]
@@ -150,13 +157,17 @@ def test_the_page_says_what_is_proven_and_what_to_write() -> None:
     together = tried(29.95, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused"))
     said, *_ = trial_blocks([tried(30.0), together])
     assert isinstance(said, Finding)
-    assert said.text.startswith("1.67× as fast with the change bfloat16: proven here")
+    assert said.values["change"] == "bfloat16"
     bare = tuple(one for one in tried(30.0).series if not one.name.startswith("loss"))
     said, *_ = trial_blocks([tried(30.0, series=bare)])
     assert isinstance(said, Finding)
     assert said.text.endswith("as it was, its loss was not compared.")
-    assert trial_blocks([tried(60.0)])[0] == Finding(
-        text="No change that was tried is worth it here."
+    slower = tried(60.0)
+    assert trial_blocks([slower])[0] == Finding(
+        code="advise.no-gain",
+        values={"tried": 1},
+        records=(slower.id,),
+        text="No change that was tried is worth it here.",
     )
 
 
@@ -167,7 +178,7 @@ def measured() -> Record:
         optimizer=("adamw-loop",),
     )  # fmt: skip
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case.config, QuietBench())
+    found = OWN.measure(case, QuietBench())
     made = record(
         study="own", case=case.key, config={}, series=found.series, quantities=found.quantities,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
@@ -306,9 +317,9 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
 
 
 def test_a_trial_runs_both_steps_on_the_same_data() -> None:
-    from stepscope.studies.advice.measuring import measure_trial
+    from stepscope.studies.advice.measure import measure_trial
 
-    base = OwnCase(
+    base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")

@@ -16,12 +16,12 @@ from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
-from stepscope.studies.advice import OF_SCRIPTS
 from stepscope.studies.advice.attention_facts import is_called, score_bytes
+from stepscope.studies.advice.cases import OF_SCRIPTS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own import OwnFlags
+from stepscope.studies.own.cases import OwnFlags
 
 MIB = 1 << 20
 
@@ -128,7 +128,7 @@ def without_dropout() -> tuple[torch.nn.Module, object]:
 def measured_step(module: str, build: str) -> Facts:
     flags = OwnFlags(model=f"{module}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case.config, QuietBench())
+    found = OWN.measure(case, QuietBench())
     made = record(
         study="own", case=case.key, series=found.series, quantities=found.quantities,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from own_records import attached, inspected_record
+from own_records import attached, coded, inspected_record
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernel_names import describe
 from stepscope.analysis.trace.summary import Summary
@@ -88,8 +88,9 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     assert 0.85 < facts.loss_ms < 1.1
     # Nothing is fitted to it.
     assert wall_ms(facts) == pytest.approx(facts.step_ms, rel=0.02)
-    (said,) = [one.text for one in inspected_findings([watched]) if "to issue a step" in one.text]
-    assert f"takes {sum(took.values()):.3g} ms to issue" in said
+    said = coded(inspected_findings([watched]), "inspect.issue")
+    assert said.values["issue_ms"] == pytest.approx(sum(took.values()))
+    assert f"takes {sum(took.values()):.3g} ms to issue" in said.text
     assert watched.summary is not None
     kernels = tuple(row for row in watched.summary.kernels if row.phase != "outside")
     lines = tuple(line for line in watched.summary.lines if line.phase != "outside")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_advice_rules import facts
 
-from own_records import advice, attached, tried
+from own_records import advice, attached, coded, tried
 from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged
 from stepscope.analysis.advice.facts import Facts, Work
@@ -22,9 +22,10 @@ from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Interval, Table
+from stepscope.report.blocks import Interval, Table
 from stepscope.studies.advice.facts_of import block_list, facts_of
-from stepscope.studies.advice.view import Tried, advice_table, trial_blocks
+from stepscope.studies.advice.tried import Tried
+from stepscope.studies.advice.view import advice_table, trial_blocks
 
 ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("cpu", "h200"))
@@ -167,9 +168,12 @@ def test_the_page_counts_the_gains_that_lie_in_their_ranges() -> None:
         return tried(30.0, msgspec.structs.replace(advice(), low_ms=low, high_ms=high))
 
     # The step took 50 ms instead of 100 in the trials, and 30 with the change.
-    blocks = trial_blocks([trial(30.0, 50.0), trial(45.0, 60.0)])
-    said = [block.text for block in blocks if isinstance(block, Finding)]
-    assert "Of 2 realised gains 1 lie in the predicted range." in said
+    records = [trial(30.0, 50.0), trial(45.0, 60.0)]
+    blocks = trial_blocks(records)
+    said = coded(blocks, "advise.in-range")
+    assert said.values == {"gains": 2, "in_range": 1}
+    assert said.records == tuple(one.id for one in records)
+    assert said.text == "Of 2 realised gains 1 lie in the predicted range."
     (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "advise-trials")
     assert isinstance(table.rows[0][2], Interval)
 

@@ -26,6 +26,7 @@ FOR_ALL = {
         ".gradient_hooks",
         ".ranges",
         ".triton_here",
+        ".version",
     )
 }
 LEAVES = {
@@ -61,11 +62,20 @@ def module_name(file: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(file: Path, source: Path) -> Iterator[tuple[int, str]]:
+def statements(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
+    """Everything below a node, without what stands below `if TYPE_CHECKING` unless asked for."""
+    for child in ast.iter_child_nodes(node):
+        if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from statements(child, types=types)
+
+
+def imported(file: Path, source: Path, *, types: bool = True) -> Iterator[tuple[int, str]]:
     """Line and module of every import of this package, wherever in the file it stands."""
     own = module_name(file, source)
     package = own if file.name == "__init__.py" else own.rpartition(".")[0]
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in statements(ast.parse(file.read_text()), types=types):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -104,6 +114,42 @@ def wrong_arrows(source: Path) -> list[str]:
     return wrong
 
 
+def cycles(source: Path) -> list[list[str]]:
+    """Groups of files that import each other when they run; imports for types alone do not."""
+    files = {module_name(file, source): file for file in sorted(source.rglob("*.py"))}
+    graph = {
+        name: {target for _, target in imported(file, source, types=False)} & files.keys() - {name}
+        for name, file in files.items()
+    }
+    found, left = [], dict(graph)
+    while left:
+        start = next(iter(left))
+        group = _reached(start, graph) & _reached(start, _turned(graph)) | {start}
+        if len(group) > 1:
+            found.append(sorted(group))
+        for name in group:
+            left.pop(name, None)
+    return found
+
+
+def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _turned(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    turned: dict[str, set[str]] = {name: set() for name in graph}
+    for name, targets in graph.items():
+        for target in targets:
+            turned[target].add(name)
+    return turned
+
+
 def long_files(source: Path) -> list[str]:
     counted = ((file, len(file.read_text().splitlines())) for file in source.rglob("*.py"))
     return [f"{file.name} has {lines} lines" for file, lines in counted if lines > LONGEST_FILE]
@@ -123,6 +169,25 @@ def prints(source: Path) -> list[str]:
 
 def test_rooms_import_along_the_arrows_only() -> None:
     assert wrong_arrows(SOURCE) == []
+
+
+def test_no_files_import_each_other() -> None:
+    assert cycles(SOURCE) == []
+
+
+def test_a_planted_cycle_is_seen(tmp_path: Path) -> None:
+    source = tmp_path / "stepscope"
+    lines = {
+        "a": "def f():\n    from stepscope.b import g",
+        "b": "from stepscope.c import h",
+        "c": "from typing import TYPE_CHECKING\nfrom stepscope import a",
+        "d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from stepscope.e import x",
+        "e": "import stepscope.d",
+    }
+    source.mkdir()
+    for name, text in lines.items():
+        (source / f"{name}.py").write_text(text)
+    assert cycles(source) == [["stepscope.a", "stepscope.b", "stepscope.c"]]
 
 
 def test_every_room_has_its_arrows() -> None:

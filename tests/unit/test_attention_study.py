@@ -10,13 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quiet_bench import QuietBench
+from sample_records import value_of
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
-from stepscope.records.schema import Quantity
+from stepscope.records.schema import Lint, Quantity, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.attention_memory import peak_lines, predicted_peak_bytes
-from stepscope.studies.attention_workload import AttentionStep, AttentionWorkload
+from stepscope.studies.attention.view import peak_lines, predicted_peak_bytes
+from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
 from study_records import attention_record
@@ -30,9 +32,26 @@ def workload(**changes: object) -> AttentionWorkload:
     return AttentionWorkload(**fields | changes)  # type: ignore[arg-type]
 
 
-def sentences(records: list) -> list[str]:
+def findings(records: list[Record], code: str) -> list[Finding]:
     blocks = find_study("attention").view(records)
-    return [block.text for block in blocks if isinstance(block, Finding)]
+    return [block for block in blocks if isinstance(block, Finding) and block.code == code]
+
+
+def finding(records: list[Record], code: str) -> Finding:
+    (found,) = findings(records, code)
+    return found
+
+
+def times_rows(records: list[Record]) -> list[dict[str, object]]:
+    blocks = find_study("attention").view(records)
+    (found,) = (b for b in blocks if isinstance(b, Table) and b.name == "attention-times")
+    titles = [column.title for column in found.columns]
+    return [dict(zip(titles, row, strict=True)) for row in found.rows]
+
+
+def by_pass(records: list[Record], code: str) -> dict[object, object]:
+    """Exponents by the pass that they are of."""
+    return {one.values["pass"]: one.values["exponent"] for one in findings(records, code)}
 
 
 def test_kernel_flops_count_the_backward_two_and_a_half_times() -> None:
@@ -114,10 +133,15 @@ def test_the_peak_is_told_tensor_by_tensor_and_its_growth_fitted() -> None:
             )
         )
     ]
-    told = sentences(records)
-    (peak,) = [text for text in told if "peak of the backward is predicted" in text]
-    assert "to the byte in 0 of 3 cases, off by 659 MiB at most (d 64, length 16384" in peak
-    assert any("peaks at grows as length to the power 1.9" in text for text in told)
+    peak = finding(records, "attention.predicted-peak")
+    assert (peak.values["exact"], peak.values["cases"]) == (0, 3)
+    assert peak.values["case"] == "d 64, length 16384"
+    largest = records[-1].quantity("peak_bytes") or 0.0
+    assert peak.values["off_bytes"] == pytest.approx(largest - largest / 1.02)
+    assert peak.records == tuple(record.id for record in records)
+    growth = finding(records, "attention.memory-growth")
+    assert (growth.values["quantity"], growth.values["by"]) == ("peak_bytes", "length")
+    assert growth.values["exponent"] == pytest.approx(1.95, abs=0.05)
     (table,) = [
         block
         for block in find_study("attention").view(records)
@@ -166,9 +190,9 @@ def test_exponents_are_those_of_the_times() -> None:
         for mode, power in (("forward", 2.0), ("backward", 1.5))
         for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
     ]
-    told = sentences(records)
-    assert any("forward grows as length to the power 2.00" in text for text in told)
-    assert any("backward grows as length to the power 1.50" in text for text in told)
+    assert by_pass(records, "attention.time-by-length") == pytest.approx(
+        {"forward": 2.0, "backward": 1.5}
+    )
 
 
 def test_the_prediction_is_held_against_what_was_measured() -> None:
@@ -176,10 +200,12 @@ def test_the_prediction_is_held_against_what_was_measured() -> None:
     predicted = near.quantity("predicted_saved_bytes")
     assert predicted is not None
     records = [attention_record(seq=256, saved=predicted * 1.03), attention_record(seq=1024)]
-    (told,) = [text for text in sentences(records) if "is predicted from the shapes" in text]
-    assert "to the byte in 0 of 1 cases, off by 76.8 KiB at most" in told
+    told = finding(records, "attention.predicted-saved")
+    assert (told.values["exact"], told.values["cases"]) == (0, 1)
+    assert told.values["off_bytes"] == pytest.approx(0.03 * predicted)
+    assert told.records == (records[0].id,)
     exact = [attention_record(seq=256, saved=predicted)]
-    assert any("shapes: to the byte in 1 of 1 cases." in text for text in sentences(exact))
+    assert finding(exact, "attention.predicted-saved").values["exact"] == 1
 
 
 def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
@@ -188,10 +214,13 @@ def test_the_first_length_that_does_not_fit_is_named_with_its_bytes() -> None:
         attention_record(seq=16384, status="oom", reason="out"),
         attention_record(seq=8192, head=128, status="oom", reason="out"),
     ]
-    (told,) = [text for text in sentences(records) if "does not fit" in text]
-    assert "d 128, length 8192, forward" in told
-    # 8 × 1 × 16384² × 4 bytes
-    assert "8.00 GiB" in told
+    told = finding(records, "attention.memory-limit")
+    assert told.values["first"] == "reference float32, d 128, length 8192, forward"
+    assert told.values["scores_bytes"] == 8 * 16384**2 * 4
+    assert told.tone == "warn"
+    assert told.records == (records[1].id, records[2].id)
+    (row,) = times_rows(records[2:])
+    assert (row["length"], row["forward mean"], row["forward std"]) == (8192, "OOM", None)
 
 
 @pytest.mark.parametrize("library", [0, 64 << 20])
@@ -211,19 +240,20 @@ def test_on_a_gpu_the_softmax_makes_one_more_and_the_library_takes_its_share(lib
             peak.environment, device_kind="cuda", device_memory_bytes=140 << 30
         ),
     )
-    told = sentences([on_gpu])
-    assert any("tensors one by one: to the byte in 1 of 1 cases." in text for text in told)
-    (fits,) = [text for text in told if "one tensor of scores is 8.00 GiB" in text]
-    assert "four (probabilities, their gradient, gradient of the scores, product within" in fits
-    assert "so would 32768 (128 GiB), and the backward of 65536 would not: it needs 513" in fits
+    assert finding([on_gpu], "attention.predicted-peak").values["exact"] == 1
+    fits = finding([on_gpu], "attention.memory-limit").values
+    assert (fits["fits"], fits["beyond"]) == (32768, 65536)
 
 
 def test_what_grows_with_d_only_in_part_is_told_apart() -> None:
     records = [
         attention_record(seq=4096, head=head, step=10.0 + 0.1 * head) for head in (16, 32, 64)
     ]
-    (told,) = [text for text in sentences(records) if "The forward grows as d" in text]
-    assert "leaves 10.0 ms at d 0" in told
+    told = finding(records, "attention.time-by-width")
+    assert told.values["at_zero_ms"] == pytest.approx(10.0)
+    assert told.conclusion.startswith("A straight line")
+    steeper = [attention_record(seq=4096, head=head, step=0.01 * head**2) for head in (16, 32, 64)]
+    assert finding(steeper, "attention.time-by-width").conclusion == ""
 
 
 def test_a_power_law_is_found_and_nonsense_refused() -> None:
@@ -251,6 +281,114 @@ def test_formats_and_implementations_grow_apart() -> None:
         for attention, power in (("reference", 2.0), ("tiled", 1.0))
         for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
     ]
-    told = sentences(records)
-    assert any("The forward grows as length to the power 2.00" in text for text in told)
-    assert any("The forward (tiled) grows as length to the power 1.00" in text for text in told)
+    assert by_pass(records, "attention.time-by-length") == pytest.approx(
+        {"forward": 2.0, "forward (tiled)": 1.0}
+    )
+
+
+SENTENCES = {
+    "attention.time-by-length": (
+        [attention_record(seq=seq, step=seq**2 / 1e4) for seq in (256, 1024, 4096)],
+        "The forward grows as length to the power 2.00 over 256 to 4096 (at d 64); the arithmetic"
+        " says 2.",
+    ),
+    "attention.time-by-width": (
+        [attention_record(seq=4096, head=head, step=10 + 0.1 * head) for head in (16, 32, 64)],
+        "The forward grows as d to the power 0.250 over 16 to 64 (at length 4096); the arithmetic"
+        " says 1. A straight line through the times leaves 10.0 ms at d 0: moving the tensors of"
+        " length × length costs that, whatever d is.",
+    ),
+    "attention.memory-growth": (
+        [attention_record(seq=seq, saved=40.0 * seq**2) for seq in (256, 1024, 4096)],
+        "What the forward leaves for its backward grows as length to the power 2.00 over 256 to"
+        " 4096.",
+    ),
+    "attention.predicted-peak": (
+        [attention_record("backward", peak=1e9)],
+        "The peak of the backward is predicted from the tensors one by one: to the byte in 0 of 1"
+        " cases, off by 814 MiB at most (d 64, length 1024: 954 MiB).",
+    ),
+    "attention.predicted-saved": (
+        [attention_record(seq=256, saved=2621440.0 * 1.03)],
+        "What a forward leaves for its backward is predicted from the shapes: to the byte in 0 of 1"
+        " cases, off by 76.8 KiB at most (reference float32, d 64, length 256, forward: 2.58 MiB).",
+    ),
+    "attention.memory-limit": (
+        [attention_record(seq=16384, status="oom", reason="out")],
+        "At length 16384 one tensor of scores is 8.00 GiB (8 × 1 × 16384² × 4 B). At the peak of"
+        " the forward there are two (scores, probabilities), at that of the backward four"
+        " (probabilities, their gradient, gradient of the scores, product within the softmax's"
+        " backward); the output itself, at d 64, is 32.0 MiB. The first that does not fit into 139"
+        " GiB: reference float32, d 64, length 16384, forward, whose tensors need 16.2 GiB at once,"
+        " so what the allocator holds in pieces too small for the next is the rest.",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_wording(code: str) -> None:
+    records, sentence = SENTENCES[code]
+    assert findings(records, code)[0].sentence == sentence
+
+
+def test_cases_are_read_from_the_configs_of_their_records() -> None:
+    study = find_study("attention")
+    for case in study.cases(study.flags()):
+        assert study.decode(case.config) == case
+    first = study.cases(study.flags())[0]
+    assert first.key == "reference_b8_h1_s256_d16_float32_full_forward"
+    assert (first.needs, first.warmup, first.steps) == (("float32",), 5, 20)
+    assert first.config == {
+        "attention": "reference", "batch": 8, "heads": 1, "seq": 256, "head": 16,
+        "dtype": "float32", "causal": False, "mode": "forward", "warmup": 5, "steps": 20,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_pass_is_measured(mode: str) -> None:
+    study = find_study("attention")
+    flags = study.flags(head=(8,), seq=(16,), batch=1, steps=2, warmup=1)
+    (case,) = (case for case in study.cases(flags) if case.mode == mode)
+    made = study.measure(case, QuietBench())
+    (step,) = (series for series in made.series if series.name == "step")
+    assert len(step.values) >= 2
+    assert len(step.warmup) == 1
+    assert value_of(made.quantities, "flops") == case.flops()
+
+
+GROWTH = ("attention.time-by-length", "attention.growth-unknown")
+
+
+def growth(records: list[Record]) -> list[Finding]:
+    blocks = find_study("attention").view(records)
+    return [b for b in blocks if isinstance(b, Finding) and b.code in GROWTH]
+
+
+def lengths(*steps: float, **changes: object) -> list[Record]:
+    return [
+        attention_record("backward", seq=seq, step=step, **changes)  # type: ignore[arg-type]
+        for seq, step in zip((256, 1024, 4096), steps, strict=True)
+    ]
+
+
+def test_a_growth_names_its_code_values_and_records() -> None:
+    records = lengths(1.0, 16.0, 256.0)
+    (found,) = growth(records)
+    assert found.code == "attention.time-by-length"
+    assert found.values["exponent"] == pytest.approx(2.0)
+    assert found.records == tuple(record.id for record in records)
+
+
+def test_no_exponent_is_fitted_to_times_of_a_busy_machine() -> None:
+    busy = (Lint(code="busy-machine", message="planted"),)
+    (found,) = growth([*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, lints=busy)[2:]])
+    assert (found.code, found.tone) == ("attention.growth-unknown", "warn")
+    assert "power" not in found.sentence
+    assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in found.sentence
+
+
+def test_an_exponent_below_zero_is_not_a_growth() -> None:
+    (found,) = growth(lengths(500.0, 30.0, 2.5))
+    assert found.code == "attention.growth-unknown"
+    assert found.values["exponent"] == pytest.approx(-1.9, abs=0.05)
+    assert "power" not in found.sentence

@@ -13,8 +13,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.dtypes import DtypeRecorder
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.autocast import AutocastFlags
-from stepscope.studies.autocast.dtype_rows import OperatorFormats
+from stepscope.studies.autocast.cases import AutocastFlags, OperatorFormats
 from stepscope.studies.autocast.view import kept_wide
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
@@ -23,7 +22,7 @@ from stepscope.studies.registry import find_study
 def measured(subject: str, dtype: str) -> Measurement:
     study = find_study("autocast")
     (case,) = study.cases(AutocastFlags(subject=(subject,), dtype=(dtype,), context=8))
-    return study.measure(case.config, QuietBench())
+    return study.measure(case, QuietBench())
 
 
 def findings(records: list[Record]) -> str:

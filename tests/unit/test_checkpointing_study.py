@@ -10,8 +10,7 @@ from sample_records import environment, times, value_of
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
-from stepscope.studies.checkpointing import CheckpointingFlags
-from stepscope.studies.checkpointing.strategies import chosen_for, worth_running
+from stepscope.studies.checkpointing.cases import CheckpointingFlags, chosen_for, worth_running
 from stepscope.studies.registry import find_study
 from stepscope.studies.workload import WorkloadFlags, workloads
 from study_records import checkpointing_record
@@ -19,9 +18,10 @@ from study_records import checkpointing_record
 MIB = 1 << 20
 
 
-def said(records: list[Record]) -> str:
+def found(records: list[Record], code: str) -> Finding:
     blocks = find_study("checkpointing").view(records)
-    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+    (only,) = (b for b in blocks if isinstance(b, Finding) and b.code == f"checkpointing.{code}")
+    return only
 
 
 def small_flags(**fields: object) -> CheckpointingFlags:
@@ -49,7 +49,7 @@ def test_measured_on_this_machine_it_is_as_predicted_and_within_its_budget() -> 
     cases = study.cases(small_flags(checkpoint=("no", "nested"), budget_gib=0.0012))
     peaks = {}
     for case in cases:
-        done = study.measure(case.config, QuietBench())
+        done = study.measure(case, QuietBench())
         peak = value_of(done.quantities, "peak_bytes")
         # The count of each parameter's steps lives on the host, which is the device here.
         assert value_of(done.quantities, "predicted_bytes") == pytest.approx(peak, abs=400)
@@ -67,22 +67,46 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_there_is() -> None
             CheckpointingFlags(budget_gib=budget)
 
 
-def test_it_says_what_is_saved_and_what_nesting_costs() -> None:
-    text = said(
-        [
-            checkpointing_record("no", peak=900 * MIB, step=10.0),
-            checkpointing_record("1", peak=300 * MIB, step=13.0),
-            checkpointing_record("4", peak=500 * MIB, step=13.1),
-            checkpointing_record("nested", peak=300 * MIB, step=17.0),
-        ]
+def swept() -> list[Record]:
+    return [
+        checkpointing_record("no", peak=900 * MIB, step=10.0),
+        checkpointing_record("1", peak=300 * MIB, step=13.0),
+        checkpointing_record("4", peak=500 * MIB, step=13.1),
+        checkpointing_record("nested", peak=300 * MIB, step=17.0),
+    ]
+
+
+def test_what_is_saved_is_the_least_of_the_simple_strategies() -> None:
+    records = swept()
+    saving = found(records, "saving")
+    assert "each block alone needs the least, 300 MiB instead of 900 MiB" in saving.sentence
+    assert "1.30× the time; one forward more is 1.33×" in saving.sentence
+    assert saving.values["strategy"] == "1"
+    assert saving.values["slower"] == pytest.approx(1.3)
+    assert set(saving.records) == {record.id for record in records[:3]}
+    assert (saving.tone, saving.timed) == ("good", True)
+
+
+def test_it_says_what_nesting_costs() -> None:
+    records = swept()
+    nested = found(records, "nested")
+    assert (
+        "8 blocks halved down to single ones (4-2-1): 4 inputs at most instead of 8" in nested.text
     )
-    assert "each block alone needs the least, 300 MiB instead of 900 MiB" in text
-    assert "1.30× the time" in text
-    assert "8 blocks halved down to single ones (4-2-1): 4 inputs at most instead of 8" in text
-    assert "for 2.00 forwards of each block run again instead of one" in text
-    assert "The peak of the step stays at 300 MiB: it is in the backward phase" in text
-    assert "As few as 2 inputs are possible" in text
-    assert "for 3.62 forwards of each block" in text
+    assert "for 2.00 forwards of each block run again instead of one" in nested.text
+    assert nested.conclusion.startswith(
+        "The peak of the step stays at 300 MiB: it is in the backward phase"
+    )
+    assert "As few as 2 inputs are possible" in nested.conclusion
+    assert "for 3.62 forwards of each block" in nested.conclusion
+    assert nested.records == (records[3].id, records[1].id)
+
+
+def test_a_lower_peak_of_nested_blocks_is_no_conclusion() -> None:
+    lower = checkpointing_record("nested", peak=200 * MIB, step=17.0)
+    nested = found([checkpointing_record("1", peak=300 * MIB), lower], "nested")
+    assert "Peak 200 MiB against 300 MiB. As few as 2 inputs are possible" in nested.text
+    assert nested.conclusion == ""
 
 
 def test_the_time_is_predicted_from_the_forwards_share_and_what_runs_again() -> None:
@@ -92,34 +116,85 @@ def test_the_time_is_predicted_from_the_forwards_share_and_what_runs_again() -> 
         checkpointing_record("1", peak=300 * MIB, step=13.0),
         checkpointing_record("nested", peak=300 * MIB, step=17.0),
     ]
-    assert "1.30× the time (1.25× predicted, as the forward is 25.0 % of the step)" in said(records)
+    saving = found(records, "saving")
+    assert "1.30× the time (1.25× predicted, as the forward is 25.0 % of the step)" in saving.text
+    assert saving.values["predicted_slower"] == pytest.approx(1.25)
     (table,) = (b for b in find_study("checkpointing").view(records) if isinstance(b, Table))
     assert [row[-3:-1] for row in table.rows] == [(1.0, 1.0), (1.3, 1.25), (1.7, 1.5)]
 
 
 def test_times_that_cannot_be_are_not_believed() -> None:
-    text = said([checkpointing_record("no", step=10.0), checkpointing_record("1", step=8.0)])
-    assert "its times tell nothing" in text
+    records = [checkpointing_record("no", step=10.0), checkpointing_record("1", step=8.0)]
+    doubted = found(records, "impossible-time")
+    assert "its times tell nothing" in doubted.text
+    assert (doubted.values["slower"], doubted.tone) == (pytest.approx(0.8), "warn")
 
 
 def test_what_became_of_the_step_that_keeps_everything_is_said() -> None:
     tried = checkpointing_record("1")
     full = checkpointing_record("no", status="oom", reason="CUDA out of memory")
     failed = checkpointing_record("no", status="failed", reason="RuntimeError")
-    assert "with all activations kept it ran out of memory." in said([full, tried])
-    assert "with all activations kept it did not run." in said([failed, tried])
-    assert "with all activations kept it was not tried." in said([tried])
+    least = found([full, tried], "least-memory")
+    assert "with all activations kept it ran out of memory." in least.text
+    assert least.records == (tried.id, full.id)
+    assert found([failed, tried], "least-memory").values["without"] == "did not run"
+    assert found([tried], "least-memory").values["without"] == "was not tried"
+
+
+def test_a_failed_strategy_shows_what_is_known_of_it_and_its_status() -> None:
+    full = checkpointing_record("nested", status="oom", reason="CUDA out of memory")
+    (table,) = (b for b in find_study("checkpointing").view([full]) if isinstance(b, Table))
+    assert table.rows == (("nested", "4-2-1", 4, 2.0, None, "OOM", *(None,) * 9),)
 
 
 def test_the_chosen_strategy_is_judged_by_its_run() -> None:
     sweep = [checkpointing_record("no"), checkpointing_record("1", peak=300 * MIB)]
     fits = checkpointing_record("1", peak=300 * MIB, budget_gib=0.5)
     over = checkpointing_record("1", peak=600 * MIB, budget_gib=0.5)
-    assert "run under that limit, it peaks at 300 MiB and fits" in said([*sweep, fits])
-    assert "peaks at 600 MiB and does not fit" in said([*sweep, over])
+    kept = found([*sweep, fits], "budget")
+    assert "run under that limit, it peaks at 300 MiB and fits" in kept.text
+    assert (kept.values["strategy"], kept.values["fits"], kept.tone) == ("1", True, "good")
+    assert (kept.records, kept.conclusion) == ((fits.id,), "")
+    broken = found([*sweep, over], "budget")
+    assert "peaks at 600 MiB and does not fit" in broken.text
+    assert (broken.values["fits"], broken.tone) == (False, "warn")
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
     counted = checkpointing_record("1", budget_gib=0.5, peak=1, environment=on_cpu)
-    assert "counted (a CPU has no limit to set)" in said([counted])
+    assert "counted (a CPU has no limit to set)" in found([counted], "budget").text
+
+
+def test_the_fastest_strategy_within_a_budget_is_a_conclusion() -> None:
+    chosen = checkpointing_record("1", peak=300 * MIB, budget_gib=0.5, step=13.0)
+    other = checkpointing_record("4", peak=400 * MIB, step=12.0)
+    slower = checkpointing_record("2", peak=350 * MIB, step=12.5)
+    budget = found([chosen, other, slower, checkpointing_record("no")], "budget")
+    assert budget.conclusion == "Of the sweep the fastest that fits is checkpointing 4, 12.0 ms."
+    assert (budget.values["fastest"], budget.values["fastest_ms"]) == ("4", 12.0)
+    assert budget.records == (chosen.id, other.id, slower.id)
+
+
+def test_a_budget_without_a_run_says_why() -> None:
+    lost = checkpointing_record("1", budget_gib=0.5, status="oom", reason="CUDA out of memory")
+    failed = found([lost], "budget-not-run")
+    assert failed.text.endswith("under 512 MiB: oom, CUDA out of memory")
+    assert (failed.values["status"], failed.tone) == ("oom", "warn")
+
+
+def test_predictions_rest_on_every_run_and_on_no_time() -> None:
+    records = [checkpointing_record("no"), checkpointing_record("1", budget_gib=0.5)]
+    prediction = found(records, "prediction")
+    assert "Predicted peaks of 2 runs are off by 1.0 % in the median" in prediction.text
+    assert prediction.values["worst"] == pytest.approx(0.01)
+    assert prediction.records == tuple(record.id for record in records)
+    assert (prediction.tone, prediction.timed) == ("good", False)
+
+
+@pytest.mark.parametrize("budget_gib", [0.0125, 0.02, 0.3333, 4.0, 60.0, 79.15])
+def test_the_key_of_a_budget_is_what_was_asked_for(budget_gib: float) -> None:
+    flags = small_flags(checkpoint=("no",), budget_gib=budget_gib)
+    plain, limited = find_study("checkpointing").planned(flags)
+    assert limited.key == f"{plain.key}_budget={budget_gib:g}"
+    assert limited.config == plain.config | {"budget_bytes": int(budget_gib * 2**30)}
 
 
 def test_the_front_leaves_out_what_is_beaten_in_both() -> None:

@@ -16,6 +16,7 @@ from stepscope.analysis.compare import Comparison
 from stepscope.cli import COMMANDS, compare_command, doctor_command, main
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
+from stepscope.records.schema import Lint, Record
 from stepscope.records.store import Store
 
 
@@ -37,7 +38,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
         assert main(words) == 0
         told = capsys.readouterr().out
         assert all(f"\n  {name} " in told for name in COMMANDS)
-        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 130))
+        assert all(f"\n  {code} " in told for code in (0, 1, 2, 3, 4, 130))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("stepscope ")
 
@@ -87,8 +88,11 @@ def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
         assert all(record.id in html for record in store.records("new"))
         assert not any(record.id in html for record in store.records("base"))
     facts = parsed(desk("report", "base", "--json"))
-    assert facts == {name: str(desk.out / f"report.{end}")
-                     for name, end in (("report", "html"), ("markdown", "md"))}  # fmt: skip
+    assert facts == {
+        "report": str(desk.out / "report.html"),
+        "markdown": str(desk.out / "report.md"),
+        "trust": {"good": 3, "noisy": 0, "invalid": 0},
+    }
     assert sorted(p.name for p in desk.out.iterdir() if "report" in p.name) == [
         "report.html", "report.md",
     ]  # fmt: skip
@@ -185,6 +189,47 @@ def test_the_gate_fails_beyond_its_limit_only(desk: Desk, limit: str, code: int)
     said = desk("compare", "base", "new", "--fail-above", limit, "--json")
     assert (said.code, len(json.loads(said.out)["beyond_limit"])) == (code, 2 if code else 0)
     assert desk("compare", "new", "base", "--fail-above", limit).code == 0
+
+
+def test_the_gate_cannot_tell_between_two_runs_of_a_busy_machine(desk: Desk) -> None:
+    """The same benchmark twice, both flagged: a third slower by the samples, and no verdict."""
+    busy = Lint(code="busy-machine", message="threads waited for a core")
+    for name, step in (("one", 100.0), ("two", 133.0)):
+        kept = [msgspec.structs.replace(r, lints=(busy,)) for r in run_of(name, step=step)]
+        fill(desk.store, {name: kept})
+    said = desk("compare", "one", "two")
+    assert (said.code, "slower" in said.out) == (0, False)
+    said = desk("compare", "one", "two", "--fail-above", "3%")
+    assert said.code == 4
+    assert "not judged, cannot tell: benchmark small_c512" in said.out
+    said = desk("compare", "one", "two", "--fail-above", "3%", "--json")
+    assert said.code == 4
+    found = json.loads(said.out)
+    assert found["beyond_limit"] == []
+    assert len(found["cannot_tell"]) == 3
+    assert desk("compare", "base", "two", "--fail-above", "3%").code == 4
+
+
+def test_a_certain_slowdown_outweighs_what_cannot_be_told(desk: Desk) -> None:
+    busy = Lint(code="busy-machine", message="threads waited for a core")
+    first, *rest = run_of("mixed", step=133.0)
+    fill(desk.store, {"mixed": [msgspec.structs.replace(first, lints=(busy,)), *rest]})
+    said = desk("compare", "base", "mixed", "--fail-above", "3%")
+    assert said.code == 3
+    assert "beyond 3%: benchmark small_c512" in said.out
+    assert "not judged, cannot tell: " in said.out
+
+
+def test_the_gate_cannot_tell_from_too_few_samples(desk: Desk) -> None:
+    def few(record: Record) -> Record:
+        cut = (msgspec.structs.replace(s, values=s.values[:3]) for s in record.series)
+        return msgspec.structs.replace(record, series=tuple(cut))
+
+    fill(desk.store, {"few": [few(record) for record in run_of("few")]})
+    assert desk("compare", "base", "few").code == 0
+    said = desk("compare", "base", "few", "--fail-above", "3%")
+    assert said.code == 4
+    assert "not judged, too few samples: " in said.out
 
 
 def test_compared_times_have_their_unit(desk: Desk) -> None:

@@ -11,17 +11,19 @@ from parallel_records import SIZES, collective_record
 from quiet_bench import QuietBench
 from stepscope.analysis.links import bus_factor, fit_link
 from stepscope.errors import UsageError
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Interval, Table
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.registry import find_study
 
 
-def blocks(*records: Any) -> tuple[list[str], dict[str, Table]]:
+def findings(*records: Record) -> list[Finding]:
+    return [b for b in find_study("allreduce").view(records) if isinstance(b, Finding)]
+
+
+def tables(*records: Record) -> dict[str, Table]:
     shown = find_study("allreduce").view(records)
-    return (
-        [block.text for block in shown if isinstance(block, Finding)],
-        {block.name: block for block in shown if isinstance(block, Table)},
-    )
+    return {block.name: block for block in shown if isinstance(block, Table)}
 
 
 def test_a_line_through_exact_times_is_found() -> None:
@@ -47,8 +49,7 @@ def test_no_line_where_there_is_none() -> None:
 )
 def test_bus_bandwidth_is_counted_as_the_field_does(collective: str, factor: float) -> None:
     assert bus_factor(collective, 4) == factor
-    _, tables = blocks(collective_record(collective, ranks=4))
-    for row in tables["allreduce-times"].rows:
+    for row in tables(collective_record(collective, ranks=4))["allreduce-times"].rows:
         size, count, time, algorithm, bus = row[3], row[4], row[6], row[7], row[8]
         assert isinstance(time, Interval)
         assert count == size // 4
@@ -57,19 +58,39 @@ def test_bus_bandwidth_is_counted_as_the_field_does(collective: str, factor: flo
 
 
 def test_the_time_is_that_of_the_slowest_rank() -> None:
-    _, tables = blocks(collective_record(latency_ms=1.0, bytes_per_ms=1e9))
-    time = tables["allreduce-times"].rows[0][6]
+    shown = tables(collective_record(latency_ms=1.0, bytes_per_ms=1e9))
+    time = shown["allreduce-times"].rows[0][6]
     assert isinstance(time, Interval)
     assert time.value == pytest.approx(1.01, rel=1e-3)
 
 
-def test_findings_give_latency_bandwidth_and_wrong_results() -> None:
-    said, _ = blocks(collective_record(latency_ms=0.1, bytes_per_ms=1e6))
-    assert "all-reduce, 2 ranks, gloo" in said[0]
-    assert "101 µs a message" in said[0]
-    assert "990 MB/s" in said[0]
-    said, _ = blocks(collective_record(wrong=3))
-    assert "3 elements of 1.00 KiB are wrong" in said[0]
+def test_a_finding_gives_latency_and_bandwidth() -> None:
+    record = collective_record(latency_ms=0.1, bytes_per_ms=1e6)
+    (found,) = findings(record)
+    assert found.code == "allreduce.link"
+    assert found.records == (record.id,)
+    assert found.values["latency_ms"] == pytest.approx(0.101, rel=1e-3)
+    assert found.values["bytes_per_s"] == pytest.approx(990e6, rel=1e-3)
+    assert found.text == (
+        "all-reduce, 2 ranks, gloo: 1.00 KiB take 102 µs; the links carry up to 967 MB/s (busbw at"
+        " 4.00 MiB)."
+    )
+    assert re.fullmatch(
+        r"As a line: 101 µs a message and 990 MB/s, off by at most \S+ %;"
+        r" below 97\.7 KiB a message costs more than its bytes\.",
+        found.conclusion,
+    )
+
+
+def test_wrong_results_are_counted() -> None:
+    record = collective_record(wrong=3)
+    found = findings(record)[0]
+    assert (found.code, found.tone) == ("allreduce.wrong-elements", "warn")
+    assert (found.values["elements"], found.values["bytes"]) == (3, 1024)
+    assert found.records == (record.id,)
+    assert found.sentence == (
+        "all-reduce, 2 ranks, gloo: 3 elements of 1.00 KiB are wrong; its times mean nothing."
+    )
 
 
 def test_collectives_of_the_same_ranks_are_one_finding_and_one_figure() -> None:
@@ -78,10 +99,14 @@ def test_collectives_of_the_same_ranks_are_one_finding_and_one_figure() -> None:
         collective_record("broadcast", bytes_per_ms=2e6),
         collective_record("all-reduce", ranks=4),
     ]
-    said, _ = blocks(*held)
-    assert said[0].startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
-    assert re.search(r"carry up to \S+ MB/s \(all-reduce\) and \S+ GB/s \(broadcast\)", said[0])
-    assert said[1].startswith("all-reduce, 4 ranks, gloo: ")
+    both, other = findings(*held)
+    assert (both.code, other.code) == ("allreduce.compared", "allreduce.link")
+    assert both.records == (held[0].id, held[1].id)
+    assert other.values["ranks"] == 4
+    assert (both.values["quickest"], both.values["slowest"]) == ("broadcast", "all-reduce")
+    assert both.values["busbw of broadcast"] > both.values["busbw of all-reduce"]  # type: ignore[operator]
+    assert both.text.startswith("2 ranks, gloo: 1.00 KiB take 102 µs (broadcast) to 203 µs (all-")
+    assert re.search(r"carry up to \S+ MB/s \(all-reduce\) and \S+ GB/s \(broadcast\)", both.text)
     figures = [b for b in find_study("allreduce").view(held) if isinstance(b, Figure)]
     assert [[curve.label for curve in figure.curves] for figure in figures] == [
         ["all-reduce", "broadcast"], ["all-reduce"],
@@ -89,14 +114,25 @@ def test_collectives_of_the_same_ranks_are_one_finding_and_one_figure() -> None:
 
 
 def test_one_rank_claims_no_link() -> None:
-    said, tables = blocks(collective_record(ranks=1))
-    assert said == [
+    record = collective_record(ranks=1)
+    (found,) = findings(record)
+    assert found.code == "allreduce.one-rank"
+    assert found.values["ms"] == pytest.approx(0.101, rel=1e-2)
+    assert found.sentence == (
         "all-reduce, 1 rank, gloo: a call takes 101 µs (1.00 KiB); nothing goes over a link."
-    ]
-    assert {row[8] for row in tables["allreduce-times"].rows} == {None}
-    assert "allreduce-links" not in tables
-    shown = find_study("allreduce").view([collective_record(ranks=1)])
-    assert not [block for block in shown if isinstance(block, Figure)]
+    )
+    shown = tables(record)
+    assert {row[8] for row in shown["allreduce-times"].rows} == {None}
+    assert "allreduce-links" not in shown
+    assert not [b for b in find_study("allreduce").view([record]) if isinstance(b, Figure)]
+    (several,) = findings(record, collective_record("broadcast", ranks=1))
+    assert several.code == "allreduce.compared"
+    assert several.text.endswith("; nothing goes over a link.")
+
+
+def test_a_failed_case_is_a_row_with_its_status() -> None:
+    (row,) = tables(collective_record(status="oom", reason="too large"))["allreduce-times"].rows
+    assert row == ("all-reduce", 2, "auto", "OOM", *(None,) * 6)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +154,4 @@ def test_nccl_without_gpus_is_skipped() -> None:
     study = find_study("allreduce")
     (case,) = study.cases(study.flags(backend=("nccl",)))
     with pytest.raises(CaseSkipped, match="needs GPUs"):
-        study.measure(case.config, QuietBench())  # type: ignore[arg-type]
+        study.measure(case, QuietBench())  # type: ignore[arg-type]

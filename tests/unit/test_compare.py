@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from sample_records import ceilings, environment, record, samples, times
-from stepscope.analysis.compare import compare_records, compare_runs, differences, exceeds
+from stepscope.analysis.compare import compare_records, compare_runs, differences, exceeds, untold
 from stepscope.errors import StepscopeError
-from stepscope.records.schema import Record, Series
+from stepscope.records.schema import Lint, Reading, Record, Series
 
 
 def step(median: float, **changes: Any) -> Record:
@@ -77,15 +79,19 @@ def test_all_that_ran_side_by_side_is_compared(
 
 def test_consecutive_steps_decide_over_single_samples() -> None:
     def race(single: float, block: float, seed: int) -> Record:
+        took = {"peer: block": (100.0, 100.0), "ours: graph": (single, block)}
         return record(
-            series=(
-                times("step", single, variant="ours: graph", seed=seed),
-                times("consecutive", block, variant="ours: graph", seed=seed),
+            series=tuple(
+                times(name, ms[place], variant=variant, seed=seed)
+                for place, name in enumerate(("step", "consecutive"))
+                for variant, ms in took.items()
             )
         )
 
-    (made,) = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
-    assert (made.of, made.verdict) == ("ours", "slower")
+    made = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
+    assert [(one.of, one.verdict) for one in made] == [
+        ("peer", "no difference shown"), ("ours", "slower"),
+    ]  # fmt: skip
 
 
 def test_every_size_of_a_message_is_compared() -> None:
@@ -222,7 +228,7 @@ def test_what_is_not_a_time_is_not_called_slow() -> None:
 
 
 def test_a_changed_configuration_is_noted() -> None:
-    (made,) = compare_records(step(1.0, case="a"), step(1.0, case="a", config={"batch": 8}))
+    (made,) = compare_records(step(90.0, case="a"), step(90.0, case="a", config={"batch": 8}))
     assert made.note == "batch was 4 and is 8"
 
 
@@ -246,3 +252,38 @@ def test_a_case_that_is_gone_does_not_pass_the_gate() -> None:
     made = compare_runs(base, [step(100.0, case="a", seed=1)])
     assert [(c.case, c.lost) for c in made] == [("a", False), ("b", True), ("c", False)]
     assert [c.case for c in exceeds(made, 0.05)] == ["b"]
+
+
+def busy(median: float, **changes: Any) -> Record:
+    """A record whose process waited for a core for half of the time."""
+    readings = (Reading(at_s=0.0, waited_s=0.0), Reading(at_s=20.0, waited_s=10.0))
+    return step(median, readings=readings, **changes)
+
+
+@pytest.mark.parametrize(("base", "new"), [(busy, busy), (busy, step), (step, busy)])
+def test_nothing_is_told_from_a_busy_machine(
+    base: Callable[..., Record], new: Callable[..., Record]
+) -> None:
+    (made,) = compare_records(base(100.0), new(150.0, seed=1))
+    assert made.verdict == "cannot tell"
+    assert made.ratio is not None
+    assert made.ratio.low > 1.0
+    assert "the machine was busy" in made.note
+    assert exceeds([made], 0.03) == ()
+    assert untold([made]) == (made,)
+
+
+def test_nothing_is_told_from_a_stored_complaint_or_wild_samples() -> None:
+    flagged = step(150.0, lints=(Lint(code="busy-machine", message="planted"),))
+    values = (206.0, 812.0, 999.0, 230.0) * 2
+    wild = record(series=(Series(name="step", unit="ms", values=values, clock="device"),))
+    for new in (flagged, wild):
+        (made,) = compare_records(step(100.0), new)
+        assert made.verdict == "cannot tell"
+
+
+def test_a_case_that_is_lost_is_lost_on_a_busy_machine_too() -> None:
+    gone = busy(100.0, status="error", reason="crashed")
+    made = compare_records(busy(100.0), msgspec.structs.replace(gone, series=()))
+    assert exceeds(made, 0.03) == made
+    assert untold(made) == ()

@@ -14,8 +14,9 @@ from sample_records import times, value_of
 from step_records import compile_record
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Figure, Finding, Table
-from stepscope.studies.compile import CompileFlags, measuring
-from stepscope.studies.compile.view import rows_of
+from stepscope.studies.compile import measure
+from stepscope.studies.compile.cases import CompileFlags
+from stepscope.studies.compile.view import Row
 from stepscope.studies.registry import find_study
 
 STUDY = find_study("compile")
@@ -27,7 +28,7 @@ def blocks(*records: object) -> dict[str, object]:
 
 
 def texts(held: dict[str, object]) -> list[str]:
-    return [block.text for block in held.values() if isinstance(block, Finding)]
+    return [block.sentence for block in held.values() if isinstance(block, Finding)]
 
 
 def test_cases_have_keys_of_their_own_and_tracing_needs_no_compiler() -> None:
@@ -54,7 +55,7 @@ def test_what_cannot_be_meant_is_named(flags: dict[str, object], said: str) -> N
 
 def test_gains_costs_and_when_they_are_paid_back() -> None:
     record = compile_record(eager=30.0, compiled=20.0, cold_s=12.0, warm_s=3.0)
-    (row,) = rows_of([record])
+    row = Row(*STUDY.results([record])[0])
     assert row.gain("step") == pytest.approx(1.5)
     assert row.pays_after() == pytest.approx(1200.0)
     held = blocks(record)
@@ -157,7 +158,7 @@ def test_bars_are_named_by_what_tells_the_cases_apart() -> None:
 
 
 def test_a_compiled_case_that_never_pays_says_so_by_a_dash() -> None:
-    (row,) = rows_of([compile_record(eager=10.0, compiled=11.0)])
+    row = Row(*STUDY.results([compile_record(eager=10.0, compiled=11.0)])[0])
     assert row.pays_after() is None
 
 
@@ -199,10 +200,10 @@ def test_breaks_and_recompilations_are_named_by_their_cause() -> None:
     module.times = 2
     compiled(torch.ones(5))
     torch.compile(talks, backend="eager")(torch.ones(2))
-    counted, named = measuring._counted(), measuring._named()
+    counted, named = measure._counted(), measure._named()
     torch.compiler.reset()
     assert value_of(counted, "breaks") == 1
     assert "print" in named["breaks"][0]
-    size, attribute = measuring._recompiled()[-2:]
+    size, attribute = measure._recompiled()[-2:]
     assert "size mismatch at index 0. expected 3, actual 5" in size
     assert attribute == "self.times == 1"

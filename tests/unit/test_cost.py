@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.attention import cost as attention_cost
-from stepscope.attention import implementation, reference_attention
+from stepscope.attention import reference_attention
+from stepscope.attention.api import attention_with
 from stepscope.attention.cost import AttentionShape
 from stepscope.errors import UsageError
 from stepscope.model import (
@@ -59,7 +60,7 @@ class Savings:
 def saved_by_model(chosen: Precision, attention: str) -> int:
     model = TransformerLM(
         SHAPE,
-        attention=implementation(attention).function,
+        attention=attention_with(attention),
         device=DEVICE,
         dtype=getattr(torch, chosen.weights),
         narrow_stream=chosen.narrow_stream,
@@ -190,7 +191,7 @@ def test_flash_attention_saves_what_is_counted() -> None:
     shape = AttentionShape(batch=2, heads=3, seq_q=32, seq_k=32, d_head=8)
     q, k, v = (torch.randn(2, 3, 32, 8, requires_grad=True) for _ in range(3))
     with Savings([]) as savings:
-        implementation("sdpa").function(q, k, v, is_causal=True)
+        attention_with("sdpa")(q, k, v, is_causal=True)
     assert attention_cost.flash_saved_bytes(shape, 4) == savings.bytes
 
 

@@ -19,6 +19,12 @@ def findings(**how: Any) -> list[Finding]:
     return [b for b in find_study("ddp").view([ddp_record(**how)]) if isinstance(b, Finding)]
 
 
+def finding(code: str, **how: Any) -> Finding:
+    (found,) = (one for one in findings(**how) if one.code == code)
+    assert found.records == (ddp_record(**how).id,)
+    return found
+
+
 def table(name: str, **how: Any) -> Table:
     shown = find_study("ddp").view([ddp_record(**how)])
     return next(b for b in shown if isinstance(b, Table) and b.name == name)
@@ -31,20 +37,36 @@ def test_exposed_is_what_a_step_takes_longer_than_without_communication() -> Non
     assert rows["no communication"][-2] is None
 
 
-def test_the_fastest_way_and_what_it_hides_are_named() -> None:
-    fast = {"naive": 140.0, "bucketed 10 MiB": 108.0}
-    said = [finding.text for finding in findings(steps=fast, communication=40.0)]
-    assert "bucketed 10 MiB is the fastest at 108 ms" in said[0]
-    assert "512 MiB of gradients" in said[0]
-    assert "of naive" in said[0]
-    assert "ms on their own; 80." in said[1]
+FAST = {"naive": 140.0, "bucketed 10 MiB": 108.0}
+
+
+def test_the_fastest_way_is_named() -> None:
+    found = finding("ddp.fastest", steps=FAST)
+    assert found.values["strategy"] == "bucketed 10 MiB"
+    assert found.values["step_ms"] == pytest.approx(108.0, rel=0.02)
+    assert found.values["exposed_naive_ms"] == pytest.approx(40.0, rel=0.05)
+    assert found.values["gradient_bytes"] == 2**29
+    assert found.values["alike"] == ""
+    assert "bucketed 10 MiB is the fastest at 108 ms a step for 512 MiB of gradients" in found.text
+    assert found.sentence.endswith(" ms of naive.")
+
+
+def test_the_share_that_the_backward_hides_is_of_the_best_way() -> None:
+    found = finding("ddp.hidden", steps=FAST, communication=40.0)
+    assert found.values["strategy"] == "bucketed 10 MiB"
+    assert found.values["share"] == pytest.approx(0.8, abs=0.05)
+    assert "ms on their own; 80." in found.text
+    none = finding("ddp.hidden", steps=FAST, communication=4.0)
+    assert none.values["share"] == 0.0
+    assert none.text.endswith("so nothing of that is hidden.")
 
 
 def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
-    alike = {"naive": 140.0, "flat": 108.0, "bucketed 10 MiB": 108.0}
-    said = findings(steps=alike)[0].text
-    assert " takes the least, 108 ms a step" in said
-    assert "Not told from it: flat." in said or "Not told from it: bucketed 10 MiB." in said
+    found = finding("ddp.fastest", steps=FAST | {"flat": 108.0})
+    other = {"flat", "bucketed 10 MiB"} - {found.values["strategy"]}
+    assert {found.values["alike"]} == other
+    assert " takes the least, 108 ms a step" in found.text
+    assert found.conclusion.startswith(f"Not told from it: {other.pop()}.")
 
 
 @pytest.mark.parametrize(
@@ -56,11 +78,10 @@ def test_ways_that_cannot_be_told_apart_are_named_together() -> None:
     ],
 )
 def test_the_interval_decides_the_comparison_with_torch(ours: float, tone: str, words: str) -> None:
-    told = findings(steps={"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0, "torch DDP": 120.0})
-    (found,) = (finding for finding in told if finding.code == "ddp.against-torch")
+    steps = {"bucketed 1 MiB": ours, "bucketed 10 MiB": 150.0, "torch DDP": 120.0}
+    found = finding("ddp.against-torch", steps=steps)
     assert found.values["strategy"] == "bucketed 1 MiB"
     assert found.values["ratio"] == pytest.approx(ours / 120, rel=0.02)
-    assert found.records == (ddp_record().id,)
     assert found.tone == tone
     assert found.text.endswith(words)
 
@@ -84,10 +105,11 @@ def test_phases_are_of_one_round_and_add_up_to_its_step() -> None:
         for rank, phases in steps.items()
         for phase, values in phases.items()
     )
-    ways = Ways(msgspec.structs.replace(base, series=series))
+    (result,) = find_study("ddp").results([msgspec.structs.replace(base, series=series)])
+    ways = Ways(*result)
     # The slowest took 12, 20 and 33; the median is rank 0's second round.
     assert ways.median("flat", "step") == 20.0
-    assert ways.phases("flat") == (1.0, 19.0, None, None)
+    assert ways.phases("flat") == {"forward": 1.0, "backward": 19.0}
 
 
 def test_only_ways_that_average_by_themselves_wait() -> None:
@@ -103,12 +125,27 @@ def test_a_label_that_another_reduction_lies_upon_is_left_out() -> None:
 
 
 def test_one_rank_shows_what_the_wrappers_cost() -> None:
-    held = ddp_record({"naive": 109.0, "no communication": 100.0}, ranks=1)
-    said = [b.text for b in find_study("ddp").view([held]) if isinstance(b, Finding)]
-    assert "one rank has nobody to average with" in said[0]
-    assert "without one and longer by" in said[0]
-    assert "ms with naive" in said[0]
-    assert not any("hidden behind" in text or "fastest" in text for text in said)
+    how = {"steps": {"naive": 109.0, "no communication": 100.0}, "ranks": 1}
+    found = finding("ddp.one-rank", **how)
+    assert found.values["naive"] == pytest.approx(9.0, rel=0.3)
+    assert found.values["alone_ms"] == pytest.approx(100.0, rel=0.02)
+    assert "one rank has nobody to average with. What the wrappers cost shows: a" in found.text
+    assert "without one and longer by" in found.text
+    assert "ms with naive" in found.text
+    assert {one.code for one in findings(**how)} == {"ddp.one-rank", "ddp.against-torch"}
+
+
+def test_a_failed_case_is_a_row_with_its_status() -> None:
+    (row,) = table("ddp-steps", status="oom", reason="too large").rows
+    assert row == ("small", 128, 2, "float32", None, "OOM", *(None,) * 7)
+
+
+def test_a_record_without_a_dtype_is_of_float32() -> None:
+    record = ddp_record()
+    old = {name: value for name, value in record.config.items() if name != "dtype"}
+    (result,) = find_study("ddp").results([msgspec.structs.replace(record, config=old)])
+    assert result.case.dtype == "float32"
+    assert result.case.config["dtype"] == "float32"
 
 
 def test_pictures_show_phases_and_reductions() -> None:

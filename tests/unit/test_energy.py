@@ -19,7 +19,7 @@ from stepscope.measure.energy import Energy, energy_quantities, measure_energy
 from stepscope.records.schema import Quantity, Reading
 from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own import OwnFlags
+from stepscope.studies.own.cases import OwnFlags
 
 BUSY_W, IDLE_W, TICK_S = 500.0, 100.0, 0.1
 
@@ -187,8 +187,8 @@ def test_energy_is_told_with_its_resolution() -> None:
         Quantity(name="joules_per_token", value=0.005, unit="J"),
         Quantity(name="joules_per_sample", value=1.25, unit="J"),
     } <= set(quantities)
-    unclocked, _ = energy_quantities(found._replace(sm_clock_mhz=None), None)
-    assert "sm_clock_mhz" not in {one.name for one in unclocked}
+    without, _ = energy_quantities(found._replace(sm_clock_mhz=None), None)
+    assert "sm_clock_mhz" not in {one.name for one in without}
     (told,) = energy_finding(own_record(quantities=quantities), "lab:build")
     assert "takes 10.0 J by the device's own counter, 5.00 mJ for each token" in told.text
     assert "One move of that counter is 0.50 J for each step, 5.0 % of it." in told.text
@@ -199,6 +199,6 @@ def test_energy_is_told_with_its_resolution() -> None:
 def test_a_study_on_a_cpu_says_why_there_is_none() -> None:
     flags = OwnFlags(model="own_models:causal_lm", batch=(2,), warmup=0, steps=1, traced=1)
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case.config, QuietBench())
-    assert "joules" not in {one.name for one in found.quantities}
+    found = OWN.measure(case, QuietBench())
+    assert not any("joules" in quantity.name for quantity in found.quantities)
     assert "a CPU's counter" in found.notes["no_energy"]

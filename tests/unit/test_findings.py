@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from sample_records import environment, step_series
-from stepscope.records.schema import Quantity, Record
+from stepscope.records.schema import Lint, Quantity, Record
 from stepscope.report.blocks import Finding, Table
+from stepscope.studies.page import study_sections
 from stepscope.studies.registry import find_study
 from study_records import benchmark_record, warmup_record
 
@@ -210,6 +211,32 @@ def test_the_first_steps_cost_is_found() -> None:
     assert verdict.startswith("This machine needs 2 warm-up steps")
     assert "2 fresh processes" in verdict
     assert "more than that changes nothing" in verdict
+
+
+def test_processes_that_disagree_need_no_number_of_warm_up_steps() -> None:
+    """Means of 206, 812, 999 and 230 ms after 0, 1, 2 and 5 warm-up steps."""
+    records = [
+        warmup_record([2.0 * steady, *[steady] * 9], warmup)
+        for warmup, steady in ((0, 206.0), (1, 812.0), (2, 999.0), (5, 230.0))
+    ]
+    found = [b for b in find_study("warmup").view(records) if isinstance(b, Finding)]
+    assert [one.code for one in found] == ["warmup.first-step", "warmup.unlike-processes"]
+    assert found[-1].tone == "warn"
+    assert (found[-1].values["fastest_ms"], found[-1].values["slowest_ms"]) == (206.0, 999.0)
+    assert "206 ms in one fresh process and 999 ms in another" in found[-1].sentence
+
+
+def test_steps_of_a_busy_machine_need_no_number_of_warm_up_steps() -> None:
+    busy = (Lint(code="busy-machine", message="planted"),)
+    records = [warmup_record(COLD), warmup_record(COLD, 2, lints=busy)]
+    *_, verdict = (b for b in find_study("warmup").view(records) if isinstance(b, Finding))
+    assert (verdict.code, verdict.tone) == ("warmup.steps-unknown", "warn")
+    (section,) = study_sections(records)
+    *_, said = (b for b in section.blocks if isinstance(b, Finding))
+    assert said.sentence == (
+        "How many warm-up steps this machine needs cannot be told; inconclusive: the machine was"
+        f" busy in 1 of 2 measurements ({records[1].id})."
+    )
 
 
 def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:

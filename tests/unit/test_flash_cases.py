@@ -8,19 +8,19 @@ from collections import Counter
 import pytest
 
 from stepscope.errors import UsageError
-from stepscope.studies.base import PlannedCase
-from stepscope.studies.flash import STUDY, FlashFlags
-from stepscope.studies.flash.cases import Shape, is_short, shape_of
+from stepscope.studies.flash import STUDY
+from stepscope.studies.flash.cases import FlashFlags, GridCase, RaceCase, Shape, TilesCase
+from study_records import flash_record, race_record, tiles_record
 
 
-def grid(**flags: object) -> tuple[PlannedCase, ...]:
-    return STUDY.cases(FlashFlags(part=("grid",), **flags))  # type: ignore[arg-type]
+def grid(**flags: object) -> tuple[GridCase, ...]:
+    return STUDY.cases(FlashFlags(part=("grid",), **flags))  # type: ignore[arg-type, return-value]
 
 
 def test_the_whole_grid_is_what_the_study_promises() -> None:
-    single = [case.config for case in grid() if case.config["heads"] == 1]
-    counted = Counter(config["attention"] for config in single)
-    # lengths × head dimensions × formats
+    single = [case for case in grid() if case.heads == 1]
+    counted = Counter(case.attention for case in single)
+    # lengths × head dimensions × dtypes
     assert counted == {
         "triton": 10 * 4 * 2, "sdpa_efficient": 10 * 4 * 2, "reference": 10 * 4 * 2,
         "sdpa_flash": 10 * 4, "sdpa_cudnn": 10 * 4, "tiled": 6 * 4 * 2,
@@ -28,19 +28,20 @@ def test_the_whole_grid_is_what_the_study_promises() -> None:
     }  # fmt: skip
     many = {Shape.parse(text).sizes for text in FlashFlags().shape}
     assert many >= {"1,16,16384,64", "2,16,16384,128", "4,32,2048,80", "1,16,4096,64"}
-    assert all(config["causal"] and config["mode"] == "both" for config in single)
+    assert all(case.causal and case.mode == "both" for case in single)
 
 
 def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> None:
-    names = [case.config["attention"] for case in grid()]
+    names = [case.attention for case in grid()]
     first = min(names.index(name) for name in ("flex", "compiled"))
     assert set(names[first:]) == {"flex", "compiled"}
     cases = STUDY.cases(FlashFlags())
-    kinds = [case.config["kind"] for case in cases]
-    assert [kind for kind, _ in itertools.groupby(kinds)] == ["race", "grid", "race", "tiles"]
+    kinds = [type(case) for case in cases]
+    order = [RaceCase, GridCase, RaceCase, TilesCase]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == order
     # Where the host's time counts, no profiler has run before.
-    assert [case.config["kind"] for case in cases[:9]] == ["race"] * 8 + ["grid"]
-    assert all(is_short(shape_of(case.config)) for case in cases[:8])
+    assert kinds[:9] == [RaceCase] * 8 + [GridCase]
+    assert all(isinstance(case, RaceCase) and case.is_short for case in cases[:8])
     shapes = [case.key.partition("_b")[2] for case in grid()[:first]]
     assert list(dict.fromkeys(shapes)) == [s for n, s in enumerate(shapes) if s != shapes[n - 1]]
 
@@ -51,18 +52,18 @@ def test_keys_are_those_of_one_cell_each() -> None:
 
 
 def test_a_race_of_one_short_head_times_more_calls_in_a_row() -> None:
-    races = STUDY.cases(FlashFlags(part=("race",)))
-    many = {case.key for case in races if case.config["back_to_back"] == 20}
+    races = [case for case in STUDY.cases(FlashFlags(part=("race",))) if isinstance(case, RaceCase)]
+    many = {case.key for case in races if case.back_to_back == 20}
     assert len(races) == 16
     assert len(many) == 8
     assert all("_b1_h1_" in key for key in many)
-    assert all(case.config["back_to_back"] and case.config["host_ahead"] for case in races)
-    assert {tuple(case.config["racers"]) for case in races} == {FlashFlags().racers}
+    assert all(case.back_to_back and case.host_ahead for case in races)
+    assert {case.racers for case in races} == {FlashFlags().racers}
 
 
 def test_every_kernel_has_a_case_of_its_tiles() -> None:
     cases = STUDY.cases(FlashFlags(part=("tiles",)))
-    assert {(case.config["pass"], case.config["head"]) for case in cases} == {
+    assert {(case.config["pass"], case.head) for case in cases} == {
         (kernel, head) for kernel in ("forward", "key_value", "query") for head in (64, 128)
     }
 
@@ -95,3 +96,38 @@ def test_names_and_numbers_are_checked() -> None:
     for name, value in (("steps", 0), ("rounds", 0), ("warmup", -1)):
         with pytest.raises(UsageError, match=f"{name} is {value}"):
             FlashFlags(**{name: value})  # type: ignore[arg-type]
+
+
+def test_cases_are_read_from_the_configs_of_their_records() -> None:
+    for case in STUDY.cases(FlashFlags()):
+        assert STUDY.decode(case.config) == case
+    made = [flash_record(), race_record({"triton": 1.0}), tiles_record("key_value", head=128)]
+    grid_case, race, tiles = (result.case for result in STUDY.results(made))
+    assert isinstance(grid_case, GridCase)
+    assert (grid_case.attention, grid_case.sizes) == ("triton", "1,1,4096,64")
+    assert isinstance(race, RaceCase)
+    assert (race.racers, race.sizes) == (("triton",), "1,16,16384,64")
+    assert isinstance(tiles, TilesCase)
+    assert (tiles.kernel, tiles.tile_sizes) == ("key_value", (16, 32, 64, 128))
+
+
+def test_keys_and_configs_stay_as_records_have_them() -> None:
+    first = {type(case): case for case in reversed(STUDY.cases(FlashFlags()))}
+    assert first[GridCase].key == "triton_b1_h1_s128_d16_bfloat16_causal"
+    assert first[GridCase].config == {
+        "kind": "grid", "attention": "triton", "batch": 1, "heads": 1, "seq": 128, "head": 16,
+        "dtype": "bfloat16", "causal": True, "mode": "both", "warmup": 2, "steps": 5,
+        "min_seconds": 0.05,
+    }  # fmt: skip
+    assert first[RaceCase].key == "race_b1_h1_s128_d64_bfloat16_causal"
+    assert first[RaceCase].config == {
+        "kind": "race", "batch": 1, "heads": 1, "seq": 128, "head": 64, "dtype": "bfloat16",
+        "causal": True, "racers": FlashFlags().racers, "back_to_back": 20, "host_ahead": True,
+        "warmup": 2, "rounds": 20, "min_seconds": 0.5,
+    }  # fmt: skip
+    assert first[TilesCase].key == "tiles_forward_d64"
+    assert first[TilesCase].config == {
+        "kind": "tiles", "pass": "forward", "batch": 1, "heads": 16, "seq": 4096, "head": 64,
+        "dtype": "bfloat16", "causal": True, "sizes": (16, 32, 64, 128), "warps": 4, "samples": 7,
+    }  # fmt: skip
+    assert {case.needs for case in first.values()} == {("bfloat16",)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flash_blocks import sentences, table
-from stepscope.studies.flash.health import skipped_tiles
-from stepscope.studies.flash.tile_view import resident_blocks
+from flash_blocks import finding, table
+from stepscope.studies.flash.kernels import skipped_tiles
+from stepscope.studies.flash.rows import resident_blocks
 from study_records import flash_record, tiles_record
 
 
@@ -84,9 +84,9 @@ class TestTiles:
         took = {"chosen": 0.3, "64x128": 0.31, "64x64": 0.4, "16x16": 0.9}
         out = {"128x64": "does not fit: shared memory", "128x128": "does not fit: registers"}
         records = [tiles_record(took=took, out=out), tiles_record("query")]
-        (told,) = sentences(records, "The chosen tiles of 2 kernels against 16 sizes")
-        assert told.tone == "good"
-        assert told.text.endswith("slower than the fastest in 2.")
+        told = finding(records, "flash.tile-choice")
+        assert (told.values["kernels"], told.values["beaten"], told.tone) == (2, 0, "good")
+        assert told.records == tuple(record.id for record in records)
         first, _ = table(records, "flash-tile-choice")
         assert first["chosen"] == "64\u00a0×\u00a0128"
         assert first["time"] == pytest.approx(0.3)
@@ -99,8 +99,6 @@ class TestTiles:
 
     def test_a_chosen_tile_that_loses_is_told(self) -> None:
         took = {"chosen": 0.3, "64x64": 0.2, "64x128": 0.3}
-        (told,) = sentences([tiles_record(took=took)], "The chosen tiles")
-        assert "the forward kernel takes 300 µs with the chosen one and 200 µs with 64 × 64" in (
-            told.text
-        )
-        assert told.tone == "warn"
+        told = finding([tiles_record(took=took)], "flash.tile-choice")
+        assert (told.values["beaten"], told.tone) == (1, "warn")
+        assert told.values["most_lost"] == pytest.approx(0.5)

@@ -17,13 +17,12 @@ from stepscope.attention.tiles import Tile
 from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import KernelRun
-from stepscope.studies.attention_workload import RESULTS, AttentionStep
+from stepscope.studies.attention.workload import RESULTS, AttentionStep
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.flash import STUDY, FlashFlags
+from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import Shape
-from stepscope.studies.flash.launches import launch_facts
-from stepscope.studies.flash.tiles import measure_tile
+from stepscope.studies.flash.cases import FlashFlags, Shape
+from stepscope.studies.flash.measure import launch_facts, measure_tile
 
 
 class Bench:
@@ -39,7 +38,7 @@ class Bench:
 
 def measured(**flags: Any) -> Measurement:
     (case,) = STUDY.cases(FlashFlags(min_seconds=0.0, race_seconds=0.0, rounds=3, **flags))
-    return STUDY.measure(case.config, Bench())
+    return STUDY.measure(case, Bench())
 
 
 def grid(attention: str, **flags: Any) -> Measurement:
@@ -123,7 +122,7 @@ def test_a_length_for_a_gpu_and_the_tiles_of_one_are_skipped_on_a_cpu() -> None:
         grid("sdpa", seq=(65536,))
     for case in STUDY.cases(FlashFlags(part=("tiles",))):
         with pytest.raises(CaseSkipped, match="a GPU kernel"):
-            STUDY.measure(case.config, Bench())
+            STUDY.measure(case, Bench())
 
 
 @pytest.mark.usefixtures("no_interpreter")

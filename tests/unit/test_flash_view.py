@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from flash_blocks import sentences, table
+from flash_blocks import finding, findings, table
 from sample_records import merged
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Figure, Finding, Interval, Table
+from stepscope.report.blocks import Figure, Interval, Table
 from stepscope.studies.flash import STUDY
-from stepscope.studies.flash.comparisons import PUBLISHED
-from study_records import flash_record, matrix_ceiling, race_record
+from stepscope.studies.flash.races import PUBLISHED
+from study_records import flash_record, matrix_ceiling, race_record, tiles_record
 
 
 def published(**peers: Sequence[float]) -> list[Record]:
@@ -26,11 +26,6 @@ def published(**peers: Sequence[float]) -> list[Record]:
         )
         for place, sizes in enumerate(PUBLISHED)
     ]
-
-
-def finding(records: Sequence[Record], code: str) -> Finding:
-    (found,) = (b for b in STUDY.view(records) if isinstance(b, Finding) and b.code == code)
-    return found
 
 
 class TestSpeed:
@@ -61,13 +56,11 @@ class TestSpeed:
 
     def test_a_mean_over_some_of_the_shapes_is_not_good(self) -> None:
         found = finding(published(sdpa_flash=(2.0,) * 5)[:3], "flash.against-peer")
-        assert "geometric mean of 3 of 5 shapes" in found.text
         assert (found.values["missing"], found.tone) == (2, "info")
 
     def test_the_shape_of_the_leaderboard(self) -> None:
         found = finding([race_record({"triton": 4.6, "auto": 4.6})], "flash.leaderboard-shape")
         assert found.values["ms"] == pytest.approx(4.6)
-        assert found.text == "1,16,16384,64 takes 4.60 ms forward and backward."
 
     def test_float32_is_compared_with_the_efficient_backend(self) -> None:
         races = [
@@ -90,7 +83,10 @@ class TestSpeed:
         assert "1,1,128,64" in ours["shape"]
         assert ours["measured"].value == pytest.approx(0.5)
         assert auto["measured"].value == pytest.approx(1.0)
-        assert sentences(races, "slower than torch's own call at 1 of them")
+        told = {found.values["ours"]: found for found in findings(races, "flash.short-calls")}
+        assert (told["triton"].values["slower"], told["auto"].values["slower"]) == (1, 0)
+        assert told["triton"].values["shape"] == "1,1,128,64"
+        assert told["auto"].records == tuple(record.id for record in races)
 
     @pytest.mark.parametrize(("spread", "slower"), [(0.0, 1), (0.3, 0)], ids=("clear", "wide"))
     def test_short_calls_are_slower_where_the_interval_shows_it(
@@ -109,9 +105,8 @@ class TestSpeed:
         races = [msgspec.structs.replace(made, series=tuple(held))]
         (row,) = table(races, "flash-speed")
         assert row["measured"].value < 1.0
-        (told,) = sentences(races, "With the host's share inside")
-        assert f"torch's own call at {slower or 'none'} of them" in told.text
-        assert told.tone == ("warn" if slower else "good")
+        told = finding(races, "flash.short-calls")
+        assert (told.values["slower"], told.tone) == (slower, "warn" if slower else "good")
 
     def test_the_caption_says_how_a_sample_began(self) -> None:
         def caption(records: Sequence[Record]) -> str:
@@ -142,8 +137,14 @@ class TestSpeed:
         records = [race_record({"triton": 1.0}, out=out)]
         (row,) = table(records, "flash-race")
         assert (row["flex"], row["tiled"]) == ("refused", "failed")
-        assert not sentences(records, "on cpu")
-        assert sentences(records, "tiled at 1,16,16384,64 bfloat16 failed: RuntimeError: no")
+        told = finding(records, "flash.racer-failed")
+        assert (told.values["racer"], told.values["shape"]) == ("tiled", "1,16,16384,64")
+        assert told.tone == "warn"
+
+    def test_a_race_without_a_result_keeps_its_row(self) -> None:
+        (row,) = table([race_record({"triton": 1.0}, status="oom", reason="out")], "flash-race")
+        assert (row["batch,heads,length,d"], row["calls"]) == ("1,16,16384,64", "OOM")
+        assert row["triton"] is None
 
 
 class TestGrid:
@@ -179,29 +180,39 @@ class TestGrid:
 
     def test_a_16_bit_format_that_is_slower_is_told(self) -> None:
         good = [flash_record(dtype="bfloat16", both=1.0), flash_record(dtype="float32", both=4.0)]
-        assert sentences(good, "slower nowhere")[0].tone == "good"
+        told = finding(good, "flash.narrow-dtype")
+        assert (told.values["shapes"], told.values["slower"], told.tone) == (1, 0, "good")
         bad = [flash_record(dtype="bfloat16", both=5.0), flash_record(dtype="float32", both=4.0)]
-        assert sentences(bad, "slower at bfloat16 1,1,4096,64")[0].tone == "warn"
+        told = finding(bad, "flash.narrow-dtype")
+        assert (told.values["slower"], told.tone) == (1, "warn")
+        assert told.records == tuple(record.id for record in bad)
 
     @pytest.mark.parametrize(
         ("dtype", "error", "missed"),
-        [("bfloat16", 0.9, ""), ("bfloat16", 1.2, "output."), ("bfloat16", 1.6, "output/dq/dk/dv"),
+        [("bfloat16", 0.9, ""), ("bfloat16", 1.2, "output"), ("bfloat16", 1.6, "output/dq/dk/dv"),
          ("float32", 1.9, ""), ("float32", 2.5, "output/dq/dk/dv")],
     )  # fmt: skip
     def test_our_errors_are_held_to_the_policy(self, dtype: str, error: float, missed: str) -> None:
-        (told,) = sentences([flash_record(dtype=dtype, error=error)], "triton errs by at most")
-        assert (told.tone == "warn") == bool(missed)
-        assert missed in told.text
+        told = finding([flash_record(dtype=dtype, error=error)], "flash.accuracy")
+        assert told.values["ratio"] == pytest.approx(error)
+        assert (told.values["missed"], told.values["tensors"]) == (int(bool(missed)), missed)
+        assert told.tone == ("warn" if missed else "good")
+
+    def test_errors_of_others_are_reported_where_they_are_beyond_the_policy(self) -> None:
+        records = [flash_record("flex", error=2.0), flash_record("sdpa_flash", error=0.5)]
+        told = finding(records, "flash.accuracy")
+        assert (told.values["attention"], told.tone) == ("flex", "info")
 
     def test_the_proof_of_our_kernels_and_its_absence(self) -> None:
         ran = {"forward": "forward_kernel", "backward": "query_kernel"}
         other = ran | {"backward": "void pytorch_flash::flash_bwd_kernel<int>"}
-        proof = "the profiler saw our kernels"
         saw = flash_record(attachments={"kernels": ran})
-        assert sentences([saw], f"In all 1 records of triton {proof}")
+        assert finding([saw], "flash.own-kernels").records == (saw.id,)
         fallen = [saw, flash_record(seq=512, attachments={"kernels": other})]
-        assert not sentences(fallen, proof)
-        assert sentences(fallen, "Lint other-kernel, 1×, first: triton ran kernels of sdpa_flash")
+        assert not findings(fallen, "flash.own-kernels")
+        lint = finding(fallen, "flash.lint")
+        assert (lint.values["lint"], lint.values["times"]) == ("other-kernel", 1)
+        assert lint.records == (fallen[1].id,)
 
     def test_what_a_forward_saves_is_held_against_the_prediction(self) -> None:
         def saving(extra: float, name: str) -> Record:
@@ -211,10 +222,12 @@ class TestGrid:
             return msgspec.structs.replace(made, quantities=merged(made.quantities, held))
 
         exact = [saving(0.0, "triton"), saving(0.0, "flex")]
-        (told,) = sentences(exact, "in 2 of 2 cells.")
-        assert told.tone == "good"
-        (told,) = sentences([*exact, saving(1024.0, "sdpa_flash")], "in 2 of 3 cells")
-        assert "off are sdpa_flash, at most by 1.00 KiB (sdpa_flash 1,1,4096,64" in told.text
+        told = finding(exact, "flash.saved")
+        assert (told.values["equal"], told.values["cells"], told.tone) == (2, 2, "good")
+        told = finding([*exact, saving(1024.0, "sdpa_flash")], "flash.saved")
+        assert (told.values["equal"], told.values["cells"], told.tone) == (2, 3, "info")
+        assert told.values["off_bytes"] == 1024
+        assert told.values["cell"] == "sdpa_flash 1,1,4096,64 bfloat16"
 
     def test_memory_grows_by_its_power(self) -> None:
         records = [
@@ -222,9 +235,10 @@ class TestGrid:
             for name, power in (("triton", 1.0), ("reference", 2.0))
             for seq in (1024, 2048, 4096)
         ]
-        (told,) = sentences(records, "Peak memory grows")
-        assert "triton 1.0 (" in told.text
-        assert "reference 2.0 (" in told.text
+        told = finding(records, "flash.memory-growth")
+        assert told.values["triton"] == pytest.approx(1.0)
+        assert told.values["reference"] == pytest.approx(2.0)
+        assert set(told.records) == {record.id for record in records}
 
     def test_cells_at_a_glance_say_where_the_host_decides(self) -> None:
         records = [
@@ -240,9 +254,10 @@ class TestGrid:
         assert (short["flex"], long["flex"].split("\u00a0")[0]) == (None, "0.500")
         (many,) = table(records, "flash-shapes")
         assert many["batch,heads,length,d"] == "4,16,4096,64"
-        (told,) = sentences(records, "In 1 of 4 cells the host issued for more than half")
-        assert "no cell below length 4096" in told.text
-        assert "it took 600 µs to 600 µs" in told.text
+        told = finding(records, "flash.host-bound")
+        assert (told.values["cells"], told.values["of"]) == (1, 4)
+        assert told.values["free_from_length"] == 4096
+        assert told.values["issue_ms_low"] == told.values["issue_ms_high"] == pytest.approx(0.6)
 
     def test_a_figure_leaves_out_lengths_at_which_the_host_decides_for_all(self) -> None:
         records = [
@@ -266,9 +281,10 @@ class TestGrid:
             ("flex", "host"), ("flex", "device"), ("flex", "device"),
         ]  # fmt: skip
         assert [row["ratio"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
-        (told,) = sentences(records, "where kernels decide, ours is faster at 1 of 2")
-        assert "behind at 1 (0.800 of flex at 1,1,4096,64 bfloat16)" in told.text
-        assert "At the other 1 the host decides, and ours is behind at 1." in told.text
+        told = finding(records, "flash.fastest-peer").values
+        assert (told["by_kernels"], told["faster"], told["behind"]) == (2, 1, 1)
+        assert told["lowest"] == pytest.approx(0.8)
+        assert (told["by_host"], told["behind_by_host"]) == (1, 1)
 
     def test_every_error_beyond_the_policy_is_listed(self) -> None:
         records = [flash_record("flex", dtype="float32", error=2.5), flash_record(error=0.5)]
@@ -291,13 +307,14 @@ class TestGrid:
             flash_record(dtype="float32", seq=seq, both=both, attachments=ran, ceilings=limits)
             for seq, both in ((4096, 0.125), (8192, 0.5))
         ]
-        (told,) = sentences(records, "The highest rate in float32")
-        assert told.text.endswith("as six products of bfloat16, whose limit is 100 TFLOP/s.")
-        assert not sentences(records, "above-ceiling")
+        told = finding(records, "flash.highest-rate").values
+        assert told["limit"] == "six products of bfloat16"
+        assert told["limit_rate"] == pytest.approx(100e12)
+        assert not findings(records, "flash.lint")
         drawn = next(b for b in STUDY.view(records) if isinstance(b, Figure))
         assert [mark.value for mark in drawn.marks] == pytest.approx([50.0, 100.0])
         plain = [flash_record(dtype="float32", both=0.125, ceilings=limits)]
-        assert sentences(plain, "Lint above-ceiling")
+        assert finding(plain, "flash.lint").values["lint"] == "above-ceiling"
 
     def test_kernels_are_counted_by_name(self) -> None:
         ran = {"forward": "forward_kernel", "backward": "query_kernel"}
@@ -313,3 +330,101 @@ class TestGrid:
             "forward_kernel", "query_kernel", 2,
         )  # fmt: skip
         assert reference["forward"] == "none: products and a softmax"
+
+
+RAN = {"forward": "forward_kernel", "backward": "query_kernel"}
+PEER_AND_HOST = [
+    flash_record(both=1.0),
+    flash_record("flex", both=0.8),
+    flash_record(seq=512, both=0.05, issued=0.04),
+    flash_record("flex", seq=512, both=0.1, issued=0.08),
+]
+SENTENCES = {
+    "flash.against-peer": (
+        published(sdpa_flash=(2.0,) * 5)[:3],
+        "Against sdpa_flash in bfloat16 ours is 2.00 times as fast (geometric mean of 3 of 5"
+        " shapes; lowest 2.00 at 1,16,16384,64).",
+    ),
+    "flash.leaderboard-shape": (
+        [race_record({"triton": 4.6})],
+        "1,16,16384,64 takes 4.60 ms forward and backward.",
+    ),
+    "flash.short-calls": (
+        [race_record({"triton": 0.01}, "1x1x128x64", in_a_row={"triton": 0.2, "sdpa": 0.1})],
+        "With the host's share inside, triton is 0.500 times as fast as sdpa over 1 shape with one"
+        " head (lowest 0.500 at 1,1,128,64): slower than torch's own call at 1 of them.",
+    ),
+    "flash.racer-failed": (
+        [race_record({"triton": 1.0}, out={"tiled": "failed: RuntimeError: no"})],
+        "tiled at 1,16,16384,64 bfloat16 failed: RuntimeError: no",
+    ),
+    "flash.highest-rate": (
+        [flash_record(both=1.0), flash_record("flex", both=0.8)],
+        "The highest rate in bfloat16 is 9.40 TFLOP/s forward and backward, flex at 1,1,4096,64,"
+        " 1.3 % of the 700 TFLOP/s that matrix products alone reach here; ours reaches 7.52 TFLOP/s"
+        " at 1,1,4096,64.",
+    ),
+    "flash.fastest-peer": (
+        PEER_AND_HOST,
+        "Against the fastest other at each of 2 shapes, one after the other and not in turns: where"
+        " kernels decide, ours is faster at 0 of 1 and behind at 1 (0.800 of flex at 1,1,4096,64"
+        " bfloat16). At the other 1 the host decides, and ours is behind at 0.",
+    ),
+    "flash.host-bound": (
+        PEER_AND_HOST,
+        "In 2 of 4 cells the host issued for more than half of the time; their rates are not the"
+        " kernels' (* in the tables). With one head no cell below length 4096 is free of it. To"
+        " issue a forward and a backward of triton it took 40.0 µs to 40.0 µs there.",
+    ),
+    "flash.narrow-dtype": (
+        [flash_record(both=5.0), flash_record(dtype="float32", both=4.0)],
+        "Our kernels in a 16-bit format against float32, 1 shapes: slower at bfloat16 1,1,4096,64.",
+    ),
+    "flash.memory-growth": (
+        [flash_record(seq=seq, peak=1000.0 * seq) for seq in (1024, 2048, 4096)],
+        "Peak memory grows as a power of the length, over the longest three in bfloat16 at d 64:"
+        " triton 1.0 (3.91 MiB at 4096).",
+    ),
+    "flash.accuracy": (
+        [flash_record(error=1.2)],
+        "triton errs by at most 1.20 times what the reference in the same format does, over 1"
+        " shapes (1,1,4096,64 bfloat16). Beyond the policy of our own kernels at 1: 1,1,4096,64"
+        " bfloat16 output.",
+    ),
+    "flash.own-kernels": (
+        [flash_record(attachments={"kernels": RAN})],
+        "In all 1 records of triton the profiler saw our kernels, forward and backward, and no"
+        " other attention kernel.",
+    ),
+    "flash.without-result": (
+        [flash_record(), flash_record(seq=8192, status="oom", reason="too large")],
+        "1 of 2 cases ran out of memory: triton_b1_h1_s8192_d64_bfloat16_causal. The first said:"
+        " too large",
+    ),
+    "flash.tile-choice": (
+        [tiles_record(took={"chosen": 0.3, "64x64": 0.2, "64x128": 0.3})],
+        "The chosen tiles of 1 kernels against 16 sizes with 4 warps: at most 5.0 % slower than the"
+        " fastest in 0; at 1,16,4096,64 the forward kernel takes 300 µs with the chosen one and 200"
+        " µs with 64 × 64.",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_wording(code: str) -> None:
+    records, sentence = SENTENCES[code]
+    assert finding(records, code).sentence == sentence
+
+
+def test_wording_of_what_is_off_and_of_lints() -> None:
+    made = flash_record(attachments={"kernels": RAN | {"forward": "flash_fwd_kernel"}})
+    predicted = made.quantity("predicted_saved_bytes") or 0.0
+    held = (Quantity(name="saved_bytes", value=predicted + 1024, unit="B"),)
+    records = [msgspec.structs.replace(made, quantities=merged(made.quantities, held))]
+    assert finding(records, "flash.saved").sentence == (
+        "What a forward saves is what the shapes predict, to the byte, in 0 of 1 cells; off are"
+        " triton, at most by 1.00 KiB (triton 1,1,4096,64 bfloat16)."
+    )
+    lint = finding(records, "flash.lint")
+    assert lint.sentence.startswith("Lint other-kernel, 1×, first: triton ran ")
+    assert lint.sentence.endswith(".")

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import attached, inspected_record
+from own_records import attached, coded, inspected_record
 from sample_records import environment, times
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
+from stepscope.report.blocks import Finding
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.gather import with_profile
 from stepscope.studies.inspected.rows import Watched, programs
@@ -28,33 +29,36 @@ def with_summary(made: Record, **changes: object) -> Record:
 
 
 def test_ranks_that_take_turns_are_not_blamed() -> None:
-    def told(*starts: list[list[int]]) -> str:
+    def found(code: str, *starts: list[list[int]]) -> Finding:
         records = [
-            attached(inspected_record(rank, len(starts)), collectives=times)
+            attached(inspected_record(rank, len(starts), id=f"rank{rank}"), collectives=times)
             for rank, times in enumerate(starts)
         ]
         (ranks,) = programs(records)
-        texts = [one.text for one in inspected_findings(ranks)]
-        (text,) = [
-            text
-            for text in texts
-            if text.startswith(("The ranks", "Rank ", "The 2 ranks", "Several"))
-        ]
-        return text
+        one = coded(inspected_findings(ranks), code)
+        assert one.records == tuple(record.id for record in records)
+        return one
 
     ms = 1_000_000
-    assert told([[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]]).startswith(
+    turns = found("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
+    assert turns.text == (
         "The ranks take turns in being late, and the others wait for whoever it is: last to come"
         " to 3 collectives was rank 0 for 2, rank 1 for 1."
     )
-    assert told([[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]]).startswith(
-        "Rank 1 is the slowest"
-    )
-    assert told([[0]], [[6 * ms]], [[10 * ms]]) == (
+    slow = found("inspect.slowest-rank", [[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]])
+    assert slow.values["slowest"] == 1
+    assert slow.text.startswith("Rank 1 is the slowest: it comes to a collective 1")
+    several = found("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])
+    assert several.values == {
+        "ranks": 3, "slowest": None,
+        "rank0_late_ms": 0.0, "rank1_late_ms": 6.0, "rank2_late_ms": 10.0,
+    }  # fmt: skip
+    assert several.text == (
         "Several ranks are late to the collectives, in the mean after the first one:"
         " rank 2 10.0 ms, rank 1 6.00 ms."
     )
-    assert told([[0], [20 * ms]], [[10], [20 * ms]]).startswith("The 2 ranks are alike")
+    alike = found("inspect.ranks-alike", [[0], [20 * ms]], [[10], [20 * ms]])
+    assert alike.text == "The 2 ranks are alike: none holds the others up."
 
 
 @pytest.mark.parametrize(
@@ -69,9 +73,12 @@ def test_ranks_that_take_turns_are_not_blamed() -> None:
 )  # fmt: skip
 def test_traced_steps_are_told_apart_from_timed_ones(step: float, said: tuple[str, ...]) -> None:
     (ranks,) = programs([inspected_record(step=step)])
-    text = " ".join(one.text for one in inspected_findings(ranks))
+    found = inspected_findings(ranks)
+    text = " ".join(one.sentence for one in found)
     assert all(part in text for part in said), text
     assert ("Under the profiler" in text) is (step != 1.01)
+    values = coded(found, "inspect.step").values
+    assert values["traced_more"] == pytest.approx(1 / step - 1, abs=1e-6)
 
 
 @pytest.mark.parametrize(("device", "things"), [("cpu", "operators"), ("cuda", "kernels")])
@@ -92,8 +99,9 @@ def test_a_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
     lines = {PARAMETERS: 1 << 20, f"{SAVED}1 BatchNorm2d, batch_norm": 1 << 30}
     ledger = memory_record(lines=lines).attachments["ledger"]
     (ranks,) = programs([attached(inspected_record(), ledger=ledger)])
-    (text,) = [one.text for one in inspected_findings(ranks) if "kept for backward" in one.text]
-    assert "the line “1 BatchNorm2d, batch_norm” has the most" in text
+    found = coded(inspected_findings(ranks), "inspect.memory")
+    assert "the line “1 BatchNorm2d, batch_norm” has the most" in found.text
+    assert not found.timed
 
 
 def watched_with(**changes: object) -> Watched:
@@ -139,11 +147,12 @@ def test_a_mean_of_calls_is_named_as_a_mean(counted: float, said: str) -> None:
 def test_a_step_faster_than_its_host_alone_is_limited_by_the_host() -> None:
     made = inspected_record(step=1.0)
     for issue, said in ((0.5, "takes 2 times that"), (2.0, "it is the host that limits it")):
-        issued = msgspec.structs.replace(times("issue", issue, "host"), phase="forward")
+        issued = times("issue", issue, "host", phase="forward")
         series = (*made.series, issued)
         lead = Watched(msgspec.structs.replace(made, series=series))
-        (text,) = [one.text for one in inspected_findings([lead]) if "to issue a step" in one.text]
-        assert said in text
+        found = coded(inspected_findings([lead]), "inspect.issue")
+        assert found.values == {"issue_ms": issue, "step_ms": 1.0, "forward": issue}
+        assert said in found.text
 
 
 def test_loading_is_no_more_than_the_step() -> None:
@@ -161,9 +170,9 @@ def test_a_rate_above_its_ceiling_says_why() -> None:
     for value, too_low in ((1e12, True), (4e12, False)):
         ceiling = Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
         made = inspected_record(step=1.0, quantities=quantities, ceilings=(ceiling,))
-        texts = [one.text for one in inspected_findings([Watched(made)])]
-        (text,) = [one for one in texts if one.startswith("A step has")]
-        assert ("measured too low" in text) is too_low
+        found = coded(inspected_findings([Watched(made)]), "inspect.rate")
+        assert found.values["mfu"] == pytest.approx(2e12 / value)
+        assert ("measured too low" in found.text) is too_low
 
 
 def test_a_trace_that_is_missing_is_not_named_by_its_temporary_path(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.attention import implementation, reference_attention
+from stepscope.attention import reference_attention
+from stepscope.attention.api import attention_with
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -124,7 +125,7 @@ def test_self_attention_with_sdpa_agrees_with_the_reference() -> None:
     layer = CausalSelfAttention(64, 4, rotary, reference_attention)
     x = torch.randn(2, 33, 64)
     expected = layer(x)
-    layer.attend = implementation("sdpa").function
+    layer.attend = attention_with("sdpa")
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-6)
 
 

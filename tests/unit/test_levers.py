@@ -20,9 +20,9 @@ from stepscope.measure.levers import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.levers import NAMES, LeversFlags
+from stepscope.studies.levers.cases import NAMES, LeverCase, LeversFlags
 from stepscope.studies.levers.catalog import LEVERS
-from stepscope.studies.levers.measuring import measure_lever
+from stepscope.studies.levers.measure import measure_lever
 from stepscope.studies.registry import find_study
 
 CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
@@ -30,7 +30,7 @@ CONFIG = {"mib": 1, "rows": 256, "warmup": 0, "rounds": 2}
 
 @pytest.mark.parametrize("lever", LEVERS)
 def test_both_forms_on_a_cpu_are_right_and_timed(lever: str) -> None:
-    done = measure_lever({"lever": lever, **CONFIG}, QuietBench())
+    done = measure_lever(LeverCase(lever=lever, **CONFIG), QuietBench())
     assert [(s.name, s.variant) for s in done.series] == [("step", "slow"), ("step", "fast")]
     assert all(len(series.values) == 2 for series in done.series)
     for form in ("slow", "fast"):
@@ -60,7 +60,7 @@ def test_a_form_that_is_wrong_is_an_error_and_not_a_time(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(on_cpu, "PAIRS", {"coalescing": broken})
     with pytest.raises(RuntimeError, match="the fast form is wrong: off by"):
-        measure_lever({"lever": "coalescing", **CONFIG}, QuietBench())
+        measure_lever(LeverCase(lever="coalescing", **CONFIG), QuietBench())
 
 
 def test_a_result_that_is_not_finite_is_infinitely_wrong() -> None:
@@ -72,7 +72,7 @@ def test_without_triton_a_gpu_has_no_pairs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     bench: Any = SimpleNamespace(device=SimpleNamespace(kind="cuda"))
     with pytest.raises(CaseSkipped, match="Triton is not here"):
-        measure_lever({"lever": "fusion", **CONFIG}, bench)
+        measure_lever(LeverCase(lever="fusion", **CONFIG), bench)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_system_without_those_files_has_an_empty_card(tmp_path: Path) -> None:
 
 def viewed(*records: Record) -> tuple[str, dict[str, Table]]:
     blocks = find_study("levers").view(records)
-    said = "\n".join(block.text for block in blocks if isinstance(block, Finding))
+    said = "\n".join(block.sentence for block in blocks if isinstance(block, Finding))
     return said, {block.name: block for block in blocks if isinstance(block, Table)}
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from stepscope.records.jsonl import read_records
-from stepscope.studies.checkpointing.rows import Tried
+from stepscope.studies.checkpointing.view import Tried
 from stepscope.studies.memory.rows import Accounted, accounted
 from stepscope.studies.plans import prediction_for
+from stepscope.studies.registry import find_study
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -53,7 +54,8 @@ def test_the_prediction_is_still_what_was_recorded(cases: list[Accounted], size:
 
 
 def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:
-    tried = [Tried(record) for record in read_records(RESULTS / "checkpointing_h200.jsonl")]
+    records = read_records(RESULTS / "checkpointing_h200.jsonl")
+    tried = [Tried(result) for result in find_study("checkpointing").results(records)]
     ran = [each for each in tried if each.ok]
     assert len(ran) >= 10
     for each in ran:

@@ -12,12 +12,17 @@ import torch
 from command_line import CommandLine
 from own_models import causal_lm, causal_lm_flops
 from quiet_bench import QuietBench
-from sample_records import environment, record
+from sample_records import environment, record, value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
+from stepscope.measure.timer import Phase
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
+from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
+from stepscope.studies.memory.recording import in_small
+from stepscope.studies.own import step as own_step
+from stepscope.studies.own.building import build
 from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
 from stepscope.studies.subject import TrainingStep
@@ -38,11 +43,18 @@ SMALL: dict[str, dict[str, Any]] = {
 def cases(study: str, model: str, **flags: Any) -> tuple[PlannedCase, ...]:
     found = find_study(study)
     given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
-    return found.cases(found.flags(**given))
+    return found.planned(found.flags(**given))
+
+
+def workload_of(model: str, **changes: Any) -> Workload:
+    flags = WorkloadFlags(model=f"own_models:{model}", batch=(2,))
+    (made,) = workloads(flags, ("train-step",))
+    return msgspec.structs.replace(made, **changes)
 
 
 def measured(case: PlannedCase) -> Record:
-    found = find_study(case.study).measure(case.config, QuietBench())
+    study = find_study(case.study)
+    found = study.measure(study.decode(case.config), QuietBench())
     made = record(
         study=case.study, case=case.key, series=found.series,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
@@ -72,10 +84,7 @@ def test_every_study_of_a_step_takes_it(study: str, model: str) -> None:
 
 def test_a_forward_has_a_forwards_flops_and_blocks_run_again_count_once() -> None:
     def step(**changes: Any) -> TrainingStep:
-        (made,) = workloads(
-            WorkloadFlags(model="own_models:causal_lm", batch=(2,)), ("train-step",)
-        )
-        return make_step(msgspec.structs.replace(made, **changes), CpuDevice())
+        return make_step(workload_of("causal_lm", **changes), CpuDevice())
 
     whole, forward, again = step(), step(mode="forward"), step(checkpoint="1")
     assert isinstance(whole, UserStep)
@@ -88,6 +97,57 @@ def test_a_forward_has_a_forwards_flops_and_blocks_run_again_count_once() -> Non
     assert flops["again"] == flops["whole"] == causal_lm_flops(2)
     assert 0 < flops["forward"] < flops["whole"] / 2
     assert again.gradients_missing() == whole.gradients_missing() == 0
+
+
+@pytest.mark.parametrize("compiled", ["no", "model"])
+def test_flops_are_counted_on_the_measured_model(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second model would need its memory twice, and be part of the peak."""
+    torch._dynamo.reset()
+    built = []
+    monkeypatch.setattr(own_step, "build", lambda name: built.append(name) or build(name))
+    made = workload_of("causal_lm", compile=compiled, checkpoint="1")
+    step = make_step(made, CpuDevice())
+    assert value_of(step.quantities(), "flops") == causal_lm_flops(2)
+    assert built == ["own_models:causal_lm"]
+
+
+def test_the_peak_is_read_before_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    plain = UserStep.quantities
+    monkeypatch.setattr(
+        UserStep, "quantities", lambda step: order.append("quantities") or plain(step)
+    )
+    monkeypatch.setattr(timed_step, "_peak", lambda *_: order.append("peak"))
+    (case,) = cases("benchmark", "causal_lm")
+    measured(case)
+    assert order == ["peak", "quantities"]
+
+
+@pytest.mark.parametrize("model", [{}, {"model": "own_models:causal_lm"}])
+def test_a_run_is_a_reset_and_every_phase_in_order(
+    model: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {} if model else {"size": ("tiny",), "context": (16,), "vocab": 64}
+    flags = WorkloadFlags(**model, **size, batch=(2,))  # type: ignore[arg-type]
+    (made,) = workloads(flags, ("forward-backward",))
+    step = make_step(made, CpuDevice())
+    seen: list[str] = []
+    phases = tuple(
+        Phase(phase.name, lambda phase=phase: (seen.append(phase.name), phase.run()))  # type: ignore[misc]
+        for phase in step.phases()
+    )
+    reset = step.reset
+    monkeypatch.setattr(step, "phases", lambda: phases)
+    monkeypatch.setattr(step, "reset", lambda: (seen.append("reset"), reset()))
+    step.run()
+    first = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
+    step.run()
+    assert seen == ["reset", *(phase.name for phase in phases)] * 2
+    # The reset dropped the gradients of the first step: none is added to the second's.
+    second = [p.grad for p in step.model.parameters() if p.grad is not None]
+    torch.testing.assert_close(second, first)
 
 
 def test_checkpointed_blocks_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +167,10 @@ def test_a_model_without_blocks_is_skipped_where_blocks_are_meant() -> None:
     (case,) = cases("benchmark", "conv_net", compile=("block",))
     with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
         measured(case)
+    own = find_study("own")
+    (case,) = own.cases(own.flags(model="own_models:conv_net", batch=(2,), compile=("block",)))
+    with pytest.raises(CaseSkipped, match="no ModuleList of blocks"):
+        own.measure(case, QuietBench())
 
 
 @pytest.mark.parametrize(
@@ -161,3 +225,12 @@ def test_ranks_train_it_too(tmp_path: Path) -> None:
     assert (ddp.status, fsdp.status) == ("ok", "ok")
     model, _ = causal_lm()
     assert ddp.quantity("gradient_bytes") == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_small_step_before_a_memory_measurement_is_of_the_same_model() -> None:
+    small = in_small(workload_of("causal_lm", checkpoint="1", mode="forward-backward"))
+    assert (small.own, small.batch, small.checkpoint) == ("own_models:causal_lm", 1, "no")
+    step = make_step(small, CpuDevice())
+    step.run()
+    assert isinstance(step, UserStep)
+    assert value_of(step.quantities(), "samples") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from command_line import CommandLine
@@ -12,14 +13,14 @@ from own_records import own_record
 from quiet_bench import QuietBench
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.own import STUDY, OwnFlags
-from stepscope.studies.own.view import own_blocks
+from stepscope.studies.own import STUDY
+from stepscope.studies.own.cases import OwnFlags
 
 
 def measured(name: str, **changes: Any) -> Any:
     flags = OwnFlags(model=f"own_models:{name}", batch=(2,), warmup=1, steps=2, traced=1, **changes)
     (case,) = STUDY.cases(flags)
-    return STUDY.measure(case.config, QuietBench())
+    return STUDY.measure(case, QuietBench())
 
 
 @pytest.mark.parametrize(
@@ -97,19 +98,25 @@ def test_flags_are_checked_before_anything_runs(flags: dict[str, Any], said: str
 
 def test_the_view_compares_settings_with_the_first() -> None:
     records = [
-        own_record(100.0),
-        own_record(25.0, 1 << 30, setting={"dtype": "bfloat16"}),
-        own_record(150.0, setting={"batch": 16}),
+        own_record(100.0, id="first"),
+        own_record(25.0, 1 << 30, setting={"dtype": "bfloat16"}, id="dtype"),
+        own_record(150.0, setting={"batch": 16}, id="batch"),
         own_record(10.0, setting={"dtype": "bfloat16", "optimizer": "adamw-fused"}),
     ]
-    blocks = own_blocks(records)
-    texts = [b.text for b in blocks if isinstance(b, Finding)]
-    assert (
+    blocks = STUDY.view(records)
+    dtype, batch = [b for b in blocks if isinstance(b, Finding) and b.code == "own.setting"]
+    assert dtype.text == (
         "With dtype bfloat16 instead of float32 a step takes 25.0 ms instead of 100 ms: 4.00× the"
-        " speed, and its peak goes from 2.00 GiB to 1.00 GiB." in texts
+        " speed, and its peak goes from 2.00 GiB to 1.00 GiB."
     )
-    assert any("1.33× the speed for each sample" in text for text in texts)
-    assert not any("adamw-fused" in text for text in texts)
+    assert dtype.values == {
+        "setting": "dtype", "value": "bfloat16", "base_value": "float32", "step_ms": 25.0,
+        "base_ms": 100.0, "speedup": 4.0, "peak_bytes": 1 << 30, "base_peak_bytes": 2 << 30,
+    }  # fmt: skip
+    assert (dtype.tone, dtype.records) == ("good", ("first", "dtype"))
+    assert batch.values["speedup"] == pytest.approx(4 / 3)
+    assert "1.33× the speed for each sample" in batch.text
+    assert batch.records == ("first", "batch")
     (table,) = [b for b in blocks if isinstance(b, Table) and b.name == "own-settings"]
     assert [row[2] for row in table.rows] == ["float32", "bfloat16", "float32", "bfloat16"]
     assert table.columns[5].title == "step"
@@ -117,7 +124,27 @@ def test_the_view_compares_settings_with_the_first() -> None:
 
 def test_rows_of_the_settings_can_be_told_apart() -> None:
     records = [own_record(100.0), own_record(130.0, setting={"checkpoint": "blocks"})]
-    (table,) = [b for b in own_blocks(records) if isinstance(b, Table) and b.name == "own-settings"]
+    (table,) = [b for b in STUDY.view(records) if isinstance(b, Table) and b.name == "own-settings"]
     assert table.columns[5].title == "checkpoint"
     assert [row[5] for row in table.rows] == ["as-is", "blocks"]
     assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_a_case_without_a_result_keeps_its_settings() -> None:
+    lost = own_record(setting={"batch": 64}, status="oom", reason="too large")
+    table = STUDY.headline([own_record(100.0), lost])
+    assert table is not None
+    assert table.rows[1] == (
+        "lab:build", 64, "float32", "no", "adamw", "OOM", *[None] * 8,
+    )  # fmt: skip
+    *_, listed = STUDY.view([own_record(100.0), lost])
+    assert isinstance(listed, Table)
+    assert (listed.name, listed.rows) == ("own-lost", ((lost.case, "oom", "too large"),))
+
+
+def test_a_record_from_before_the_newest_settings_is_shown() -> None:
+    made = own_record(100.0)
+    old = {k: v for k, v in made.config.items() if k not in ("attention", "checkpoint")}
+    table = STUDY.headline([msgspec.structs.replace(made, config=old)])
+    assert table is not None
+    assert table.rows[0][:5] == ("lab:build", 8, "float32", "no", "adamw")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import attached, inspected_record
+from own_records import attached, coded, codes, inspected_record
 from sample_records import environment
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
@@ -123,15 +123,13 @@ def test_a_least_time_above_the_measured_one_has_its_reason(
     profile = with_lines(made.required("profile", Summary), *lines)
     lead = Watched(attached(made, profile=profile))
     blocks = waterfall_blocks(lead, "inspect")
-    texts = [block.text for block in blocks if isinstance(block, Finding)]
-    (said,) = (text for text in texts if text.startswith("The least"))
-    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", said)]
+    said = coded(blocks, "inspect.waterfall")
+    shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", said.sentence)]
     assert len(shares) == 2
     assert sum(shares) <= 100.2
     assert lead.step_ms is not None
-    reasons = [text for text in texts if "measured too low" in text]
     if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
-        assert reasons
+        assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
     ends = [stretch.end for lane in picture.lanes for stretch in lane.stretches]
     assert max(ends) <= lead.step_ms * (1 + 1e-9)
@@ -139,8 +137,12 @@ def test_a_least_time_above_the_measured_one_has_its_reason(
 
 def test_the_page_has_it_where_the_rate_is_known() -> None:
     blocks = waterfall_blocks(Watched(watched()), "inspect")
-    (finding,) = (block for block in blocks if isinstance(block, Finding))
+    assert codes(blocks) == ["inspect.waterfall"]
+    finding = coded(blocks, "inspect.waterfall")
     assert "can take here is 2.28 ms, 22.8 % of the 10.0 ms of a step" in finding.text
+    assert finding.conclusion.startswith(f"The largest part beyond is {finding.values['cause']}: ")
+    assert finding.values["step_ms"] == pytest.approx(10.0)
+    assert finding.records == (watched().id,)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
     assert picture.lanes[-1].label == "measured"
     assert waterfall_blocks(Watched(watched(ceilings=())), "inspect") == ()

@@ -18,14 +18,14 @@ def race(ratio: float = 0.9, spread: float = 0.0) -> Record:
     """Rank 1 is the slowest of both; every other round is off by `spread`."""
     rounds = [ratio + (spread if number % 2 else -spread) for number in range(20)]
     times = {
-        ("ours.step", 0): [50.0] * 20, ("ours.step", 1): [100 * value for value in rounds],
-        ("theirs.step", 0): [99.0] * 20, ("theirs.step", 1): [100.0] * 20,
-        ("ours.cpu", 0): [30.0] * 20, ("ours.cpu", 1): [50.0] * 20,
-        ("theirs.cpu", 0): [40.0] * 20, ("theirs.cpu", 1): [60.0] * 20,
+        ("ours", "step", 0): [50.0] * 20, ("ours", "step", 1): [100 * value for value in rounds],
+        ("theirs", "step", 0): [99.0] * 20, ("theirs", "step", 1): [100.0] * 20,
+        ("ours", "cpu", 0): [30.0] * 20, ("ours", "cpu", 1): [50.0] * 20,
+        ("theirs", "cpu", 0): [40.0] * 20, ("theirs", "cpu", 1): [60.0] * 20,
     }  # fmt: skip
     series = tuple(
-        Series(name=name, unit="ms", rank=rank, values=tuple(values))
-        for (name, rank), values in times.items()
+        Series(name=name, variant=who, unit="ms", rank=rank, values=tuple(values))
+        for (who, name, rank), values in times.items()
     )
     config = {
         "ours": "DDP", "theirs": "torch's", "size": "mini", "context": 16, "ranks": 2,

@@ -14,12 +14,14 @@ from sample_records import environment, times
 from stepscope.analysis.trace.files import read_trace
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.device import CpuDevice
+from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
+from stepscope.studies.subject import Subject
 from stepscope.studies.traced import trace_step
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
@@ -138,7 +140,7 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
     tried = {"graph_replay": 0.38, "larger_batch": 1.1}
     slow = profile_record(
         "forward", trace=training_step(), experiments=tried,
-        quantities=(_sequences(16),),
+        quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
     said = findings(slow)
     assert "the host limits this step; the device is idle for 76.0 % of it" in said
@@ -166,7 +168,7 @@ def test_either_experiment_may_show_that_the_host_limits(
     record = profile_record(
         "forward", trace=training_step(),
         experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
-        quantities=(_sequences(16),),
+        quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
     (group,) = groups([record])
     assert group.fullest().experiments_say() is says
@@ -264,10 +266,6 @@ def test_how_much_is_told_apart_is_told() -> None:
     assert found.tone == "warn"
 
 
-def _sequences(value: float) -> Quantity:
-    return Quantity(name="larger_batch", value=value, unit="sequences")
-
-
 def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
     record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
     (group,) = groups([record])
@@ -351,7 +349,7 @@ def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyP
     (case,) = STUDY.cases(flags)
     measured = STUDY.measure(case.config, QuietBench())
     assert measured.notes == {}
-    assert set(measured.attachments) == {"profile"}
+    assert measured.attachments.keys() == {"profile"}
 
 
 def test_the_published_cases_hold_what_is_to_be_shown() -> None:
@@ -379,13 +377,19 @@ def test_the_published_cases_hold_what_is_to_be_shown() -> None:
 def test_a_trace_of_a_gpu_without_kernels_is_no_account_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Doubling(Subject):
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("double", lambda: torch.ones(3) * 2),)
+
+        def reset(self) -> None: ...
+
     class Blind(CpuDevice):
         kind = "cuda"
 
     monkeypatch.delenv("STEPSCOPE_TRACES", raising=False)
     with pytest.raises(StepscopeError, match="recorded no kernels"):
-        trace_step(lambda: torch.ones(3) * 2, Blind(), "blind", steps=1)
-    traced = trace_step(lambda: torch.ones(3) * 2, CpuDevice(), "seen", steps=1)
+        trace_step(Doubling(), Blind(), "blind", steps=1)
+    traced = trace_step(Doubling(), CpuDevice(), "seen", steps=1)
     assert len(traced.series.values) == 1
     assert traced.notes == {}
-    assert set(traced.attachments) == {"profile"}
+    assert traced.attachments.keys() == {"profile"}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from rehearsal_records import check_record, ready_times, recorded_record
 from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
+from stepscope.studies.ddp.measure import make_model
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.checks import check_of, judge
-from stepscope.studies.rehearsal.ranks import Sampled
-from stepscope.studies.rehearsal.subject import subject_of
+from stepscope.studies.rehearsal import checks, subject
+from stepscope.studies.rehearsal.cases import Sampled
 
 
 def view(*records: Record) -> tuple[Any, ...]:
@@ -24,6 +26,20 @@ def view(*records: Record) -> tuple[Any, ...]:
 
 def findings(*records: Record) -> list[Finding]:
     return [block for block in view(*records) if isinstance(block, Finding)]
+
+
+def of_code(code: str, *records: Record) -> list[Finding]:
+    return [found for found in findings(*records) if found.code == code]
+
+
+def subject_of(record: Record) -> subject.Subject | None:
+    (result,) = find_study("rehearsal").results([record])
+    return subject.subject_of(*result)
+
+
+def check_of(record: Record) -> checks.Check | None:
+    (result,) = find_study("rehearsal").results([record])
+    return checks.check_of(*result)
 
 
 def table(name: str, *records: Record) -> Table:
@@ -83,29 +99,74 @@ def test_a_record_from_before_a_field_was_there_is_read() -> None:
 
 
 def test_the_device_rate_and_the_packing_come_from_the_record() -> None:
-    subject = subject_of(recorded_record())
-    assert subject is not None
-    assert subject.flops_per_s == pytest.approx(9e12 / 90e-3)
+    held = subject_of(recorded_record())
+    assert held is not None
+    assert held.flops_per_s == pytest.approx(9e12 / 90e-3)
     # 4 TB/s of copying: a byte is read and written.
-    assert subject.upkeep.pack_byte == pytest.approx(2 / 4e9)
-    assert (subject.gradient_bytes, subject.activation_bytes) == (4, 2)
+    assert held.upkeep.pack_byte == pytest.approx(2 / 4e9)
+    assert (held.gradient_bytes, held.activation_bytes) == (4, 2)
 
 
-def test_every_question_of_the_page_is_answered() -> None:
-    said = "\n".join(finding.text for finding in findings(recorded_record()))
-    assert "a step computes for 100 ms (60.0 ms of it backward" in said
-    assert "half of which are ready after 50.0 % of the backward" in said
-    for link in ("nvlink", "infiniband", "ethernet"):
-        assert f"on 1,024 ranks over {link}: the best bucket size is" in said
+LINKS = ["nvlink", "infiniband", "ethernet"]
+
+
+def test_the_recorded_step_is_told() -> None:
+    record = recorded_record()
+    (found,) = of_code("rehearsal.recorded", record)
+    assert found.records == (record.id,)
+    assert (found.values["compute_ms"], found.values["backward_ms"]) == (100.0, 60.0)
+    assert found.values["half_ready"] == 0.5
+    assert found.sentence == (
+        "small at context 128 in bfloat16: recorded on NVIDIA H200, a step computes for 100 ms"
+        " (60.0 ms of it backward, at 100 TFLOP/s) and makes 6.00 MiB of gradients, half of which"
+        " are ready after 50.0 % of the backward."
+    )
+
+
+def test_the_best_bucket_size_is_told_for_every_link() -> None:
+    record = recorded_record()
+    told = of_code("rehearsal.best-bucket", record)
+    assert [found.values["link"] for found in told] == LINKS
+    for found in told:
+        assert found.records == (record.id,)
+        assert found.values["ranks"] == 1024
+        assert found.values["step_ms"] == pytest.approx(100.0 + found.values["exposed_ms"])  # type: ignore[operator]
+        assert f"on 1,024 ranks over {found.values['link']}: the best bucket size is" in found.text
+        assert found.conclusion.startswith("Other ways: naive ")
+
+
+def test_a_cluster_that_nobody_builds_is_named() -> None:
+    (found,) = of_code("rehearsal.no-such-domain", recorded_record())
+    assert found.values["ranks"] == 1024
+    assert found.tone == "warn"
+    assert found.text.startswith("No NVLink domain has 1,024 GPUs (")
+
+
+def test_where_scaling_stops_paying_is_told_for_every_link() -> None:
+    record = recorded_record()
+    told = of_code("rehearsal.scaling", record)
+    assert [found.values["link"] for found in told] == LINKS
+    for found in told:
+        assert found.records == (record.id,)
+        assert (found.values["stops_paying_at"], found.tone) == (None, "info")
+        assert found.values["exposed_share"] < 0.2  # type: ignore[operator]
         assert (
-            f"over {link}, 4 sequences a rank: communication that is exposed, with packing for it,"
-            " is at most 20.0 %" in said
+            f"over {found.values['link']}, 4 sequences a rank: communication that is exposed, with"
+            " packing for it, is at most 20.0 % of the step up to 1,024 ranks (" in found.text
         )
-        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in said
-    assert "tensor 4" in said
-    assert "2-D: tensor 4 × FSDP 256" in said
-    assert "No NVLink domain has 1,024 GPUs" in said
-    assert "done soonest on" in said
+        assert found.conclusion.startswith("The same batch shared out is done soonest on ")
+
+
+def test_where_each_parallelism_is_bound_is_told_for_every_link() -> None:
+    record = recorded_record()
+    told = of_code("rehearsal.communication-bound", record)
+    assert [found.values["link"] for found in told] == LINKS
+    for found in told:
+        assert found.records == (record.id,)
+        link = found.values["link"]
+        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in found.text
+        assert "tensor 4" in found.text
+        assert "2-D: tensor 4 × FSDP 256" in found.text
 
 
 def test_the_table_has_every_strategy_on_every_cluster() -> None:
@@ -141,7 +202,9 @@ def test_pictures_show_overlap_ranks_and_buckets() -> None:
 
 def test_a_batch_of_one_is_not_shared_out() -> None:
     record = recorded_record(batch=1)
-    assert "shared out" not in "\n".join(finding.text for finding in findings(record))
+    for found in of_code("rehearsal.scaling", record):
+        assert found.values["fastest_shared"] is None
+        assert "shared out" not in found.sentence
     names = [block.name for block in view(record) if isinstance(block, Figure)]
     assert not any("divided" in name for name in names)
 
@@ -185,10 +248,16 @@ def test_what_packing_and_a_reduction_cost_each_other_is_measured() -> None:
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
     recording = recording_of(held)
     assert recording is not None
-    verdict = judge(recording, series, [2.0])
+    verdict = checks.judge(recording, series, [2.0])
     assert verdict is not None
     assert (verdict.upkeep.slowed, verdict.upkeep.drag) == pytest.approx((1.5, 0.5))
     assert check_of(held).verdict.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
+    alone = msgspec.structs.replace(held, series=(*recorded_record().series, *series))
+    assert [found.conclusion for found in findings(held)] == [""]
+    assert [found.conclusion for found in findings(alone)] == [
+        "Packing a gradient takes 1.50× as long beside a reduction, and every ms of it holds the"
+        " reduction up by 0.50 ms."
+    ]
 
 
 def test_a_check_without_samples_of_the_link_says_nothing() -> None:
@@ -201,7 +270,7 @@ def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
     study = find_study("rehearsal")
     cases = study.cases(study.flags(size=("tiny",), context=(32, 64), check_ranks=(2, 4)))
     assert [case.config["kind"] for case in cases] == ["recording", "check", "check"] * 2
-    assert [case.config["ranks"] for case in cases[:3]] == [[8, 64, 1024], 2, 4]
+    assert [case.ranks for case in cases[:3]] == [(8, 64, 1024), 2, 4]
     assert len({case.key for case in cases}) == 6
 
 
@@ -225,3 +294,20 @@ def test_bad_flags_are_refused(how: dict[str, Any], words: str) -> None:
 def test_a_recording_needs_no_torch_to_be_read() -> None:
     held = Recording.of_samples(recorded_record().series, ready_times())
     assert held.compute_ms == 100.0
+
+
+def test_a_failed_case_is_in_the_table_of_failed_ones() -> None:
+    failed = check_record(ranks=4, status="error", reason="no network")
+    assert table("rehearsal-lost", failed).rows == ((failed.case, "error", "no network"),)
+
+
+def test_ranks_that_compute_have_the_model_that_was_recorded() -> None:
+    study = find_study("rehearsal")
+    flags = study.flags(
+        size=("tiny",), context=(8,), batch=(3,), check_ranks=(2,), d_ff=96, layers=1
+    )
+    _, case = study.cases(flags)
+    world: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    model, fed = make_model(world, case, case.batch, case.dtype)
+    assert model.config == case.model()
+    assert fed.batch.shape == (3, 9)

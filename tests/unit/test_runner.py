@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,14 @@ import pytest
 
 from command_line import STUDIES, CommandLine
 from sample_records import environment, record, run
+from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Record
+from stepscope.records.schema import Lint, Record
 from stepscope.records.store import Store
 from stepscope.studies import registry
 from stepscope.studies import runner as runner_module
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.load import Wait
 from stepscope.studies.nursery import can_fork
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import Runner, new_run, plan_digest
@@ -49,6 +52,8 @@ class Watcher:
         self.started: list[str] = []
         self.finished: list[Record] = []
         self.progress: list[Progress] = []
+        self.again: list[str] = []
+        self.waited: list[float] = []
 
     def calibrating(self, progress: Progress) -> None: ...
 
@@ -60,6 +65,12 @@ class Watcher:
 
     def case_finished(self, record: Record) -> None:
         self.finished.append(record)
+
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None:  # noqa: ARG002
+        self.waited.append(up_to_s)
+
+    def measuring_again(self, record: Record) -> None:
+        self.again.append(record.case)
 
 
 @pytest.fixture
@@ -225,6 +236,90 @@ def test_resume_repeats_nothing_and_retry_repeats_failures_alone(place: CommandL
 
         with pytest.raises(UsageError, match="planted needs-tf32-0: TF32 exists on NVIDIA GPUs"):
             runner.refuse_impossible(cases)
+
+
+def measured(
+    place: CommandLine, deeds: tuple[str, ...], wait_s: float, watcher: Watcher
+) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    """The records of these cases, and every attempt."""
+    cases = planted(*deeds)
+    with Store(place.out / "records.db") as store, Runner("cpu", 60.0) as runner:
+        made = new_run(cases, "")
+        store.add_run(made)
+        runner.run(cases, made, store, watcher, wait_s=wait_s)
+        return store.records(made.id), store.records(made.id, all_attempts=True)
+
+
+def quiet(_: float) -> float:
+    return 0.0
+
+
+def test_a_noisy_case_is_measured_once_more_and_the_better_attempt_counts(
+    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=quiet))
+    watcher = Watcher()
+    kept, attempts = measured(place, ("ok", "busy-once", "busy"), 5.0, watcher)
+    assert watcher.again == ["busy-once-0", "busy-0"]
+    assert [(r.case, r.attempt, trust_of(r).level) for r in kept] == [
+        ("ok-0", 1, "good"), ("busy-once-0", 2, "good"), ("busy-0", 2, "noisy"),
+    ]  # fmt: skip
+    assert len(attempts) == 5
+    assert list(kept) == watcher.finished
+    assert watcher.waited == []
+
+
+def test_without_waiting_nothing_is_measured_again(place: CommandLine) -> None:
+    watcher = Watcher()
+    kept, attempts = measured(place, ("busy-once", "busy"), 0.0, watcher)
+    assert (watcher.again, watcher.waited) == ([], [])
+    assert kept == attempts
+
+
+def test_on_a_machine_that_stays_busy_only_one_case_is_measured_again(
+    place: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "Wait", partial(Wait, look=lambda _: 1e6))
+    watcher = Watcher()
+    kept, attempts = measured(place, ("busy", "leave", "busy-once"), 0.004, watcher)
+    assert watcher.waited == [0.004]
+    assert watcher.again == ["busy-0"]
+    assert [r.attempt for r in kept] == [2, 1, 1]
+    assert len(attempts) == 4
+
+
+@pytest.mark.parametrize("second", ["worse", "failed"])
+def test_a_second_measurement_that_is_worse_is_the_older_attempt(
+    tmp_path: Path, second: str
+) -> None:
+    busy = Lint(code="busy-machine", message="planted")
+    first = record(id="first", lints=(busy,))
+    others = {
+        "worse": record(id="second", lints=(busy, Lint(code="other-kernel", message="planted"))),
+        "failed": record(id="second", status="error", reason="crashed", series=()),
+    }
+    with Store(tmp_path / "records.db") as store:
+        store.add_run(run())
+        found = Runner._better(
+            object.__new__(Runner), first, lambda: others[second], store, Watcher(), Wait(0.0, 1)
+        )
+        attempts = store.records(first.run, all_attempts=True)
+        assert store.records(first.run) == (found,)
+    assert {r.id: r.attempt for r in attempts} == {"second": 1, "first": 2}
+
+
+def test_a_noisy_record_is_kept_when_its_second_measurement_is_interrupted(tmp_path: Path) -> None:
+    def interrupted() -> Record:
+        raise KeyboardInterrupt
+
+    first = record(lints=(Lint(code="busy-machine", message="planted"),))
+    with Store(tmp_path / "records.db") as store:
+        store.add_run(run())
+        with pytest.raises(KeyboardInterrupt):
+            Runner._better(
+                object.__new__(Runner), first, interrupted, store, Watcher(), Wait(0.0, 1)
+            )
+        assert store.records(first.run) == (first,)
 
 
 def test_a_run_is_not_continued_on_another_device(tmp_path: Path) -> None:

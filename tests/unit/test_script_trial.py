@@ -14,10 +14,10 @@ from own_records import advice, tried
 from quiet_bench import QuietBench
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
-from stepscope.studies.advice import Script, Trial
+from stepscope.studies.advice.cases import Script, Trial
 from stepscope.studies.advice.script_trial import measure_script_trial
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.turns import Contestant, ScriptEndedError
-from stepscope.studies.advice.view import Tried
 from stepscope.studies.inspected.order import Order
 
 SCRIPT = """
@@ -103,7 +103,7 @@ def test_a_change_that_changes_the_outcome_is_dropped(tmp_path: Path) -> None:
     # Both see the same data up to their first update.
     assert series["loss", "base"][0] == series["loss", "changed"][0]
     record = tried(30.0)
-    losses = tuple(one for one in found.series if one.name.startswith("loss."))
+    losses = tuple(one for one in found.series if one.name == "loss")
     times = tuple(one for one in record.series if one.name != "loss")
     judged = Tried(msgspec.structs.replace(record, series=(*times, *losses)))
     assert judged.verdict == "dropped: the loss differs"

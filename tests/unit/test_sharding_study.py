@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from parallel_records import sharding_record
+from quiet_bench import QuietBench
 from stepscope.errors import UsageError
 from stepscope.parallel import RankFailed
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
-from stepscope.studies import sharding
 from stepscope.studies.registry import find_study
-from stepscope.studies.sharding.ranks import WAYS, RankResult
+from stepscope.studies.sharding import measure
+from stepscope.studies.sharding.cases import WAYS
+from stepscope.studies.sharding.measure import RankResult
 from stepscope.studies.sharding.traffic import Traffic
 from stepscope.studies.sharding.view import moved
 
@@ -27,27 +29,48 @@ def shown(kind: type[Any], **how: Any) -> list[Any]:
     return [block for block in blocks if isinstance(block, kind)]
 
 
+def finding(code: str, **how: Any) -> Finding:
+    (found,) = (one for one in shown(Finding, **how) if one.code == code)
+    assert found.records == (sharding_record(**how).id,)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("shares", "tone", "words"),
-    [([0.5, 0.5], "good", "0.0 % off"), ([0.55, 0.45], "info", "10.0 % off")],
+    ("shares", "tone", "off"), [([0.5, 0.5], "good", 0.0), ([0.55, 0.45], "info", 0.1)]
 )
-def test_uneven_shares_are_told(shares: list[float], tone: str, words: str) -> None:
-    first = shown(Finding, shares=shares)[0]
-    assert words in first.text
-    assert first.tone == tone
+def test_uneven_shares_are_told(shares: list[float], tone: str, off: float) -> None:
+    found = finding("sharding.share", shares=shares)
+    assert found.values["off"] == pytest.approx(off)
+    assert found.tone == tone
+    assert found.sentence == (
+        f"small, 2 ranks, gloo: AdamW's state takes 2.00 GiB on every rank unsharded and"
+        f" {2 * max(shares):.2f} GiB at most when parameters are shared out by bytes:"
+        f" {100 * off:.1f} % off an equal share."
+    )
 
 
 def test_bytes_moved_follow_from_the_collectives() -> None:
     assert moved("unsharded", 4.0, 4) == moved("scatter", 4.0, 4) == 6.0
     assert moved("broadcast", 4.0, 4) == moved("torch ZeRO", 4.0, 4) == 9.0
-    said = shown(Finding)[1].text
-    assert "moves 1.50 GiB per rank and step" in said
-    assert "moves 1.00 GiB, as much as averaging" in said
+    assert moved("FSDP", 4.0, 4) == moved("torch fully_shard", 4.0, 4) == 9.0
+    found = finding("sharding.stage-1")
+    assert found.values["moved broadcast"] == 1.5 * GIB
+    assert found.values["moved scatter"] == GIB
+    assert found.values["ratio"] == pytest.approx(1.0, rel=0.02)
+    assert "moves 1.50 GiB per rank and step" in found.text
+    assert found.text.endswith(
+        "moves 1.00 GiB, as much as averaging alone, and divides to the element."
+    )
+    assert found.conclusion.startswith("Here its step takes 1.0")
+    assert "and gloo makes a reduce-scatter of an all-reduce. Both keep" in found.conclusion
 
 
 @pytest.mark.parametrize(("ours", "tone"), [(90.0, "good"), (110.0, "warn"), (100.0, "info")])
 def test_torch_is_the_measure(ours: float, tone: str) -> None:
-    assert shown(Finding, steps={"broadcast": ours})[2].tone == tone
+    found = finding("sharding.against-torch", steps={"broadcast": ours})
+    assert found.tone == tone
+    assert found.values["ratio"] == pytest.approx(ours / 100, rel=0.02)
+    assert "× that with torch's ZeroRedundancyOptimizer [" in found.text
 
 
 def test_stages_of_zero_divide_one_part_after_the_other() -> None:
@@ -107,21 +130,34 @@ def test_a_driver_s_figure_that_goes_up_is_explained(sharded: float, up: bool) -
     blocks = find_study("sharding").view(
         [on_gpu({"unsharded": 9 * GIB, "broadcast": sharded * GIB})]
     )
-    (said,) = (b.text for b in blocks if isinstance(b, Finding) and "the driver shows" in b.text)
-    assert "allocated 4.00 GiB and 3.00 GiB" in said
-    assert ("goes up where less is allocated" in said) is up
+    (found,) = (b for b in blocks if isinstance(b, Finding) and b.code == "sharding.counters")
+    assert found.values["allocated unsharded"] == 4 * GIB + 1
+    assert found.values["driver broadcast"] == sharded * GIB + 1
+    assert "allocated 4.00 GiB and 3.00 GiB" in found.text
+    assert found.conclusion.startswith("The driver's figure goes up where less is alloc") is up
 
 
 def test_one_rank_is_said_to_share_with_nobody() -> None:
-    said = [finding.text for finding in shown(Finding, ranks=1)]
-    assert said[0].startswith("small, 1 rank, gloo: one rank has nobody to share with")
-    assert not any("equal share" in text for text in said)
+    found = finding("sharding.one-rank", ranks=1)
+    assert found.text.startswith("small, 1 rank, gloo: one rank has nobody to share with")
+    assert {one.code for one in shown(Finding, ranks=1)} == {
+        "sharding.one-rank", "sharding.against-torch",
+    }  # fmt: skip
 
 
 def test_a_way_that_torch_refuses_is_told_with_its_reason() -> None:
     refused = {"refused": {"torch ZeRO": "no such collective"}}
-    said = [finding.text for finding in shown(Finding, attachments=refused)]
-    assert said[-1] == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"
+    found = finding("sharding.refused", attachments=refused)
+    assert found.values == {"way": "torch ZeRO", "reason": "no such collective"}
+    assert found.tone == "warn"
+    assert (
+        found.sentence == "small, 2 ranks, gloo: torch ZeRO does not run here: no such collective"
+    )
+
+
+def test_a_failed_case_is_a_row_with_its_status() -> None:
+    (table,) = shown(Table, status="timeout", reason="too slow")
+    assert table.rows == (("small", 2, None, "timeout", *(None,) * 7),)
 
 
 class Ranks:
@@ -131,7 +167,7 @@ class Ranks:
         self.dies, self.asked = dies, []
 
     def __call__(self, *arguments: Any) -> list[RankResult]:
-        _, ways = arguments[-1]
+        ways = arguments[-1]
         self.asked.append(ways)
         if "torch ZeRO" in ways:
             raise RankFailed(0, self.dies, "died of SIGSEGV", {})
@@ -141,14 +177,16 @@ class Ranks:
 def test_torch_s_way_may_end_a_rank_and_ours_are_still_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    study = find_study("sharding")
+    (case,) = study.cases(study.flags(ranks=(2,)))
     ranks = Ranks(dies=WAYS.index("torch ZeRO"))
-    monkeypatch.setattr(sharding, "on_ranks", ranks)
-    done = sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "on_ranks", ranks)
+    done = study.measure(case, QuietBench())
     assert ranks.asked == [WAYS, WAYS[:-1]]
     assert done.attachments["refused"] == {"torch ZeRO": "rank 0 died of SIGSEGV at step 3"}
-    monkeypatch.setattr(sharding, "on_ranks", Ranks(dies=0))
+    monkeypatch.setattr(measure, "on_ranks", Ranks(dies=0))
     with pytest.raises(RankFailed):
-        sharding.measure_on_ranks("sharding", {}, None, WAYS)  # type: ignore[arg-type]
+        study.measure(case, QuietBench())
 
 
 def test_traffic_is_counted_by_collective() -> None:

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from stepscope.attention import attention, implementation
+from stepscope.attention import attention
+from stepscope.attention.api import attention_with
 from stepscope.model import SIZES, ModelConfig, TransformerLM, cost, cross_entropy, precision
 
 SHAPE = ModelConfig(d_model=48, d_ff=80, n_layers=2, n_heads=3, vocab=61, context=32)
@@ -41,7 +42,7 @@ def test_parameter_counts_of_every_size(table: str, name: str) -> None:
 
 def test_later_tokens_do_not_change_earlier_logits() -> None:
     for name in ("reference", "sdpa"):
-        model = TransformerLM(SHAPE, attention=implementation(name).function, dtype=torch.float64)
+        model = TransformerLM(SHAPE, attention=attention_with(name), dtype=torch.float64)
         tokens = some_tokens()
         changed = tokens.clone()
         changed[:, 13] = (changed[:, 13] + 1) % SHAPE.vocab
@@ -60,8 +61,8 @@ def test_order_of_the_past_matters() -> None:
 
 
 def test_swapping_the_attention_changes_nothing_else() -> None:
-    model = TransformerLM(SHAPE, attention=implementation("reference").function)
-    other = TransformerLM(SHAPE, attention=implementation("sdpa").function)
+    model = TransformerLM(SHAPE, attention=attention_with("reference"))
+    other = TransformerLM(SHAPE, attention=attention_with("sdpa"))
     other.load_state_dict(model.state_dict())
     tokens = some_tokens()
     torch.testing.assert_close(other(tokens), model(tokens), rtol=1e-4, atol=1e-5)

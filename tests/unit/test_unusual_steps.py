@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from own_records import coded
 from stepscope.scope.result import usual_steps
 from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.rows import traced_longer
 from stepscope.studies.memory.view import saved_table
 from watched_models import Network, batch, network_flops, train
 from watched_programs import only, watching
@@ -38,9 +38,16 @@ def test_a_validation_every_few_steps_is_no_part_of_a_step(tmp_path: Path) -> No
     assert found.summary is not None
     assert len(found.summary.steps) == 1
     assert found.summary.wall_ms < 200
-    said = " ".join(finding.text for finding in inspected_findings([found]))
-    assert "Of the timed steps 1 also ran the model without gradients" in said
-    assert "Of the traced steps 1 also ran the model without gradients: they are left out" in said
+    said = inspected_findings([found])
+    for code, words in (
+        ("inspect.timed-evaluations", "Of the timed steps 1 also ran the model without gradients"),
+        (
+            "inspect.traced-evaluations",
+            "Of the traced steps 1 also ran the model without gradients: they are left out",
+        ),
+    ):
+        assert coded(said, code).values == {"steps": 1}
+        assert coded(said, code).text.startswith(words)
 
 
 def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -> None:
@@ -57,8 +64,10 @@ def test_where_every_traced_step_validates_the_account_says_so(tmp_path: Path) -
     found = only(tmp_path)
     assert found.summary is not None
     assert len(found.summary.steps) == 2, "one was far longer"
-    said = " ".join(finding.text for finding in inspected_findings([found]))
-    assert "All traced steps also ran the model without gradients: that work is in the" in said
+    said = coded(inspected_findings([found]), "inspect.evaluates-in-every-step")
+    assert said.text.startswith(
+        "All traced steps also ran the model without gradients: that work is in the"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,10 +106,11 @@ def test_a_step_that_saves_a_checkpoint_is_left_out_of_the_account(tmp_path: Pat
     assert found.summary is not None
     assert len(found.summary.steps) == 2
     assert found.summary.wall_ms < 500
-    (longer,) = traced_longer(found.record)
+    (longer,) = found.traced_longer
     assert longer > 500
-    said = " ".join(finding.text for finding in inspected_findings([found]))
-    assert "Of the traced steps 1 took 5" in said
+    said = coded(inspected_findings([found]), "inspect.traced-longer")
+    assert (said.values["steps"], said.values["longest_ms"]) == (1, longer)
+    assert said.text.startswith("Of the traced steps 1 took ")
 
 
 def test_what_each_forward_saves_anew_is_listed_once(tmp_path: Path) -> None:

@@ -25,12 +25,13 @@ from stepscope.cli.verification import Deadline, Later, Verification
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Run
 from stepscope.records.store import Store
-from stepscope.studies.advice import OF_MODELS, Script, Trial, script_trial
+from stepscope.studies.advice import script_trial
 from stepscope.studies.advice.advised import advice_given, with_advice
+from stepscope.studies.advice.cases import APART, OF_MODELS, Script, Trial
 from stepscope.studies.advice.history import read_history
-from stepscope.studies.advice.measuring import APART
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
-from stepscope.studies.advice.view import Tried, trial_blocks
+from stepscope.studies.advice.view import trial_blocks
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.inspected.order import Order
 from stepscope.studies.runner import new_run
@@ -351,23 +352,23 @@ def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
 ) -> None:
     import torch
 
-    from stepscope.studies.advice import measuring
-    from stepscope.studies.own import OwnCase
+    from stepscope.studies.advice import measure
+    from stepscope.studies.own.cases import OwnStep
 
-    plain = measuring._in_turns
+    plain = measure._in_turns
 
     def full(cases: Any, *arguments: Any) -> Any:
         if len(cases) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(cases, *arguments)
 
-    monkeypatch.setattr(measuring, "_in_turns", full)
-    base = OwnCase(
+    monkeypatch.setattr(measure, "_in_turns", full)
+    base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
-    found = measuring.measure_trial(trial, QuietBench())
+    found = measure.measure_trial(trial, QuietBench())
     assert APART in found.notes
     assert {len(s.values) for s in found.series if s.name == "step"} == {6}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from own_records import coded
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.studies.inspected.findings import inspected_findings
@@ -148,8 +149,9 @@ def test_a_script_that_ends_while_it_is_traced_keeps_what_there_is(tmp_path: Pat
     assert found.micro_batches == 1
     missing = found.record.notes["cut_short"]
     assert missing == "the program ended after 11 of the 12 steps that it takes"
-    said = " ".join(finding.text for finding in inspected_findings([found]))
-    assert f"The recording is not whole: {missing}." in said
+    said = coded(inspected_findings([found]), "inspect.cut-short")
+    assert said.values == {"rank": 0, "reason": missing}
+    assert said.text == f"The recording is not whole: {missing}."
 
 
 def test_a_script_that_ends_while_it_is_timed_has_its_times(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
 from stepscope.records.stats import (
@@ -36,11 +37,15 @@ _DECIDING_ON_CPU = ("cpu", "cpu_cores")
 
 
 class Comparison(Part, frozen=True):
-    """One case in two runs. `ratio` is new over base: above 1 is slower."""
+    """One case in two runs. `ratio` is new over base: above 1 is slower.
+
+    The verdict is "cannot tell" where either record is not good: on a busy machine two runs of the
+    same code differ by more than any interval of their samples.
+    """
 
     study: str
     case: str
-    verdict: Verdict | Literal["not compared"]
+    verdict: Verdict | Literal["cannot tell", "not compared"]
     unit: str = ""
     base: float | None = None
     new: float | None = None
@@ -109,7 +114,13 @@ def _compared(
         return _not_compared(new, f"{_kind(before)} is not a time", of=of)
     if min(*before.values, *after.values) <= 0.0:
         return _not_compared(new, f"{before.name} has samples that are not above zero", of=of)
-    notes = [*_unsteady("base", before), *_unsteady("new", after), *_changed_config(base, new)]
+    doubts = [*_doubted("base", base), *_doubted("new", new)]
+    notes = [
+        *doubts,
+        *_unsteady("base", before),
+        *_unsteady("new", after),
+        *_changed_config(base, new),
+    ]
     base_values, new_values = before.values, after.values
     if unlike:
         base_ceiling, new_ceiling = _ceiling_of(base), _ceiling_of(new)
@@ -124,7 +135,7 @@ def _compared(
     return Comparison(
         study=new.study,
         case=new.case,
-        verdict=decide(base_values, new_values),
+        verdict="cannot tell" if doubts else decide(base_values, new_values),
         unit=before.unit,
         base=summarize(before.values).median,
         new=summarize(after.values).median,
@@ -165,6 +176,11 @@ def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison
         for c in comparisons
         if c.lost or (c.verdict == "slower" and c.ratio and c.ratio.value > 1.0 + limit)
     )
+
+
+def untold(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Those whose samples leave open whether anything changed."""
+    return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 
 
 def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
@@ -213,6 +229,11 @@ def _why_without_samples(base: Record, new: Record) -> str:
 
 def _kind(series: Series) -> str:
     return f"{series.label} in {series.unit} by the {series.clock}'s clock"
+
+
+def _doubted(side: str, record: Record) -> list[str]:
+    found = trust_of(record)
+    return [] if found.good else [f"{side}: {found.reason}"]
 
 
 def _unsteady(side: str, series: Series) -> list[str]:

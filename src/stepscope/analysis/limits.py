@@ -80,7 +80,8 @@ def products_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     Kernels that cut float32 into planes make each product of six in bfloat16, on matrix units that
     float32 itself does not use.
     """
-    cut = any(_SPLIT_KERNEL in text for text in record.attachments.get("kernels", {}).values())
+    kernels = record.attachment("kernels", dict[str, str]) or {}
+    cut = any(_SPLIT_KERNEL in names for names in kernels.values())
     narrow = record.ceiling("matmul.bfloat16", measured=measured) if cut else None
     if narrow is None:
         return matrix_ceiling(record, measured)

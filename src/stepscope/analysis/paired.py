@@ -23,9 +23,9 @@ class Paired(NamedTuple):
 
 
 def paired(record: Record) -> Paired:
-    """Of a record with series `ours.step`, `theirs.step`, `ours.cpu` and `theirs.cpu` by rank."""
+    """Ratios of a record with the series `step` and `cpu` of both variants, by rank."""
     steps, spent = (
-        [_by_round(record, f"{who}.{kind}") for who in (OURS, THEIRS)] for kind in ("step", "cpu")
+        [_by_round(record, kind, who) for who in (OURS, THEIRS)] for kind in ("step", "cpu")
     )
     slowest = [[max(ranks) for ranks in held] for held in steps]
     return Paired(
@@ -39,5 +39,6 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     return summarize([mine / other for mine, other in zip(ours, theirs, strict=True)])
 
 
-def _by_round(record: Record, name: str) -> list[tuple[float, ...]]:
-    return list(zip(*(s.values for s in record.series if s.name == name), strict=True))
+def _by_round(record: Record, name: str, variant: str) -> list[tuple[float, ...]]:
+    ranks = (s.values for s in record.series if (s.name, s.variant) == (name, variant))
+    return list(zip(*ranks, strict=True))

@@ -2,7 +2,8 @@
 
 Times of kernels come from a trace. The profiler makes the host slower and leaves kernels as they
 are, so where the step was also timed without it, that time is the total, and idle time is what the
-kernels leave of it.
+kernels leave of it. Where they take longer than that, as on a machine that was busy in between, all
+are scaled to it: no part is longer than the step.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Waterfall(NamedTuple):
     measured_ms: float
     attention_lost_ms: float = 0.0
     """What attention's products take beyond their ideal: of the matmuls below peak."""
+    traced_over_timed: float = 1.0
+    """Time of the traced operations over that of the step, where it was longer and was scaled."""
 
     @property
     def ideal_ms(self) -> float:
@@ -73,7 +76,7 @@ def waterfall(
     ideal = ideal_ms(
         operations(step.model, step.batch, step.context, step.form, step.mode), rate, bandwidth
     )
-    spent: dict[str, float] = defaultdict(float)
+    spent: defaultdict[str, float] = defaultdict(float)
     for line in summary.lines:
         spent[_group(line)] += line.ms
     again = _run_again(summary, step)
@@ -81,6 +84,11 @@ def waterfall(
         spent[group] -= ms
     measured = summary.wall_ms if measured_ms is None else measured_ms
     busy = summary.wall_ms - spent["idle"] - spent["residual"]
+    longer = busy / measured if 0.0 < measured < busy else 1.0
+    if longer > 1.0:
+        busy = measured
+        spent = _scaled(spent, 1.0 / longer)
+        again = _scaled(again, 1.0 / longer)
     gaps = min(max(0.0, measured - busy), spent["idle"])
     parts: dict[Cause, float] = {
         "matmuls below peak": spent["matrix"] - ideal["matmul"] - ideal["attention"],
@@ -93,7 +101,11 @@ def waterfall(
         "unattributed": measured - busy - gaps,
     }
     attention = _attention_share(summary, step) * spent["matrix"]
-    return Waterfall(ideal, parts, measured, attention - ideal["attention"])
+    return Waterfall(ideal, parts, measured, attention - ideal["attention"], longer)
+
+
+def _scaled(times: dict[str, float], factor: float) -> defaultdict[str, float]:
+    return defaultdict(float, {name: ms * factor for name, ms in times.items()})
 
 
 def _group(line: Line) -> str:

@@ -13,6 +13,7 @@ from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
     PREFERENCE,
+    AttentionFunction,
     BoundAttention,
     Implementation,
     Inputs,
@@ -101,6 +102,11 @@ def _first_that_takes(*inputs: *Inputs) -> Implementation:
             return entry
         refusals.append(f"{name}: {refusal}")
     raise ValueError(f"no implementation takes this input ({'; '.join(refusals)})")
+
+
+def attention_with(impl: str) -> AttentionFunction:
+    """`attention` by one implementation: inputs are checked, a refusal is an error."""
+    return functools.partial(attention, impl=implementation(impl).name)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack
@@ -60,13 +59,6 @@ class Implementation:
     decides_by_shape: bool = True
     """All these follow from shapes, formats, devices and settings, so that one answer serves all
     calls that have them in common."""
-
-    @property
-    def function(self) -> AttentionFunction:
-        """`attention` by this implementation: inputs are checked, a refusal is an error."""
-        from stepscope.attention.api import attention
-
-        return functools.partial(attention, impl=self.name)
 
 
 # Import statements and not importlib: torch.compile traces through the former only.
@@ -139,9 +131,7 @@ def _flex_refuses(*inputs: *Inputs) -> str | None:
 
 
 def _load_auto() -> AttentionFunction:
-    from stepscope.attention.api import attention
-
-    return attention
+    raise TypeError("auto is a choice among implementations and not one to load")
 
 
 def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool) -> Implementation:

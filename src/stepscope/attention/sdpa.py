@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from torch.nn.attention.bias import causal_lower_right
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head, with_positive_scale
 from stepscope.attention.masking import Sight
 from stepscope.attention.reference import reference_attention
-from stepscope.attention.registry import AttentionFunction, BoundAttention
+
+if TYPE_CHECKING:
+    from stepscope.attention.registry import AttentionFunction, BoundAttention
 
 _HEADLINES = {
     SDPBackend.FLASH_ATTENTION: "Flash attention kernel not used because",

@@ -41,6 +41,7 @@ exit codes:
   1    something failed; one line on standard error says what and how to mend it
   2    the command line is not understood, or names a file that is not there
   3    `compare --fail-above` found a slowdown
+  4    `compare --fail-above` cannot tell: too few samples, or a busy machine
   130  interrupted; what was measured is kept"""
 
 _INTERRUPTED = 130

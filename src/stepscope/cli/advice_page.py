@@ -8,23 +8,26 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified
-from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.changes import Advice, without_ranks
 from stepscope.analysis.advice.unjudged import unjudged
 from stepscope.cli.common import json_line, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
-from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS
-from stepscope.studies.advice import STUDY_NAME as TRIALS
+from stepscope.studies.advice.cases import OF_MODELS, OF_SCRIPTS
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.advice.history_view import history_blocks
+from stepscope.studies.advice.tried import Tried
 from stepscope.studies.advice.view import (
-    Tried,
     advice_table,
+    cannot_rank,
     lines_table,
     not_judged,
     not_tried,
 )
+from stepscope.studies.inspected.cases import STUDY_NAME as INSPECTED
+from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.page import make_page, study_sections
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
@@ -51,10 +54,11 @@ def advice_page(
     ]
     advised = _section(base, advice, records)
     return Page(
-        title=f"Advice for {base.config.get('script') or base.config['model']}",
+        title=f"Advice for {Watched(base).name}",
         subtitle=made.subtitle,
         headline=tables[0] if tables else made.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),
+        banner=made.banner,
     )
 
 
@@ -65,8 +69,12 @@ def conclude(
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
 
+    facts_now = facts_of(base)
+    if facts_now.doubt:
+        # Advice that was kept with an older record has ranks.
+        advice = without_ranks(advice)
     write_text(path, html_page(advice_page(base, advice, records, read_history())))
-    left_out = unjudged(facts_of(base))
+    left_out = unjudged(facts_now)
     if as_json:
         facts = {
             "advice": advice,
@@ -75,6 +83,7 @@ def conclude(
                        "verdict": t.verdict}
                       for t in _tried(records)],
             "not_judged": [one._asdict() for one in left_out],
+            "cannot_rank": facts_now.doubt,
             "report": path,
         }  # fmt: skip
         print(json_line(facts))
@@ -102,10 +111,11 @@ def _section(base: Record, advice: Sequence[Advice], records: Sequence[Record]) 
         lines_table(advice, "advise-how", "How each is written"),
     ]
     tried = _tried(records)
-    settings = OF_SCRIPTS if "script" in base.config else OF_MODELS
+    settings = OF_SCRIPTS if base.study == INSPECTED else OF_MODELS
     return Section(
         name="advice", title="Advice", question=_QUESTION,
         blocks=(
+            *cannot_rank(base, facts_of(base)),
             *not_judged(unjudged(facts_of(base))),
             *(not_tried(advice, tried, settings) if tried else ()),
             *(table for table in listed if table.rows),

@@ -27,15 +27,16 @@ from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
-from stepscope.studies.advice import OF_MODELS, OF_SCRIPTS, Script, Trial
-from stepscope.studies.advice import STUDY_NAME as TRIALS
 from stepscope.studies.advice.advised import advice_given, with_advice
+from stepscope.studies.advice.cases import OF_MODELS, OF_SCRIPTS, Script, Trial
+from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
 from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.advice.history import read_history
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own import STUDY_NAME as OWN_NAME
-from stepscope.studies.own import OwnCase, OwnFlags
+from stepscope.studies.own.cases import STUDY_NAME as OWN_NAME
+from stepscope.studies.own.cases import OwnFlags, OwnStep
 from stepscope.studies.page import explained
 from stepscope.studies.runner import Runner, new_run, plan_digest
 
@@ -147,7 +148,7 @@ def _factors(record: Record, before: str | None) -> dict[str, float]:
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
-    from stepscope.studies.inspected import STUDY_NAME
+    from stepscope.studies.inspected.cases import STUDY_NAME
 
     judged = [plausible(r) for r in records if r.study in (STUDY_NAME, OWN_NAME)]
     meant = [r for r in judged if r.status == "ok"]
@@ -198,8 +199,7 @@ def _page(options: AdviseOptions, name: str) -> Path:
 
 def _subject(record: Record) -> str:
     """The script or the function that builds the model, as part of the name of a file."""
-    subject = str(record.config.get("script") or record.config["model"])
-    return subject.removesuffix(".py").replace(":", "-")
+    return Watched(record).name.removesuffix(".py").replace(":", "-")
 
 
 def _find_run(
@@ -219,7 +219,7 @@ def _find_run(
 def _advise_script(
     options: AdviseOptions, target: str, rest: list[str], words: Sequence[str]
 ) -> int:
-    from stepscope.studies.inspected import STUDY_NAME
+    from stepscope.studies.inspected.cases import STUDY_NAME
     from stepscope.studies.inspected.order import Order
     from stepscope.studies.inspected.recording import record_script
 
@@ -290,7 +290,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
             if base.status != "ok":
                 raise StepscopeError(f"{base.case}: {base.reason or base.status}")
             advice = _advice(base, tuple(runner.lacks), run.created)
-            case = msgspec.convert(base.config, OwnCase)
+            case = msgspec.convert(base.config, OwnStep)
             _verify(options, advice, OF_MODELS, Verification(
                 runner, store, run, lambda some: _trial(options, base, some, case=case),
                 lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
@@ -336,7 +336,7 @@ def _kept(store: Store, run: Run) -> Iterator[None]:
 
 def _trial(
     options: AdviseOptions, base: Record, advice: tuple[Advice, ...], *,
-    case: OwnCase | None = None, script: Script | None = None,
+    case: OwnStep | None = None, script: Script | None = None,
 ) -> Trial:  # fmt: skip
     facts = facts_of(base)
     together = gain_ms(facts, afterwards(facts, [one.code for one in advice]))

@@ -10,13 +10,19 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from stepscope.analysis.compare import Comparison, compare_records, compare_runs, exceeds
+from stepscope.analysis.compare import (
+    Comparison,
+    compare_records,
+    compare_runs,
+    exceeds,
+    untold,
+)
 from stepscope.cli.common import Place, json_line, load_meant, parse
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Column, Interval, Table
 
-_GATE_FAILED = 3
+_GATE_FAILED, _CANNOT_TELL = 3, 4
 
 
 class CompareOptions(Place, frozen=True, kw_only=True):
@@ -28,7 +34,8 @@ class CompareOptions(Place, frozen=True, kw_only=True):
     """Compare unlike machines: times are then normalised by each machine's measured ceilings."""
     fail_above: str | None = None
     """Exit with 3 if a case is shown to be slower and its median by more than this, such as 3%,
-    or if a case that the base measured has no samples any more."""
+    or if a case that the base measured has no samples any more. Otherwise exit with 4 if a case
+    cannot be judged: its samples are too few, or the machine was busy."""
     json: bool = False
     """Print one line of JSON instead of the table."""
 
@@ -38,7 +45,9 @@ def main(words: list[str]) -> int:
         CompareOptions,
         words,
         "compare",
-        "Hold two runs (case by case) or two records against each other.",
+        "Compare two runs case by case, or two records: slower, faster, no difference shown,\n"
+        "too few samples, or cannot tell, where a measurement is not to be trusted because\n"
+        "the machine was busy or its samples spread too far.",
         (
             "stepscope compare latest~1 latest",
             "stepscope compare base.jsonl latest --fail-above 3%",
@@ -48,12 +57,14 @@ def main(words: list[str]) -> int:
     limit = None if options.fail_above is None else _fraction(options.fail_above)
     comparisons = _compare(options)
     beyond = exceeds(comparisons, limit) if limit is not None else ()
+    open_cases = untold(comparisons)
     if options.json:
         print(
             json_line(
                 {
                     "comparisons": msgspec.to_builtins(comparisons),
                     "beyond_limit": [c.name for c in beyond],
+                    "cannot_tell": [c.name for c in open_cases],
                 }
             )
         )
@@ -66,10 +77,12 @@ def main(words: list[str]) -> int:
         for c in beyond:
             what = "lost" if c.lost else f"beyond {options.fail_above}"
             print(f"{what}: {c.name}")
-        few = [c for c in comparisons if c.verdict == "too few samples"]
-        if limit is not None and few:
-            print(f"not judged, too few samples: {', '.join(c.name for c in few)}")
-    return _GATE_FAILED if beyond else 0
+        for verdict in dict.fromkeys(c.verdict for c in open_cases if limit is not None):
+            names = (c.name for c in open_cases if c.verdict == verdict)
+            print(f"not judged, {verdict}: {', '.join(names)}")
+    if beyond:
+        return _GATE_FAILED
+    return _CANNOT_TELL if open_cases and limit is not None else 0
 
 
 def _compare(options: CompareOptions) -> tuple[Comparison, ...]:

@@ -182,6 +182,7 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     from stepscope.studies.inspected.gather import gather
     from stepscope.studies.inspected.rows import Watched
     from stepscope.studies.page import make_page
+    from stepscope.studies.trusted import banner
 
     kept: Path | None = None
     try:
@@ -208,6 +209,8 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     if not options.json:
         if told := _in_short(outcome, len(records)):
             say(told)
+        if warning := banner(records):
+            say(warning)
         if outcome.reason:
             say(f"not all of it was recorded: {outcome.reason}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))

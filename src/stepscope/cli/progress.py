@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from stepscope.analysis.limits import step_ms
+from stepscope.analysis.trust import trust_of
 from stepscope.cli.messages import tell
 from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
@@ -24,6 +25,17 @@ def outcome(record: Record) -> str:
     told = duration(step.median) if step else "ok"
     lints = ", ".join(lint.code for lint in record.lints)
     return f"{told} ({lints})" if lints else told
+
+
+def waiting_text(up_to_s: float, used: float, cores: int) -> str:
+    return (
+        f"waiting up to {up_to_s:.3g} s for other work to end: it uses {used:.2g} of"
+        f" {counted(cores, 'core')} (--wait)"
+    )
+
+
+def again_text(record: Record) -> str:
+    return f"{record.study} {record.case}: {trust_of(record).reason}; measuring it once more"
 
 
 class PlainLines:
@@ -62,6 +74,12 @@ class PlainLines:
     def case_finished(self, record: Record) -> None:
         self._done += 1
         tell(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
+
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None:
+        tell(waiting_text(up_to_s, used, cores))
+
+    def measuring_again(self, record: Record) -> None:
+        tell(again_text(record))
 
 
 class Bar:
@@ -113,11 +131,19 @@ class Bar:
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
-        self._bar.console.print(
-            printable(f"{record.study} {record.case}: {outcome(record)}"),
-            markup=False,
-            highlight=False,
-        )
+        self._print(f"{record.study} {record.case}: {outcome(record)}")
+        self._go_on()
+
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None:
+        self._print(waiting_text(up_to_s, used, cores))
+
+    def measuring_again(self, record: Record) -> None:
+        self._print(again_text(record))
+
+    def _print(self, text: str) -> None:
+        self._bar.console.print(printable(text), markup=False, highlight=False)
+
+    def _go_on(self) -> None:
         pace = (time.monotonic() - self._started) / (self._done - self._at_start)
         left = pace * (self._total - self._done)
         self._bar.update(

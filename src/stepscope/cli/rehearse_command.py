@@ -16,7 +16,9 @@ from stepscope.cli.common import Place, existing_store, json_line, load_meant, p
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Page, Section, Table
+from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
+from stepscope.studies.rehearsal.cases import STUDY, RecordingCase
 from stepscope.studies.rehearsal.subject import (
     Network,
     Prediction,
@@ -28,7 +30,7 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
-from stepscope.studies.rehearsal.view import RECORDING, subject_blocks
+from stepscope.studies.rehearsal.view import subject_blocks
 
 _MEND = "record one with `stepscope run rehearsal --size small --context 512`"
 _QUESTION = "What would this step take on ranks that one does not have?"
@@ -152,9 +154,12 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
         meant = load_meant(options.source, options)
         held, where = ((meant,) if isinstance(meant, Record) else meant), options.source
     # A check has a recording of its own, made with fewer threads: only where there is no other.
-    ours = [plausible(record) for record in held if record.study == "rehearsal"]
-    recorded = [record for record in ours if record.config.get("kind") == RECORDING] or ours
-    found = [subject for record in recorded if (subject := subject_of(record))]
+    ours = STUDY.results([plausible(record) for record in held if record.study == STUDY.name])
+    found = [
+        subject
+        for result in results_of(ours, RecordingCase) or ours
+        if (subject := subject_of(*result))
+    ]
     if not found:
         raise UsageError(f"{where} has no recorded step", _MEND)
     return found[-1:] if options.source is None else found

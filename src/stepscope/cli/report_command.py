@@ -12,7 +12,7 @@ import tyro
 
 from stepscope.cli.common import Place, json_line, load_records, parse, write_text
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Table
+from stepscope.report.blocks import Finding, Table
 
 _TERMINAL_ROWS = 24
 
@@ -43,6 +43,7 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     from stepscope.report.html import html_page
     from stepscope.report.text import markdown_page
     from stepscope.studies.page import make_page
+    from stepscope.studies.trusted import tally
 
     html, text = out / "report.html", out / "report.md"
     # A page is tens of thousands of small objects, all needed to the end: nothing to collect.
@@ -56,14 +57,19 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     if not quiet:
         print_results(records)
         print(f"\nreport: {html.resolve()}\n        {text.resolve()}")
-    return {"report": html, "markdown": text}
+    return {"report": html, "markdown": text, "trust": tally(records)}
 
 
 def print_results(records: Sequence[Record]) -> None:
-    """The headline; of studies that have none, their sentences and tables."""
-    from stepscope.report.terminal import print_sections, print_table
+    """The headline; of studies that have none, their sentences and tables. A warning about all of
+    them comes first."""
+    from stepscope.report.terminal import print_findings, print_sections, print_table
     from stepscope.studies.page import headline, study_sections
+    from stepscope.studies.trusted import banner
 
+    warning = banner(records)
+    if warning:
+        print_findings([Finding(text=warning, tone="warn")])
     table = headline(records)
     if table is not None and table.rows:
         print_table(_beginning(table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 from collections import Counter
@@ -25,6 +26,14 @@ from stepscope.studies.registry import all_studies, find_study, viewables
 from stepscope.studies.runner import REPEATABLE, Runner, new_run, plan_digest
 
 
+def seconds_to_wait() -> float:
+    text = os.environ.get("STEPSCOPE_WAIT", "30")
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"STEPSCOPE_WAIT is {text!r}", "give a number of seconds") from None
+
+
 class RunOptions(Place, frozen=True, kw_only=True):
     """How to run it."""
 
@@ -36,6 +45,9 @@ class RunOptions(Place, frozen=True, kw_only=True):
     """Go on with the newest run of the same request: finished cases are not repeated."""
     retry: bool = False
     """With --resume: repeat the cases that ended in an error or a timeout."""
+    wait: float = seconds_to_wait()
+    """Seconds to wait for other work on this machine to end, in all; a case that still comes out
+    noisy is measured once more. 0 does neither (or set STEPSCOPE_WAIT)."""
     new_ceilings: bool = False
     """Measure this machine's ceilings again instead of taking them from the cache."""
     report: bool = True
@@ -146,6 +158,8 @@ def _refuse_model(study: Study[Any, Any], words: Sequence[str]) -> None:
 def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> int:
     if options.timeout <= 0:
         raise UsageError(f"timeout is {options.timeout:g}", "it must be above 0 seconds")
+    if not 0 <= options.wait < math.inf:
+        raise UsageError(f"wait is {options.wait:g}", "give 0 or more seconds")
     if options.retry and not options.resume:
         raise UsageError("--retry repeats cases of an earlier run", "give --resume with it")
     if is_follower():
@@ -161,6 +175,7 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
                 runner.run(
                     cases, run, store, observer,
                     retry=options.retry, new_ceilings=options.new_ceilings,
+                    wait_s=options.wait,
                 )  # fmt: skip
         except KeyboardInterrupt:
             kept = len(store.finished(run.id))

@@ -44,8 +44,12 @@ def main(words: list[str]) -> int:
     elif isinstance(meant, Record):
         print(printable(msgspec.json.format(msgspec.json.encode(meant), indent=2).decode()))
     else:
-        from stepscope.report.terminal import print_sections
+        from stepscope.report.blocks import Finding
+        from stepscope.report.terminal import print_findings, print_sections
         from stepscope.studies.page import study_sections
+        from stepscope.studies.trusted import banner
 
+        if warning := banner(records):
+            print_findings([Finding(text=warning, tone="warn")])
         print_sections(study_sections(records))
     return 0

@@ -12,9 +12,9 @@ from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
 from stepscope.studies.advice import STUDY as TRIALS
-from stepscope.studies.advice import Trial
+from stepscope.studies.advice.cases import Trial
 from stepscope.studies.advice.history import add_to_history
-from stepscope.studies.advice.view import NO_GAIN, Tried
+from stepscope.studies.advice.tried import NO_GAIN, Tried
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.protocol import Progress
 from stepscope.studies.runner import OUT_OF_TIME, Observer, Runner

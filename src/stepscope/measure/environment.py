@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-import stepscope
 from stepscope.measure.device import CudaDevice, Device, cpu_name
 from stepscope.records.schema import Environment
+from stepscope.version import __version__
 
 _TRITON_FROM = (7, 0)
 """The compute capability."""
@@ -36,7 +36,7 @@ def describe(device: Device) -> Environment:
         platform=platform.platform(),
         python=platform.python_version(),
         torch=str(torch.__version__),
-        stepscope=stepscope.__version__,
+        stepscope=__version__,
         driver=gpu.telemetry.driver() if gpu else None,
         cuda=torch.version.cuda if gpu else None,
         cudnn=str(torch.backends.cudnn.version()) if gpu else None,  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def _checkout() -> tuple[str | None, bool | None]:
     told = os.environ.get("STEPSCOPE_COMMIT")
     if told:
         return told.removesuffix("+dirty"), told.endswith("+dirty")
-    package = Path(stepscope.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
 
     def git(*args: str) -> str | None:
         try:

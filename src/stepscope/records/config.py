@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from stepscope.errors import StepscopeError, in_one_line
 
 _DEEPEST = 32
-"""Levels of nesting; the deepest configuration so far has 5."""
+"""Levels of nesting; what studies record has less than 10."""
 
 Counted = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Whole = Counted | UnsetType
@@ -110,9 +110,23 @@ class Named(dict[str, Any]):
         )
 
 
+def check_depth(value: dict[str, Any], part: str) -> None:
+    """Raise StepscopeError where `value` is nested too deeply to be traversed and encoded again."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise StepscopeError(f"not a record: its {part} is nested more than {_DEEPEST} levels deep")
+
+
 def check_config(config: dict[str, Any]) -> None:
-    """Raise StepscopeError for settings of the wrong type or range, and for what is nested too
-    deeply to be traversed."""
+    """Raise StepscopeError for settings of the wrong type or range."""
     _check_numbers(config)
     try:
         msgspec.convert(config, Settings)
@@ -120,11 +134,9 @@ def check_config(config: dict[str, Any]) -> None:
         raise StepscopeError(f"not a record: in its config: {in_one_line(error)}") from error
 
 
-def _check_numbers(value: object, depth: int = 0) -> None:
-    if depth > _DEEPEST:
-        raise StepscopeError(f"not a record: its config is nested more than {_DEEPEST} levels deep")
+def _check_numbers(value: object) -> None:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise StepscopeError("not a record: a number of its config has more than 64 bits")
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
-        _check_numbers(part, depth + 1)
+        _check_numbers(part)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.config import Named, check_config
+from stepscope.records.config import Named, check_config, check_depth
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
 from stepscope.records.upgrades import upgrade_from_2
@@ -280,5 +280,7 @@ def decode(data: bytes | str) -> Record:
         record = msgspec.convert(raw, Record)
     except msgspec.ValidationError as error:
         raise StepscopeError(f"not a record: {in_one_line(error)}") from error
+    for part in ("config", "attachments"):
+        check_depth(getattr(record, part), part)
     check_config(record.config)
     return record

@@ -11,11 +11,16 @@ from typing import Any
 
 import msgspec
 
+from stepscope.records.decoding import from_json
+
 Fields = dict[str, Any]
 
 Rules = tuple[tuple[str, str], ...]
 """A pattern for an entire old name, and the new one; empty where the group `name` has it."""
 
+_DIGITS = "[0-9]{1,19}"
+"""As many as 64 bits have; Python refuses to convert very long numbers."""
+_SIZE, _RANK = f"(?P<size>{_DIGITS})", f"rank(?P<rank>{_DIGITS})"
 _PHASE = "(?P<phase>forward|loss|backward|optimizer|model built)"
 _TRIAL = "(?P<variant>base|changed)"
 _FORM = "(?P<variant>slow|fast)"
@@ -23,14 +28,14 @@ _SIDE = "(?P<variant>ours|peer|narrow|spare)"
 _COMPILED = ((r"(?P<variant>eager|compiled)\.(?P<name>\w+)", ""),)
 _MEMORY = ((rf"peak\.{_PHASE}", "peak_bytes"), (rf"predicted\.{_PHASE}", "predicted_bytes"))
 _SHARDED = (
-    (r"(?P<variant>[^.]+)\.(?P<phase>[^.]+)\.(?P<name>[^.]+)\.rank(?P<rank>\d+)", ""),
-    (r"(?P<variant>[^.]+)\.(?P<name>[^.]+)\.rank(?P<rank>\d+)", ""),
+    (rf"(?P<variant>[^.]+)\.(?P<phase>[^.]+)\.(?P<name>[^.]+)\.{_RANK}", ""),
+    (rf"(?P<variant>[^.]+)\.(?P<name>[^.]+)\.{_RANK}", ""),
 )
 _STRATEGY = ((r"(?P<variant>.+)\.(?P<name>[^.]+)", ""),)
 
 QUANTITIES: dict[str, Rules] = {
     "advise": ((rf"peak\.{_TRIAL}", "peak_bytes"), (rf"loss_lost\.{_TRIAL}", "loss_lost")),
-    "allreduce": ((r"wrong\.(?P<size>\d+)", "wrong"),),
+    "allreduce": ((rf"wrong\.{_SIZE}", "wrong"),),
     "autocast": ((r"norm_error\.(?P<variant>\w+)", "norm_error"),),
     "checkpointing": _MEMORY,
     "compile": _COMPILED,
@@ -50,7 +55,7 @@ QUANTITIES: dict[str, Rules] = {
 
 SERIES: dict[str, Rules] = {
     "advise": ((_TRIAL, "step"), (rf"loss\.{_TRIAL}", "loss")),
-    "allreduce": ((r"(?P<size>\d+)", "collective"),),
+    "allreduce": ((_SIZE, "collective"),),
     "compile": _COMPILED,
     "ddp": _STRATEGY,
     "flash": (
@@ -60,10 +65,11 @@ SERIES: dict[str, Rules] = {
     "fsdp": _STRATEGY,
     "inspect": ((r"issue\.(?P<phase>\w+)", "issue"),),
     "levers": ((_FORM, "step"),),
+    "parallel-against-torch": ((r"(?P<variant>ours|theirs)\.(?P<name>step|cpu)", ""),),
     "rehearsal": (
         (r"step\.(?P<variant>.+)", "step"),
-        (r"(?P<name>alone|pack)\.(?P<size>\d+)", ""),
-        (r"(?P<name>burst|packed|beside)\.(?P<size>\d+)\.(?P<variant>\d+)", ""),
+        (rf"(?P<name>alone|pack)\.{_SIZE}", ""),
+        (rf"(?P<name>burst|packed|beside)\.{_SIZE}\.(?P<variant>{_DIGITS})", ""),
     ),
     "sharding": _STRATEGY,
     "step": (
@@ -93,6 +99,9 @@ COLLECTED: dict[str, str] = {
     r"(\d+x\d+|chosen)": "refused",
 }
 """Patterns of notes, and the attachment that collects them by what the group matches."""
+
+_STRUCTURED = "heats"
+"""The collected attachment whose notes were JSON; the others are text."""
 
 LISTED = {r"break\.\d+": "breaks", r"recompiled\.\d+": "recompiled"}
 """The same for numbered notes, which became a list."""
@@ -144,7 +153,8 @@ def _split(notes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             attachments[name] = _decoded(text)
         elif found := _first(COLLECTED, name):
             match, attachment = found
-            attachments.setdefault(attachment, {})[match[1]] = _decoded(text)
+            held = _decoded(text) if attachment == _STRUCTURED else text
+            attachments.setdefault(attachment, {})[match[1]] = held
         elif found := _first(LISTED, name):
             attachments.setdefault(found[1], []).append(text)
         else:
@@ -160,10 +170,11 @@ def _first(patterns: dict[str, str], name: str) -> tuple[re.Match[str], str] | N
 
 
 def _decoded(text: Any) -> Any:
-    """JSON where it is JSON; other text as it is."""
-    if not isinstance(text, str) or not text.lstrip().startswith(("{", "[", '"')):
+    """The data that JSON stands for; damaged JSON as it is, for the reader of the attachment to
+    report."""
+    if not isinstance(text, str):
         return text
     try:
-        return msgspec.json.decode(text)
+        return from_json(text)
     except msgspec.DecodeError:
         return text

@@ -142,7 +142,9 @@ class Finding(Data, tag="finding", frozen=True):
 
     `text` states what was measured. `conclusion` is what follows from it only where the
     measurements are good: a cause, a ranking, a recommendation. `records` are the ids of the
-    records that both rest on.
+    records that both rest on; a finding that names none rests on all records of its section.
+    Where one of them cannot be trusted, `studies.trusted` takes back the good tone and the
+    conclusion.
     """
 
     text: str
@@ -152,6 +154,9 @@ class Finding(Data, tag="finding", frozen=True):
     values: dict[str, Value] = {}
     conclusion: str = ""
     records: tuple[str, ...] = ()
+    timed: bool = True
+    """Whether it rests on times. A peak of memory, a dtype or an error of arithmetic is the same on
+    a busy machine."""
 
     @property
     def sentence(self) -> str:
@@ -173,3 +178,5 @@ class Page(Data, frozen=True):
     subtitle: str
     headline: Table
     sections: tuple[Section, ...]
+    banner: str = ""
+    """A warning about all of the page, such as a machine that was busy."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from stepscope.report.blocks import Cell, Column, Kind, Table
+from stepscope.report.blocks import Cell, Column, Interval, Kind, Table
 
 STATUS = {"oom": "OOM"}
 """Statuses as a table shows them; others stand as they are."""
@@ -42,6 +42,26 @@ class Failed(Protocol):
     def reason(self) -> str: ...
 
 
+class Sampled(Protocol):
+    """A summary of samples."""
+
+    @property
+    def median(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+def interval(summary: Sampled | None) -> Interval | None:
+    """The cell of a median with its confidence interval."""
+    if summary is None:
+        return None
+    return Interval(value=summary.median, low=summary.low, high=summary.high)
+
+
 def col(
     title: str,
     value: Callable[[Any], Cell],
@@ -54,6 +74,22 @@ def col(
     """A column. `key` columns are known of failed cases too. With a unit the cells are numbers."""
     chosen: Kind = kind or ("number" if unit else "text")
     return Declared(Column(title=title, kind=chosen, unit=unit, hint=hint), value, key)
+
+
+def cols(
+    titles: Iterable[str],
+    value: Callable[[Any, str], Cell],
+    kind: Kind | None = None,
+    *,
+    unit: str = "",
+    hint: str = "",
+) -> list[Declared]:
+    """A column for each title; `value` takes the row and the title."""
+
+    def one(title: str) -> Declared:
+        return col(title, lambda row: value(row, title), kind, unit=unit, hint=hint)
+
+    return [one(title) for title in titles]
 
 
 def table(

@@ -73,7 +73,8 @@ def markdown(table: Table) -> str:
 
 
 def markdown_page(page: Page) -> str:
-    parts = [f"# {_md(page.title)}", _md(page.subtitle), markdown(page.headline)]
+    warning = f"> {_TONES['warn']} {_md_prose(page.banner)}" if page.banner else ""
+    parts = [f"# {_md(page.title)}", _md(page.subtitle), warning, markdown(page.headline)]
     for section in page.sections:
         parts += [f"## {_md(section.title)}", f"*{_md(section.question)}*"]
         parts += _md_blocks(section.blocks)

@@ -24,7 +24,7 @@ from stepscope.records.schema import Record, Series, quantities
 from stepscope.scope.energy import ENERGY_MOVES_S
 from stepscope.scope.issue import PHASES
 from stepscope.scope.recorder import Recorder
-from stepscope.studies.inspected import STUDY_NAME
+from stepscope.studies.inspected.cases import STUDY_NAME, InspectedCase
 from stepscope.studies.inspected.setting import OptimizerSetting, Setting
 from stepscope.studies.own.changing import blocks_of
 from stepscope.triton_here import tf32_is_enabled
@@ -73,16 +73,16 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     if recorder.count.snapshot.exists():
         notes["snapshot"] = recorder.count.snapshot.name
     environment = describe(recorder.device)
+    case = InspectedCase(
+        script=name, arguments=tuple(words), rank=rank, ranks=ranks, dtype=dtype,
+        warmup=recorder.effort.warmup, timed=recorder.effort.timed, traced=recorder.effort.traced,
+    )  # fmt: skip
     return Record(
         id=secrets.token_hex(6),
         run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         study=STUDY_NAME,
-        case=_case(name, rank if ranks > 1 else None),
-        config={
-            "script": name, "arguments": list(words), "rank": rank, "ranks": ranks,
-            "dtype": dtype, "warmup": recorder.effort.warmup, "timed": recorder.effort.timed,
-            "traced": recorder.effort.traced,
-        },
+        case=case.key,
+        config=case.config,
         status="ok",
         environment=environment,
         ceilings=known_ceilings(environment),
@@ -93,7 +93,7 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         notes=notes,
         attachments=msgspec.to_builtins(attachments),
         readings=tuple(recorder.readings),
-    )  # fmt: skip
+    )
 
 
 def _series(recorder: Recorder) -> tuple[Series, ...]:
@@ -192,11 +192,6 @@ def _largest(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
         msgspec.structs.replace(tensor, times=times) for tensor, times in Counter(saved).items()
     ]
     return sorted(alike, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
-
-
-def _case(name: str, rank: int | None) -> str:
-    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
-    return stem if rank is None else f"{stem}.rank{rank}"
 
 
 def _put(held: dict[str, tuple[float, str]], unit: str, **values: float | None) -> None:

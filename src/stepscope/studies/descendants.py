@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+WORKER = "STEPSCOPE_WORKER"
+"""The variable with the mark of a worker's processes."""
 _PREFIX = "STEPSCOPE_STARTED_"
 _PROCESSES = Path("/proc")
 _MOST_ROUNDS = 20

@@ -19,11 +19,8 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from stepscope.studies.descendants import marked, new_mark
+from stepscope.studies.descendants import WORKER, marked, new_mark
 from stepscope.studies.registry import viewables
-
-WORKER = "STEPSCOPE_WORKER"
-"""The variable with the mark of a worker's processes."""
 
 _MESSAGE = struct.Struct("qq")
 """A request: its number, and a worker to wait for, or 0 for a new one. The answer: the number of

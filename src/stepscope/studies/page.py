@@ -14,6 +14,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
 from stepscope.studies.registry import viewables
+from stepscope.studies.trusted import banner, tempered
 
 _SHOWN = {
     "device_name": "device",
@@ -57,6 +58,7 @@ def make_page(records: Sequence[Record]) -> Page:
         subtitle=_subtitle(records),
         headline=headline(records) or _status_table(records),
         sections=(*sections, _machine_section(records), _records_section(records)),
+        banner=banner(records),
     )
 
 
@@ -73,7 +75,7 @@ def study_sections(records: Sequence[Record]) -> Iterator[Section]:
         if not own:
             continue
         with explained(study.name):
-            blocks = study.view(own)
+            blocks = tempered(study.view(own), own)
         yield Section(name=study.name, title=study.title, question=study.question, blocks=blocks)
 
 

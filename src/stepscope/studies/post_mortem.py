@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -45,8 +46,9 @@ def read_refusal(said: str) -> Refusal:
     )
 
 
-def step_post_mortem(config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
-    workload = msgspec.convert(config, Workload)
+def step_post_mortem(case: Workload | Mapping[str, Any], bench: Bench, said: str) -> dict[str, Any]:
+    """The attachment of a case, or of the config of one, that ran out of memory."""
+    workload = case if isinstance(case, Workload) else msgspec.convert(case, Workload)
     if not can_be_predicted(workload, bench.device.kind):
         return {}
     refusal = read_refusal(said)

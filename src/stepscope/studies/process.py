@@ -18,8 +18,8 @@ import msgspec
 from stepscope.errors import StepscopeError, UsageError, in_one_line
 from stepscope.records.schema import Ceiling
 from stepscope.studies import protocol
-from stepscope.studies.descendants import end_marked, marked, new_mark
-from stepscope.studies.nursery import WORKER, Forked, Nursery
+from stepscope.studies.descendants import WORKER, end_marked, marked, new_mark
+from stepscope.studies.nursery import Forked, Nursery
 from stepscope.studies.protocol import (
     Ceilings,
     Checked,

@@ -14,11 +14,12 @@ import msgspec
 
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.model.config import ModelConfig
-from stepscope.model.sizes import SIZES, find_size, with_overrides
+from stepscope.model.sizes import SIZES
 from stepscope.published import Figure, figures
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Cell, Column, Table
 from stepscope.report.format import bytes_, duration
+from stepscope.studies.rank_subject import RankedStep
 from stepscope.studies.workload import Workload
 
 _PLAIN = {"attention": "reference", "compile": "no", "optimizer": "torch"}
@@ -95,15 +96,13 @@ def step_conditions(work: Workload) -> dict[str, Any] | None:
     return None if name is None else msgspec.structs.asdict(work) | {"size": name}
 
 
-def ranked_step(record: Record, way: str, step_ms: float | None) -> Mine:
+def ranked_step(record: Record, case: RankedStep, way: str, step_ms: float | None) -> Mine:
     """A step on several ranks; links differ too much for its time to be carried over."""
-    config = record.config
-    name = config["size"]
-    if not config.get("own"):
-        sized = with_overrides(find_size(name, config["table"]), context=config["context"])
-        name = size_name(sized)
-    names = ("context", "batch", "ranks")
-    conditions = {name: config[name] for name in names} | {"size": name, "way": way}
+    shape = case.shape
+    conditions = {
+        "context": case.context, "batch": case.batch, "ranks": case.ranks, "way": way,
+        "size": case.size if shape is None else size_name(shape),
+    }  # fmt: skip
     return Mine(record, conditions, {"step": step_ms})
 
 

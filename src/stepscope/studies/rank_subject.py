@@ -1,18 +1,70 @@
-"""What every rank of a study trains: a Transformer by its size, or a user's model."""
+"""The training step of every rank of a study: of a Transformer by its size, or of a user's model;
+and how steps of several ways are interleaved.
+
+Loads without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Series
 from stepscope.studies.model_names import check_name
+from stepscope.studies.ranked import RankedCase
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from stepscope.parallel import World
+
+
+WARMUP = 2
+"""Rounds before the first sample."""
+Samples = dict[tuple[str, str], list[float]]
+"""Times in ms by way and phase."""
+
+
+class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
+    """A training step whose batch is divided among ranks."""
+
+    size: str
+    table: str
+    context: int
+    batch: int
+    rounds: int
+    own: str = ""
+    """package.module:function that builds a user's model; `size` then is its name, `context` 0."""
+
+    @property
+    def key(self) -> str:
+        year = "" if self.table == "2025" or self.own else f"{self.table}_"
+        at = "" if self.own else f"_c{self.context}"
+        return f"{year}{self.size}{at}_b{self.batch}_r{self.ranks}_{self.backend}"
+
+    @property
+    def shape(self) -> ModelConfig | None:
+        """None for a user's model."""
+        if self.own:
+            return None
+        return with_overrides(find_size(self.size, self.table), context=self.context)
+
+
+def subjects(
+    model: str, sizes: Sequence[str], table: str, contexts: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The fields of a `RankedStep` that name its model, for each combination; checked."""
+    if model:
+        return [{"size": check_name(model), "table": table, "context": 0, "own": model}]
+    named = list(itertools.product(sizes, contexts))
+    for size, context in named:
+        with_overrides(find_size(size, table), context=context)
+    return [{"size": size, "table": table, "context": context} for size, context in named]
 
 
 class Fed(NamedTuple):
@@ -27,20 +79,17 @@ class Fed(NamedTuple):
 
 class RankSubject(NamedTuple):
     model: nn.Module
-    """On the host."""
     fed: Fed
 
 
-def subject_config(
-    model: str, size: str, table: str, context: int
-) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """The beginning of a case's key, and its part of the config; refused if it cannot be meant."""
-    if model:
-        name = check_name(model)
-        return name, {"size": name, "table": table, "context": 0, "own": model}
-    with_overrides(find_size(size, table), context=context)
-    year = "" if table == "2025" else f"{table}_"
-    return f"{year}{size}_c{context}", {"size": size, "table": table, "context": context}
+class Described(Protocol):
+    """A step as a case names it: `RankedStep`, `Workload`."""
+
+    @property
+    def own(self) -> str: ...
+
+    @property
+    def shape(self) -> ModelConfig | None: ...
 
 
 def tokens_fed(tokens: Tensor) -> Fed:
@@ -49,33 +98,70 @@ def tokens_fed(tokens: Tensor) -> Fed:
 
 
 def make_subject(
-    world: World, config: dict[str, Any], device: torch.device | str = "cpu",
+    world: World, case: Described, share: int, device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> RankSubject:  # fmt: skip
-    """The same weights on every rank, and data of its own."""
+    """The same weights on every rank, and `share` sequences of its own."""
     import torch
 
-    share = config["batch"] // world.size
     torch.manual_seed(0)
-    if config.get("own"):
+    shape = case.shape
+    if shape is None:
         from stepscope.studies.own.building import build, call, loss_of
 
-        built = build(config["own"])
+        built = build(case.own)
         torch.manual_seed(1 + world.rank)
         batch = built.make_batch(share, world.device)
 
         def loss(model: nn.Module, given: Any) -> Tensor:
-            return loss_of(call(model, given), given, built.loss, config["own"])
+            return loss_of(call(model, given), given, built.loss, case.own)
 
         return RankSubject(built.model.to(device, dtype), Fed(batch, loss))
     from stepscope.model import TransformerLM
 
-    shape = with_overrides(find_size(config["size"], config["table"]), context=config["context"])
     model = TransformerLM(shape, device=device, dtype=dtype or torch.float32)
     generator = torch.Generator().manual_seed(world.rank)
     # Token numbers below the smallest vocabulary: the values do not matter for the time.
-    tokens = torch.randint(100, (share, config["context"] + 1), generator=generator)
+    tokens = torch.randint(100, (share, shape.context + 1), generator=generator)
     return RankSubject(model, tokens_fed(tokens.to(world.device)))
+
+
+def settle(world: World) -> None:
+    """Wait until the rank's device is idle."""
+    if world.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(world.device)
+
+
+def interleaved(
+    world: World, ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, number: int
+) -> Samples:
+    """Samples of all ways, one step of each in a round, in an order that changes.
+
+    A call makes one step and returns the times of its phases. `number` is the supervisor's of the
+    first step.
+    """
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    order, shuffle = list(ways), random.Random(0).shuffle
+    for taken in range(-WARMUP, rounds):
+        shuffle(order)
+        for name in order:
+            world.step(number)
+            number += 1
+            phases = ways[name]()
+            for phase, ms in phases.items() if taken >= 0 else ():
+                samples[name].setdefault(phase, []).append(ms)
+    return {(name, phase): ms for name, held in samples.items() for phase, ms in held.items()}
+
+
+def series_of(ranks: Sequence[Samples]) -> tuple[Series, ...]:
+    """From the samples of each rank."""
+    return tuple(
+        Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(samples[way, phase]))
+        for way, phase in ranks[0]
+        for rank, samples in enumerate(ranks)
+    )
 
 
 def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

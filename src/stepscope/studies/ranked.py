@@ -15,7 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepscope.records.schema import Record
-from stepscope.studies.base import Bench, CaseSkipped
+from stepscope.records.stats import Summary, summarize
+from stepscope.studies.base import Bench, Case, CaseSkipped
 
 if TYPE_CHECKING:
     from stepscope.parallel import Crew, Limits
@@ -24,6 +25,14 @@ MOST_SECONDS = 540.0
 STEP_SECONDS = 180.0
 BEAT_SECONDS = 30.0
 """A rank that loads a GPU's libraries, or shares a busy machine, may be silent for seconds."""
+
+
+class RankedCase(Case, frozen=True, kw_only=True):
+    """A case that runs on several ranks."""
+
+    ranks: int
+    backend: str
+    """gloo, nccl, or auto: nccl where every rank has a GPU of its own."""
 
 
 def torchrun_size(variables: Mapping[str, str] = os.environ) -> int:
@@ -43,9 +52,26 @@ def rank_words(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks:,} ranks"
 
 
-def backend_of(record: Record) -> str:
-    """What the ranks talked through; a case may leave that choice open."""
-    return record.notes.get("backend", str(record.config["backend"]))
+def backend_of(record: Record, case: RankedCase) -> str:
+    """The backend that was used; a case may leave the choice open."""
+    return record.notes.get("backend", case.backend)
+
+
+def slowest(record: Record, name: str, *, variant: str = "", size: int = 0) -> list[float]:
+    """The slowest rank's sample of each round; empty where the series was not measured."""
+    ranks = [
+        series.values
+        for series in record.series
+        if (series.name, series.variant, series.size) == (name, variant, size)
+    ]
+    return [max(samples) for samples in zip(*ranks, strict=True)]
+
+
+def slowest_summary(
+    record: Record, name: str, *, variant: str = "", size: int = 0
+) -> Summary | None:
+    samples = slowest(record, name, variant=variant, size=size)
+    return summarize(samples) if samples else None
 
 
 def follow() -> NoReturn:
@@ -68,27 +94,28 @@ def patience() -> Limits:
 
 
 def on_ranks(
-    study: str,
-    config: dict[str, Any],
-    bench: Bench,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    study: str, case: RankedCase, bench: Bench, function: Callable[..., Any], *more: Any
 ) -> list[Any]:
-    """What `function(world, *arguments)` returned on each rank of this case."""
+    """The results of `function(world, case, *more)` on each rank of this case."""
     from stepscope.parallel import launch
 
-    ranks, backend, device = config["ranks"], config["backend"], bench.device.kind
-    if backend == "nccl" and device != "cuda":
+    device = bench.device.kind
+    if case.backend == "nccl" and device != "cuda":
         raise CaseSkipped("backend nccl needs GPUs")
     started = torchrun_size()
-    if started and ranks != started:
-        raise CaseSkipped(f"torchrun started {started} ranks, this case needs {ranks}")
-    bench.progress(0, 1, f"{ranks} ranks")
-    limits = patience()
+    if started and case.ranks != started:
+        raise CaseSkipped(f"torchrun started {started} ranks, this case needs {case.ranks}")
+    bench.progress(0, 1, f"{case.ranks} ranks")
+    arguments, limits = (case, *more), patience()
     if not started:
         return launch(
-            function, arguments, ranks=ranks, backend=backend, device=device, limits=limits
+            function,
+            arguments,
+            ranks=case.ranks,
+            backend=case.backend,
+            device=device,
+            limits=limits,
         )
     if not is_follower():
-        crew().announce({"study": study, "config": config, "device": device})
-    return crew().run(function, arguments, backend=backend, device=device, limits=limits)
+        crew().announce({"study": study, "config": case.config, "device": device})
+    return crew().run(function, arguments, backend=case.backend, device=device, limits=limits)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
 
 from stepscope.analysis.lints import lint_record
+from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Ceiling, Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.studies.base import Measurement, PlannedCase
+from stepscope.studies.load import Wait
 from stepscope.studies.nursery import Nursery, can_fork
 from stepscope.studies.process import WorkerProcess
 from stepscope.studies.protocol import Failed, Measured, Progress
@@ -45,6 +48,12 @@ class Observer(Calibrated, Protocol):
     def case_progress(self, progress: Progress) -> None: ...
 
     def case_finished(self, record: Record) -> None: ...
+
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None:
+        """Other work uses that many of the cores; its end is awaited for at most so long."""
+
+    def measuring_again(self, record: Record) -> None:
+        """This record came out noisy, and its case is measured once more."""
 
 
 def now() -> str:
@@ -146,9 +155,14 @@ class Runner:
         retry: bool = False,
         new_ceilings: bool = False,
         within_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> None:
         """Measure every case that has no record yet. `within_s` bounds each of them beside the
-        timeout, where less time than that is left."""
+        timeout, where less time than that is left.
+
+        Up to `wait_s` seconds in all are spent on waiting for other work on the machine to end,
+        and a case that comes out noisy is measured once more; with 0 neither is done.
+        """
         with store.hold_run(run.id):
             done = store.finished(run.id)
             self._refuse_other_device(store, run)
@@ -156,14 +170,56 @@ class Runner:
             if pending:
                 if self._lost:
                     self._replace_worker()
+                wait = self._wait(wait_s)
+                # Before the ceilings as well: they are kept for later runs.
+                if wait is not None:
+                    wait.until_quiet(observer.waiting)
                 ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
                 self._used = True
             for case in pending:
                 observer.case_started(case)
                 attempt = done.get((case.study, case.key), ("", 0))[1] + 1
-                record = self._record(case, run, attempt, ceilings, observer, within_s)
-                store.add(record)
+                measure = partial(self._record, case, run, attempt, ceilings, observer, within_s)
+                record = measure()
+                if wait is None or trust_of(record).level != "noisy":
+                    store.add(record)
+                else:
+                    record = self._better(record, measure, store, observer, wait)
+                    if wait.left_s <= 0 and not trust_of(record).good:
+                        # The machine stays busy: every further case would take twice as long.
+                        wait = None
                 observer.case_finished(record)
+
+    def _wait(self, seconds: float) -> Wait | None:
+        """None where nobody waits. The other ranks of a torchrun would be taken for other work."""
+        if seconds <= 0 or torchrun_size() > 1:
+            return None
+        on_cpu = self.environment.device_kind == "cpu"
+        return Wait(seconds, self.environment.threads if on_cpu else 1)
+
+    def _better(
+        self, first: Record, measure: Callable[[], Record], store: Store, observer: Observer,
+        wait: Wait,
+    ) -> Record:  # fmt: skip
+        """The better one of a noisy record and a second measurement. Both are kept, this one as the
+        newer attempt."""
+        observer.measuring_again(first)
+        try:
+            wait.until_quiet(observer.waiting)
+            second = measure()
+        except BaseException:
+            store.add(first)
+            raise
+        attempt = first.attempt
+        pair = (second, first) if _rank(second) > _rank(first) else (first, second)
+        worse, better = (
+            msgspec.structs.replace(record, attempt=attempt + place)
+            for place, record in enumerate(pair)
+        )
+        with store.transaction():
+            store.add(worse)
+            store.add(better)
+        return better
 
     def _record(
         self,
@@ -250,6 +306,11 @@ class Runner:
                     f" this is {self.environment.device_name}",
                     "start a new run without --resume",
                 )
+
+
+def _rank(record: Record) -> tuple[bool, int, float]:
+    """Smaller is better."""
+    return (record.status != "ok", *trust_of(record).rank)
 
 
 def _wanted(done: tuple[str, int] | None, *, retry: bool) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from stepscope.attention.registry import implementation
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
@@ -34,6 +33,7 @@ class TransformerStep(TrainingStep):
     ) -> None:  # fmt: skip
         import torch
 
+        from stepscope.attention.api import attention_with
         from stepscope.model.transformer import TransformerLM
         from stepscope.studies.shared_weights import adopt_moments, adopt_weights
         from stepscope.studies.step_parts import make_optimizer
@@ -47,7 +47,7 @@ class TransformerStep(TrainingStep):
         config = workload.model()
         self.model = TransformerLM(
             config,
-            attention=implementation(workload.attention).function,
+            attention=attention_with(workload.attention),
             device=device.torch_device if shares is None else "meta",
             dtype=getattr(torch, form.weights),
             fused=workload.fused,

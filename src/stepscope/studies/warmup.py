@@ -18,11 +18,13 @@ from stepscope.analysis.steady import Settling, settling
 from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.records.stats import summarize
+from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
 from stepscope.studies.flag_checks import check_each
 from stepscope.studies.post_mortem import step_post_mortem
+from stepscope.studies.trusted import all_good
 from stepscope.studies.workload import Workload, WorkloadFlags, workloads
 
 
@@ -123,12 +125,16 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
         groups.setdefault(_name(record), []).append(record)
     needed = []
     judged: list[tuple[Record, Settling]] = []
+    unlike: dict[str, list[float]] = {}
     for name, members in groups.items():
         curves = [settling(_all_steps(record)) for record in members]
         judged += zip(members, curves, strict=True)
         slowest = max(curves, key=lambda curve: curve.steps)
         needed.append(slowest.steps)
-        steady = summarize([curve.steady for curve in curves]).median
+        levels = [curve.steady for curve in curves]
+        if uncertainty(levels) >= MEDIAN_KNOWN_TO:
+            unlike[name] = levels
+        steady = summarize(levels).median
         first = summarize([_all_steps(record)[0] for record in members]).median
         extra = summarize([curve.extra for curve in curves]).median
         many = len(members) > 1
@@ -146,18 +152,50 @@ def _findings(records: Sequence[Record]) -> Iterator[Finding]:
                 f" {percent(biased.mean / steady - 1)} off, with a standard deviation of"
                 f" {duration(biased.std)}."
             )
-        yield Finding(text=text)
-    if needed:
+        yield Finding(
+            code="warmup.first-step",
+            values={"step": name, "first_ms": first, "steady_ms": steady, "extra_ms": extra},
+            text=text,
+            records=tuple(record.id for record in members),
+        )
+    if unlike:
+        yield _unlike(unlike, records)
+    elif needed and not all_good(records):
+        yield Finding(
+            code="warmup.steps-unknown",
+            text="How many warm-up steps this machine needs cannot be told.",
+            tone="warn",
+            records=tuple(record.id for record in records),
+        )
+    elif needed:
         most = max(needed)
         sized = "no warm-up step" if most == 0 else f"{most} warm-up step{'s' if most > 1 else ''}"
         rest = "; more than that changes nothing"
         if any(curve.steps >= len(_all_steps(record)) // 2 for record, curve in judged):
             sized, rest = f"at least {sized}", ""
         yield Finding(
+            code="warmup.steps-needed",
+            values={"steps": most, "processes": len(records)},
             text=f"This machine needs {sized} before a step is steady, in the slowest of"
             f" {len(records)} fresh processes{rest}.",
             tone="good" if most <= 5 else "warn",
+            records=tuple(record.id for record in records),
         )
+
+
+def _unlike(levels: dict[str, list[float]], records: Sequence[Record]) -> Finding:
+    """Steady steps of fresh processes that differ among each other: none of them is steady."""
+    name = max(levels, key=lambda one: max(levels[one]) / min(levels[one]))
+    low, high = min(levels[name]), max(levels[name])
+    return Finding(
+        code="warmup.unlike-processes",
+        values={"step": name, "fastest_ms": low, "slowest_ms": high},
+        text=f"How many warm-up steps this machine needs cannot be told: after its first steps"
+        f" {name} takes {duration(low)} in one fresh process and {duration(high)} in another. End"
+        " other work on the machine and measure again.",
+        tone="warn",
+        records=tuple(record.id for record in records),
+    )
 
 
 def _figure(records: Sequence[Record]) -> Iterator[Figure]:

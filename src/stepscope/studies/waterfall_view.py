@@ -15,13 +15,14 @@ from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfa
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
-from stepscope.report.format import duration, percent
+from stepscope.report.format import duration, number, percent
 from stepscope.studies.energy_view import capped_finding
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 _SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
 _FASTER_FROM = 0.01
+_SCALED_FROM = 1.05
 _KINDS = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -222,10 +223,16 @@ def _findings(fall: Fall) -> tuple[Finding, ...]:
             " beyond it come to more than the step."
         )
     lost = water.parts["unattributed"]
+    scaled = water.traced_over_timed > _SCALED_FROM
+    if scaled:
+        text += (
+            f" The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
+            " step did without the profiler and are scaled to it, so read the parts with care."
+        )
     doubt = abs(lost) > 0.05 * water.measured_ms
     if doubt:
         text += f" {duration(abs(lost))} have no cause, so read the parts with care."
-    return (Finding(text=text, tone="warn" if doubt or faster else "info"),)
+    return (Finding(text=text, tone="warn" if doubt or faster or scaled else "info"),)
 
 
 def remedy(cause: Cause, fall: Fall) -> str:

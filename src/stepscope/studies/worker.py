@@ -15,15 +15,14 @@ import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.studies import protocol
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.descendants import end_marked
-from stepscope.studies.nursery import WORKER
+from stepscope.studies.descendants import WORKER, end_marked
 from stepscope.studies.protocol import (
     CheckModel,
     DismissFollowers,
@@ -157,13 +156,17 @@ def _requests() -> queue.Queue[bytes]:
     def listen() -> None:
         for line in sys.stdin.buffer:
             lines.put(line)
-        # Nor for what it started, which may be in a session of its own.
-        with suppress(Exception):
-            end_marked(os.environ[WORKER], spare={os.getpid()})
-        os._exit(1)
+        _end_with_parent()
 
     threading.Thread(target=listen, daemon=True).start()
     return lines
+
+
+def _end_with_parent() -> NoReturn:
+    """End, and what this process started too, which may be in sessions of its own."""
+    with suppress(Exception):
+        end_marked(os.environ[WORKER], spare={os.getpid()})
+    os._exit(1)
 
 
 def _volunteer_for_the_oom_killer() -> None:
@@ -187,7 +190,12 @@ def main(device_choice: str) -> None:
         send(channel, Failed("error", str(error), usage=True))
         return
     while True:
-        worker.say(worker.answer(protocol.decode_request(requests.get())))
+        reply = worker.answer(protocol.decode_request(requests.get()))
+        try:
+            worker.say(reply)
+        except BrokenPipeError:
+            # The parent is gone, and the thread that listens may not have noticed yet.
+            _end_with_parent()
 
 
 if __name__ == "__main__":

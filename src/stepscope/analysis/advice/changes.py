@@ -12,7 +12,9 @@ from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, is_faster, worth
 from stepscope.analysis.advice.timeline import wall_ms
 
-__all__ = ["RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible"]
+__all__ = [
+    "RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible", "without_ranks",
+]  # fmt: skip
 
 RULES = (dtypes, work, loop, memory, ranks)
 
@@ -26,7 +28,8 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
     """The changes that are worth it. `factors` correct predictions by past ones.
 
     Those whose range lies above zero come first, the largest lower end first; the others follow
-    without a rank, the largest prediction first.
+    without a rank, the largest prediction first. Of a step whose times cannot be trusted none has
+    a rank.
     """
     found = []
     for advice, _ in judged(facts):
@@ -35,7 +38,13 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
         if worth(advice, facts):
             advice = _with_range(advice, facts)
             found.append(advice if is_faster(advice, facts) else _for_memory(advice))
-    return tuple(sorted(found, key=_rank))
+    return without_ranks(found) if facts.doubt else tuple(sorted(found, key=_rank))
+
+
+def without_ranks(advice: Sequence[Advice]) -> tuple[Advice, ...]:
+    """In the order of their names: gains of untrusted times are no order."""
+    replaced = (msgspec.structs.replace(one, ranked=False) for one in advice)
+    return tuple(sorted(replaced, key=lambda one: one.code))
 
 
 def _with_range(advice: Advice, facts: Facts) -> Advice:

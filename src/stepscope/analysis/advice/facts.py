@@ -157,6 +157,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Intra-op threads of PyTorch; 0 if unknown."""
     lacks: tuple[str, ...] = ()
     """What this machine does not have: a number format, `compiler`."""
+    doubt: str = ""
+    """Why the times cannot be trusted, such as a busy machine; empty where they can."""
 
     def is_tight(self, share: float) -> bool:
         """More than this share of the device's memory is in use at the peak."""

@@ -72,7 +72,7 @@ def runs_within(plan: StepPlan, limit: int) -> bool:
 
 
 class Play:
-    """The step of `studies.workload.TrainingStep`, operator by operator."""
+    """The step of `studies.transformer_step.TransformerStep`, operator by operator."""
 
     def __init__(
         self,

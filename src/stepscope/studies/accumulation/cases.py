@@ -1,16 +1,12 @@
-"""Flags, cases and presets of the accumulation study."""
+"""Flags and cases of the accumulation study."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from stepscope.analysis.floats import FORMATS
 from stepscope.errors import UsageError, unknown_name
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_each
 
 SUMS = (
@@ -89,47 +85,3 @@ class SquareCase(Case, frozen=True, kw_only=True, tag_field="part", tag="square"
 
 
 AccumulationCase = SumCase | DotCase | SquareCase
-
-
-class Accumulation(Study[AccumulationFlags, AccumulationCase]):
-    name = "accumulation"
-    title = "Accumulation"
-    question = (
-        "How far is a sum from the truth in each number format, when does it stop to grow,"
-        " and in which format does the matrix unit add?"
-    )
-    examples = (
-        "stepscope run accumulation",
-        "stepscope run accumulation --term 0.001 --count 20000",
-    )
-    flags = AccumulationFlags
-    case = AccumulationCase
-    no_model = "it measures sums in each number format"
-
-    def cases(self, flags: AccumulationFlags) -> tuple[AccumulationCase, ...]:
-        return (
-            *(
-                SumCase(terms=terms, accumulator=accumulator, term=flags.term, count=flags.count)
-                for terms, accumulator in SUMS
-            ),
-            *(DotCase(format=dtype, length=flags.length) for dtype in flags.format),
-            *(SquareCase(format=dtype) for dtype in SQUARES),
-        )
-
-    def measure(self, case: AccumulationCase, bench: Bench) -> Measurement:
-        from stepscope.studies.accumulation.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.accumulation.view import accumulation_blocks
-
-        return accumulation_blocks(records, self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[AccumulationFlags]]:
-        on_gpu = ("tf32",) if environment.device_kind == "cuda" else ()
-        flags = (AccumulationFlags(format=("float32", *on_gpu, "float16", "bfloat16")),)
-        return dict.fromkeys(("quick", "seeds", "cs336-2026", "h200", "full"), flags)
-
-
-STUDY = Accumulation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernel_names import FILL
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Ceiling, Record
 from stepscope.records.stats import summarize
 from stepscope.studies.advice.attention_facts import attention_work, is_called, score_bytes
-from stepscope.studies.inspected import STUDY_NAME as INSPECTED
+from stepscope.studies.inspected.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.inspected.setting import Setting
 from stepscope.studies.memory.rows import Account
@@ -50,15 +52,15 @@ def facts_of(
     held = {c.name: c.value for c in ceilings if c.source == "measured"}
     held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
     account, setting = watched.account, watched.setting
-    compiled = setting.compiled if setting else record.config.get("compile", "no") != "no"
-    ranks = int(record.config.get("ranks", 1))
+    compiled = setting.compiled if setting else watched.case.compile != "no"
+    ranks = watched.case.ranks
     copied, phases = _pageable(summary), _phases(summary, ranks)
     found = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
         noise_ms=_noise_ms(record),
-        dtype=(dtype := _format(record, summary, setting)),
-        autocast=_by_autocast(record, setting, dtype),
+        dtype=(dtype := _format(watched.case.dtype, summary, setting)),
+        autocast=_by_autocast(watched.case.dtype, setting, dtype),
         phases=phases,
         # A compiler's kernels say too little of what they are for.
         attention=() if compiled else attention_work(summary, phases, account),
@@ -74,7 +76,7 @@ def facts_of(
         **(account_facts(account) if account else {}),
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,
-        **_optimizer(record, setting),
+        **_optimizer(watched.case.optimizer, setting),
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
         loss_ms=_loss_ms(summary),
@@ -82,12 +84,13 @@ def facts_of(
         exposed_ms=summary.class_ms("communication"),
         messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
         micro_batches=max(1, watched.micro_batches),
-        batch=setting.batch if setting else record.config.get("batch"),
+        batch=setting.batch if setting else watched.case.batch,
         rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
         bandwidth=held.get("memory.copy"),
         cores=record.environment.cpu_cores,
         threads=record.environment.threads,
         lacks=tuple(lacks),
+        doubt=trust_of(record).reason,
     )
     found = _as_timed(found, summary, ranks)
     if not found.on_gpu and watched.loading_ms is not None:
@@ -123,19 +126,23 @@ def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
     left = facts.step_ms - scaled.device_ms
     if ranks > 1 or left <= 0:
         return scaled
-    if all(work.name != _OUTSIDE for work in scaled.phases):
-        scaled = replace(scaled, phases=(Work(name=_OUTSIDE, classes={}), *scaled.phases))
-    return scaled.with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+    return _with_outside(scaled).with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+
+
+def _with_outside(facts: Facts) -> Facts:
+    if any(work.name == _OUTSIDE for work in facts.phases):
+        return facts
+    return replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
 
 
 def block_list(summary: Summary) -> str:
     """The path of the ModuleList whose entries take the most time. A trace writes `layers.*` for
     them; modules within one another are joined by slashes."""
-    spent: dict[str, float] = {}
+    spent: defaultdict[str, float] = defaultdict(float)
     for use in summary.uses:
         path, entry, _ = use.module.partition(_ENTRY)
         if entry and path:
-            spent[path.replace("/", ".")] = spent.get(path.replace("/", "."), 0.0) + use.ms
+            spent[path.replace("/", ".")] += use.ms
     return max(spent, key=lambda path: spent[path], default="")
 
 
@@ -145,8 +152,7 @@ def _with_issue_times(
     """Each phase with the time that the host took to issue it; the loss is issued with the
     backward. What it does outside is more than launches, or no launch at all. A batch takes what it
     took in steps that nobody held up, where workers could not catch up."""
-    if all(work.name != _OUTSIDE for work in facts.phases):
-        facts = replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
+    facts = _with_outside(facts)
     data = took.get(_DATA, 0.0) if loading_ms is None else loading_ms
     outside = took.get(_OUTSIDE, 0.0) + data
     launches = {work.name: work.launches for work in facts.phases}
@@ -165,27 +171,26 @@ def _with_issue_times(
     return replace(found, data_ms=data)
 
 
-def _format(record: Record, summary: Summary, setting: Setting | None) -> str:
+def _format(told: str, summary: Summary, setting: Setting | None) -> str:
     """Of the products. Kernels that name their units say it; a program's operators do not where it
     is compiled, and never whether float32 is TF32."""
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind == "matmul" and row.unit in _UNITS:
-            found[_UNITS[row.unit]] = found.get(_UNITS[row.unit], 0.0) + row.ms
+            found[_UNITS[row.unit]] += row.ms
     known = sum(found.values())
     if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
         return max(found, key=lambda name: found[name])
-    told = str(record.config.get("dtype", ""))
     short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
     return "tf32" if told == "float32" and short else told
 
 
-def _by_autocast(record: Record, setting: Setting | None, dtype: str) -> bool:
+def _by_autocast(told: str, setting: Setting | None, dtype: str) -> bool:
     """Short products of weights that are float32."""
     if dtype not in ("bfloat16", "float16"):
         return False
     if setting is None:
-        return str(record.config.get("dtype", "")) == dtype
+        return told == dtype
     formats = setting.parameter_formats
     return 2 * formats.get("float32", 0) > sum(formats.values())
 
@@ -196,13 +201,12 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     classes: dict[str, dict[str, float]] = {}
     for line in summary.lines:
         if line.phase not in ("idle", ""):
-            of_phase = classes.setdefault(line.phase, {})
-            of_phase[line.kind] = of_phase.get(line.kind, 0.0) + line.ms
-    launches: dict[str, float] = {}
+            classes.setdefault(line.phase, defaultdict(float))[line.kind] += line.ms
+    launches: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels if summary.on_device else ():
         # A fill comes with the product whose work space it is, or takes no longer than that.
         if row.kernel != FILL:
-            launches[row.phase] = launches.get(row.phase, 0.0) + row.count
+            launches[row.phase] += row.count
     total = sum(launches.values())
     for phase, held in classes.items():
         if summary.on_device:
@@ -215,7 +219,7 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     found = [
         Work(
             name=phase,
-            classes=held,
+            classes=dict(held),
             launches=launches.get(phase, 0.0),
             host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
             runs=_runs(summary, phase, launches.get(phase, 0.0)),
@@ -257,9 +261,8 @@ def _pageable(summary: Summary) -> float:
     )
 
 
-def _optimizer(record: Record, setting: Setting | None) -> dict[str, Any]:
+def _optimizer(name: str, setting: Setting | None) -> dict[str, Any]:
     if setting is None:
-        name = str(record.config.get("optimizer", ""))
         return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
                 "fused_optimizer": name.endswith("-fused")}  # fmt: skip
     classes = {one.name for one in setting.optimizers}

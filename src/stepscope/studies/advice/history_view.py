@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
-from stepscope.report.blocks import Block, Column, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import percent
+from stepscope.report.tables import col, table
 
 _TREND_FROM = 6
 _SHOWN = 100
@@ -21,16 +22,20 @@ def history_blocks(history: Sequence[Verified], device: str) -> tuple[Block, ...
 
 
 def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
-    right = sum(map(is_right, own))
+    right, error = sum(map(is_right, own)), off_by(own) or 0.0
     yield Finding(
+        code="advice.predictions-so-far",
+        values={"verified": len(own), "right": right, "off": error},
         text=f"Predictions verified on this device so far: {len(own)}. Of those, {right} gained"
-        f" within a third of what was predicted; the median error is {percent(off_by(own) or 0)} of"
-        " the step."
+        f" within a third of what was predicted; the median error is {percent(error)} of"
+        " the step.",
     )
     if len(own) >= _TREND_FROM:
         half = len(own) // 2
         first, last = off_by(own[:half]) or 0.0, off_by(own[half:]) or 0.0
         yield Finding(
+            code="advice.predictions-trend",
+            values={"first_half_off": first, "second_half_off": last},
             text=f"It was {percent(first)} for the first half of them and {percent(last)} for the"
             " second.",
             tone="good" if last < first else "info",
@@ -54,28 +59,23 @@ def _figure(own: Sequence[Verified]) -> Iterator[Figure]:
 
 def _corrections(own: Sequence[Verified], device: str) -> Table:
     known = factors(own, device)
-
-    def row(code: str) -> tuple[str, int, float, float, float]:
-        members = [one for one in own if one.code == code]
-        return (
-            code,
-            len(members),
-            median(one.by_rule / one.step_ms for one in members),
-            median(one.realised_ms / one.step_ms for one in members),
-            known.get(code, 1.0),
-        )
-
-    return Table(
-        name="advise-corrections",
-        title="What verifications say of each rule",
-        columns=(
-            Column(title="change"),
-            Column(title="verified", kind="count"),
-            Column(title="by the rule", kind="percent", hint="median gain of the step, predicted"),
-            Column(title="realised", kind="percent", hint="median gain of the step"),
-            Column(title="next time", kind="number", unit="×", hint="what the rule's gain gets"),
-        ),
-        rows=tuple(row(code) for code in dict.fromkeys(one.code for one in own)),
+    by_rule: dict[str, list[Verified]] = {}
+    for one in own:
+        by_rule.setdefault(one.code, []).append(one)
+    return table(
+        "advise-corrections",
+        "What verifications say of each rule",
+        by_rule.items(),
+        [
+            col("change", lambda r: r[0]),
+            col("verified", lambda r: len(r[1]), "count"),
+            col("by the rule", lambda r: median(v.by_rule / v.step_ms for v in r[1]), "percent",
+                hint="median gain of the step, predicted"),
+            col("realised", lambda r: median(v.realised_ms / v.step_ms for v in r[1]), "percent",
+                hint="median gain of the step"),
+            col("next time", lambda r: known.get(r[0], 1.0), unit="×",
+                hint="what the rule's gain gets"),
+        ],
         caption=f"Kept for {device} in this user's cache; the newest twenty of each count, with one"
         " that was exactly right.",
-    )
+    )  # fmt: skip

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from stepscope.records.schema import Clock, Series
-from stepscope.studies.advice import Script, Trial
-from stepscope.studies.advice.measuring import (
-    APART,
-    BASE,
-    CHANGED,
-    IN_BLOCKS,
-    loss_series,
-    trial_quantities,
-)
+from stepscope.studies.advice.cases import APART, BASE, CHANGED, Script, Trial
+from stepscope.studies.advice.measure import IN_BLOCKS, loss_series, trial_quantities
 from stepscope.studies.advice.turns import (
     Contestant,
     Ready,

@@ -9,45 +9,14 @@ and writes. The subjects are the small net that the course asks about and the mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import msgspec
-
-from stepscope.attention.registry import implementation
-from stepscope.errors import UsageError, unknown_name
-from stepscope.model.sizes import find_size
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
-
-FORMATS = ("float16", "bfloat16")
-
-
-class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at: every combination of subject and format is a case."""
-
-    subject: tuple[str, ...] = ("toy", "tiny")
-    """`toy` (linear, ReLU, norm, linear), or a size of the model: tiny, mini, small, …"""
-    dtype: tuple[str, ...] = FORMATS
-    """Formats of autocast: float16, bfloat16."""
-    context: int = 64
-    """Sequence length of the model."""
-    attention: str = "reference"
-    """Attention implementation of the model."""
-
-    def __post_init__(self) -> None:
-        if self.context < 1:
-            raise UsageError(f"context is {self.context}", "it must be at least 1")
-        for name in self.dtype:
-            if name not in FORMATS:
-                raise unknown_name("autocast format", name, FORMATS)
-        for name in self.subject:
-            if name != "toy":
-                find_size(name)
-        implementation(self.attention)
+from stepscope.studies.autocast.cases import AutocastCase, AutocastFlags
+from stepscope.studies.base import Bench, Measurement, Study
 
 
-class Autocast(Study[AutocastFlags, Any]):
+class Autocast(Study[AutocastFlags, AutocastCase]):
     name = "autocast"
     title = "Autocast"
     question = (
@@ -59,33 +28,27 @@ class Autocast(Study[AutocastFlags, Any]):
         "stepscope run autocast --subject small --dtype bfloat16 --attention sdpa",
     )
     flags = AutocastFlags
+    case = AutocastCase
     no_model = "it names what each layer of its model does"
 
-    def cases(self, flags: AutocastFlags) -> tuple[PlannedCase, ...]:
+    def cases(self, flags: AutocastFlags) -> tuple[AutocastCase, ...]:
         return tuple(
-            PlannedCase(
-                study=self.name,
-                key=f"{subject}_{dtype}"
-                + ("" if subject == "toy" else f"_c{flags.context}_{flags.attention}"),
-                config={
-                    "subject": subject, "dtype": dtype, "context": flags.context,
-                    "attention": flags.attention,
-                },
-                needs=(dtype,),
+            AutocastCase(
+                subject=subject, dtype=dtype, context=flags.context, attention=flags.attention
             )
             for subject in flags.subject
             for dtype in flags.dtype
-        )  # fmt: skip
+        )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.studies.autocast.measuring import measure_autocast
+    def measure(self, case: AutocastCase, bench: Bench) -> Measurement:
+        from stepscope.studies.autocast.measure import measure_autocast
 
-        return measure_autocast(config, bench)
+        return measure_autocast(case, bench)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.autocast.view import autocast_blocks
 
-        return autocast_blocks(records)
+        return autocast_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AutocastFlags]]:
         if environment.device_kind == "cpu":

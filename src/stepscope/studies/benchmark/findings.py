@@ -233,7 +233,7 @@ def _doubts(rows: Sequence[Row]) -> Iterator[Finding]:
     counted = Counter(lint.code for lint in lints)
     for code, times in counted.items():
         first = next(lint.message for lint in lints if lint.code == code)
-        yield Finding(text=f"Lint {code}, {times}×, first: {first}", tone="warn")
+        yield Finding(text=f"Lint {code}, {times}×, first: {first}", tone="warn", timed=False)
 
 
 def _some(names: Sequence[str]) -> str:

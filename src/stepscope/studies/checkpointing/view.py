@@ -1,26 +1,301 @@
-"""Tables and the Pareto figure of the checkpointing study."""
+"""What the checkpointing study says: findings, the Pareto figure, a table for each step. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 
-from stepscope.model.checkpointing import NONE
+import msgspec
+
+from stepscope.model.checkpointing import NESTED, NONE, inputs_kept, run_again, stretches
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Kind, Table
-from stepscope.studies.checkpointing.findings import checkpointing_findings
-from stepscope.studies.checkpointing.rows import Sweep, Tried, sweeps
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.report.tables import col, table
+from stepscope.studies.base import Result
+from stepscope.studies.checkpointing.cases import CheckpointingCase
 
-_BYTES: Kind = "bytes"
 _GIB = 2**30
-_STATUS = {"oom": "OOM"}
+_PREDICTED = 0.05
+_SAME = 0.01
+"""Relative difference up to which a finding calls two peaks the same."""
+_SAME_PEAK = 0.005
+"""The same on the Pareto front: what blocks of the allocator may add."""
 
 
-def checkpointing_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    found = sweeps(records)
+class Tried:
+    """One strategy that was run, or was to be."""
+
+    def __init__(self, result: Result[CheckpointingCase]) -> None:
+        self.record, planned = result
+        self.budget = planned.budget
+        self.strategy = self.record.notes.get("strategy", planned.checkpoint)
+        self.case = msgspec.structs.replace(planned, checkpoint=self.strategy)
+        self.layers = int(self.record.quantity("blocks") or planned.layers)
+        self.sizes = stretches(self.strategy, self.layers)
+        self.inputs = inputs_kept(self.sizes, self.layers)
+        self.again = run_again(self.sizes, self.layers) / self.layers
+        """How often the forward of a block runs in the backward, on average."""
+        self.ok = self.record.status == "ok"
+        self.peak = self.record.quantity("peak_bytes") or 0.0
+        self.predicted = self.record.quantity("predicted_bytes")
+        self.off = self.predicted / self.peak - 1 if self.predicted and self.peak else None
+        self.ms = _median(self.record, "step")
+        forward = _median(self.record, "forward")
+        self.forward_share = forward / self.ms if forward and self.ms else None
+        """Of the step; None in records that have no phases."""
+
+    @property
+    def peak_phase(self) -> str:
+        phases = [
+            (quantity.value, quantity.phase)
+            for quantity in self.record.quantities
+            if quantity.name == "peak_bytes" and quantity.phase
+        ]
+        return max(phases)[1] if phases else ""
+
+    @property
+    def words(self) -> str:
+        return "no checkpointing" if self.strategy == NONE else f"checkpointing {self.strategy}"
+
+
+def _median(record: Record, name: str) -> float | None:
+    series = record.find(name)
+    return summarize(series.values).median if series is not None and series.values else None
+
+
+class Sweep:
+    """All strategies of one step."""
+
+    def __init__(self, members: Sequence[Tried]) -> None:
+        self.all = [each for each in members if each.budget is None]
+        self.budgets = [each for each in members if each.budget is not None]
+        self.ran = [each for each in self.all if each.ok and each.ms is not None]
+        self.name = _plain(members[0].case).name
+        self.kept = self.of(NONE)
+
+    def of(self, strategy: str) -> Tried | None:
+        return next((each for each in self.ran if each.strategy == strategy), None)
+
+    def slower(self, each: Tried) -> float | None:
+        """Time of its step over that with all activations kept."""
+        return each.ms / self.kept.ms if self.kept and self.kept.ms and each.ms else None
+
+    def predicted_slower(self, each: Tried) -> float | None:
+        """The same as it should be: the forwards that run again, at the forward's share of the step
+        with all activations kept."""
+        share = self.kept.forward_share if self.kept else None
+        return None if share is None else 1 + each.again * share
+
+    @property
+    def front(self) -> list[Tried]:
+        """Those that no other one beats in both, by peak."""
+        kept = (e for e in self.ran if not any(_beats(other, e) for other in self.ran))
+        return sorted(kept, key=lambda each: each.peak)
+
+
+def _beats(one: Tried, other: Tried) -> bool:
+    """A shorter step with no more memory, or less memory with no longer step."""
+    ms, longer = one.ms or 0.0, other.ms or 0.0
+    return (ms < longer and one.peak <= other.peak * (1 + _SAME_PEAK)) or (
+        ms == longer and one.peak < other.peak
+    )
+
+
+def _plain(case: CheckpointingCase) -> CheckpointingCase:
+    return msgspec.structs.replace(case, checkpoint=NONE, budget_bytes=msgspec.UNSET)
+
+
+def sweeps(results: Sequence[Result[CheckpointingCase]]) -> list[Sweep]:
+    groups: dict[str, list[Tried]] = {}
+    for result in results:
+        groups.setdefault(_plain(result.case).key, []).append(Tried(result))
+    return [Sweep(members) for members in groups.values()]
+
+
+def checkpointing_blocks(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
+    found = sweeps(results)
     return (
-        *checkpointing_findings(found),
+        *(finding for sweep in found for finding in _saving(sweep)),
+        *(finding for sweep in found for finding in _nested(sweep)),
+        *(_budget(sweep, each) for sweep in found for each in sweep.budgets),
+        *_prediction(found),
         *(_pareto(number, sweep) for number, sweep in enumerate(found) if len(sweep.ran) > 1),
         *(_table(number, sweep) for number, sweep in enumerate(found)),
+    )
+
+
+def _ids(*members: Tried) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each.record.id for each in members))
+
+
+def _saving(sweep: Sweep) -> Iterator[Finding]:
+    """The least of the simple strategies against keeping everything."""
+    simple = [each for each in sweep.ran if len(each.sizes) == 1]
+    if not simple:
+        return
+    least = min(simple, key=lambda each: each.peak)
+    words = "each block alone" if least.strategy == "1" else f"stretches of {least.strategy} blocks"
+    text = f"{sweep.name}: of the simple strategies {words} needs the least,"
+    if len(simple) == 1:
+        text = f"{sweep.name}: {words} needs"
+    values = {"step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms}
+    kept = sweep.kept
+    if kept is None:
+        planned = [each for each in sweep.all if each.strategy == NONE]
+        status = planned[0].record.status if planned else ""
+        without = {"oom": "ran out of memory", "": "was not tried"}.get(status, "did not run")
+        yield Finding(
+            code="checkpointing.least-memory",
+            values=values | {"without": without},
+            records=_ids(*simple, *planned),
+            text=f"{text} {bytes_(least.peak)} and {duration(least.ms or 0)} a step; with all"
+            f" activations kept it {without}.",
+            tone="good",
+        )
+        return
+    slower = (least.ms or 0) / (kept.ms or math.inf)
+    expected = sweep.predicted_slower(least)
+    values |= {"kept_peak": kept.peak, "kept_ms": kept.ms, "slower": slower}
+    text += (
+        f" {bytes_(least.peak)} instead of {bytes_(kept.peak)}, and takes"
+        f" {duration(least.ms or 0)} instead of {duration(kept.ms or 0)}, {number(slower, 3)}× the"
+        " time"
+    )
+    if slower < 1:
+        yield Finding(
+            code="checkpointing.impossible-time",
+            values=values,
+            records=_ids(*simple, kept),
+            text=f"{text}: it does more work, so the machine was busy with something else and its"
+            " times tell nothing.",
+            tone="warn",
+        )
+        return
+    if expected is None:
+        text += (
+            f"; one forward more is {number(4 / 3, 3)}× where the forward is a third of the step"
+            " and the optimizer costs nothing"
+        )
+    else:
+        text += (
+            f" ({number(expected, 3)}× predicted, as the forward is"
+            f" {percent(kept.forward_share or 0)} of the step)"
+        )
+    yield Finding(
+        code="checkpointing.saving",
+        values=values | {"predicted_slower": expected, "forward_share": kept.forward_share},
+        records=_ids(*simple, kept),
+        text=f"{text}.",
+        tone="good" if least.peak < kept.peak else "info",
+    )
+
+
+def _nested(sweep: Sweep) -> Iterator[Finding]:
+    """The strategy with the fewest inputs kept, what it costs, and whether the peak follows."""
+    halved, single = sweep.of(NESTED), sweep.of("1")
+    if halved is None or single is None:
+        return
+    layers = halved.layers
+    to_two = tuple(range(layers - 1, 0, -1))
+    fewest, most_again = inputs_kept(to_two, layers), run_again(to_two, layers) / layers
+    same = abs(halved.peak / single.peak - 1) <= _SAME
+    text = (
+        f"{sweep.name}: the strategy that keeps the least is nested, {layers} blocks halved down to"
+        f" single ones ({'-'.join(map(str, halved.sizes))}): {halved.inputs} inputs at most"
+        f" instead of {single.inputs}, growing with the logarithm of the depth, for"
+        f" {number(halved.again, 3)} forwards of each block run again instead of one;"
+        f" {duration(halved.ms or 0)} against {duration(single.ms or 0)} a step."
+    )
+    rest = (
+        f" The peak of the step stays at {bytes_(halved.peak)}: it is in the"
+        f" {halved.peak_phase} phase, when all gradients and one block's activations live and"
+        " few inputs are left, so single blocks are as good and cheaper."
+        if same
+        else f" Peak {bytes_(halved.peak)} against {bytes_(single.peak)}."
+    )
+    if layers > 2:
+        rest += (
+            f" As few as {fewest} inputs are possible, one block split off at"
+            f" a time, for {number(most_again, 3)} forwards of each block."
+        )
+    yield Finding(
+        code="checkpointing.nested",
+        values={
+            "step": sweep.name, "layers": layers, "inputs": halved.inputs,
+            "single_inputs": single.inputs, "again": halved.again, "ms": halved.ms,
+            "single_ms": single.ms, "peak": halved.peak, "single_peak": single.peak,
+            "peak_phase": halved.peak_phase, "fewest_inputs": fewest, "most_again": most_again,
+        },
+        records=_ids(halved, single),
+        text=text if same else text + rest,
+        conclusion=rest.strip() if same else "",
+    )  # fmt: skip
+
+
+def _budget(sweep: Sweep, each: Tried) -> Finding:
+    """The strategy that was chosen before, and whether it fitted when run."""
+    assert each.budget is not None
+    values = {"step": sweep.name, "budget": each.budget}
+    if not each.ok:
+        return Finding(
+            code="checkpointing.budget-not-run",
+            values=values | {"status": each.record.status},
+            records=_ids(each),
+            text=f"{sweep.name} under {bytes_(each.budget)}: {each.record.status},"
+            f" {each.record.reason}",
+            tone="warn",
+        )
+    fits = each.peak <= each.budget
+    limit = (
+        "run under that limit,"
+        if each.record.environment.device_kind == "cuda"
+        else "counted (a CPU has no limit to set),"
+    )
+    values |= {
+        "strategy": each.strategy, "predicted": each.predicted, "peak": each.peak, "fits": fits,
+        "ms": each.ms,
+    }  # fmt: skip
+    within = [other for other in sweep.ran if other.peak <= each.budget]
+    best = min(within, key=lambda other: other.ms or math.inf, default=None)
+    faster = best if best is not None and best.strategy != each.strategy else None
+    return Finding(
+        code="checkpointing.budget",
+        values=values | ({"fastest": faster.strategy, "fastest_ms": faster.ms} if faster else {}),
+        records=_ids(each, *(within if faster else ())),
+        text=f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
+        f" prediction ({bytes_(each.predicted or 0)}) as what runs the least again; {limit} it"
+        f" peaks at {bytes_(each.peak)} and {'fits' if fits else 'does not fit'}, with"
+        f" {duration(each.ms or 0)} a step.",
+        conclusion=f"Of the sweep the fastest that fits is {faster.words},"
+        f" {duration(faster.ms or 0)}."
+        if faster
+        else "",
+        tone="good" if fits else "warn",
+    )
+
+
+def _prediction(found: Sequence[Sweep]) -> Iterator[Finding]:
+    judged = [
+        (abs(each.off), each)
+        for sweep in found
+        for each in (*sweep.ran, *sweep.budgets)
+        if each.off is not None
+    ]
+    if not judged:
+        return
+    worst, case = max(judged, key=lambda pair: pair[0])
+    middle = statistics.median(off for off, _ in judged)
+    yield Finding(
+        code="checkpointing.prediction",
+        values={"runs": len(judged), "median": middle, "worst": worst, "step": case.case.name},
+        records=_ids(*(each for _, each in judged)),
+        text=f"Predicted peaks of {len(judged)} runs are off by {percent(middle)} in the median and"
+        f" {percent(worst)} at most ({case.case.name}).",
+        tone="good" if worst <= _PREDICTED else "warn",
+        timed=False,
     )
 
 
@@ -39,14 +314,13 @@ def _pareto(place: int, sweep: Sweep) -> Figure:
     )
     others = [each for each in sweep.ran if each not in simple]
     ends = dict.fromkeys(each.strategy for each in (*simple[:1], *simple[-1:]))
-    named = f"stretches of {' to '.join(ends)}"
     return Figure(
         name=f"checkpointing-pareto{_suffix(place)}",
         title=f"Memory against time: {sweep.name}",
         kind="lines",
         curves=(
-            *([curve(named, simple)] if simple else []),
-            *(curve(_label(each), [each]) for each in others),
+            *([curve(f"stretches of {' to '.join(ends)}", simple)] if simple else []),
+            *(curve(each.words.removeprefix("checkpointing "), [each]) for each in others),
             curve("Pareto front", sweep.front),
         ),
         x_label=f"peak memory, {name}",
@@ -55,72 +329,56 @@ def _pareto(place: int, sweep: Sweep) -> Figure:
     )
 
 
-def _label(each: Tried) -> str:
-    return "no checkpointing" if each.strategy == NONE else each.strategy
-
-
 def _suffix(place: int) -> str:
     return f"-{place + 1}" if place else ""
 
 
 def _table(place: int, sweep: Sweep) -> Table:
     best = {each.strategy for each in sweep.front}
-
-    def row(each: Tried) -> tuple[Cell, ...]:
-        facts: tuple[Cell, ...] = (
-            "no" if each.strategy == NONE else "-".join(map(str, each.sizes)),
-            each.inputs,
-            each.again,
-            each.budget,
-        )
-        if not each.ok:
-            status = _STATUS.get(each.record.status, each.record.status)
-            return (each.strategy, *facts, status, *(None,) * 9)
-        quantity = each.record.quantity
-        return (
-            each.strategy,
-            *facts,
-            each.peak,
-            each.predicted,
-            each.off,
-            each.peak_phase,
-            quantity("peak_bytes", phase="loss"),
-            quantity("peak_bytes", phase="backward"),
-            each.ms,
-            sweep.slower(each),
-            sweep.predicted_slower(each),
-            "yes" if each.strategy in best and each.budget is None else "",
-        )
-
-    return Table(
-        name=f"checkpointing-strategies{_suffix(place)}",
-        title=f"Every strategy: {sweep.name}",
-        columns=(
-            Column(title="strategy"),
-            Column(title="stretches", hint="blocks in a stretch of each level, outermost first"),
-            Column(title="inputs kept", kind="count", hint="of stretches, at most at one time"),
-            Column(
-                title="run again", kind="number", hint="forwards of a block in the backward, mean"
-            ),
-            Column(title="budget", kind=_BYTES, hint="limit that it ran under"),
-            Column(title="peak", kind=_BYTES),
-            Column(title="predicted", kind=_BYTES, hint="from the configuration alone"),
-            Column(title="off", kind="percent", hint="predicted over measured, less one"),
-            Column(title="in phase"),
-            Column(title="peak of loss", kind=_BYTES, hint="all that is kept, no gradient yet"),
-            Column(title="peak of backward", kind=_BYTES),
-            Column(title="step", kind="number", unit="ms", hint="median"),
-            Column(title="× without", kind="number", hint="step with all activations kept"),
-            Column(
-                title="× predicted",
-                kind="number",
-                hint="1 + forwards run again × the forward's share of the step without",
-            ),
-            Column(
-                title="on the front",
-                hint="no other has a shorter step and a peak that is lower or higher by 0.5 % only",
-            ),
+    columns = [
+        col("strategy", lambda e: e.strategy, key=True),
+        col(
+            "stretches",
+            lambda e: "no" if e.strategy == NONE else "-".join(map(str, e.sizes)),
+            hint="blocks in a stretch of each level, outermost first",
+            key=True,
         ),
-        rows=tuple(row(each) for each in (*sweep.all, *sweep.budgets)),
+        col(
+            "inputs kept", lambda e: e.inputs, "count", key=True,
+            hint="of stretches, at most at one time",
+        ),
+        col(
+            "run again", lambda e: e.again, "number", key=True,
+            hint="forwards of a block in the backward, mean",
+        ),
+        col("budget", lambda e: e.budget, "bytes", hint="limit that it ran under", key=True),
+        col("peak", lambda e: e.peak, "bytes"),
+        col("predicted", lambda e: e.predicted, "bytes", hint="from the configuration alone"),
+        col("off", lambda e: e.off, "percent", hint="predicted over measured, less one"),
+        col("in phase", lambda e: e.peak_phase),
+        col(
+            "peak of loss", lambda e: e.record.quantity("peak_bytes", phase="loss"), "bytes",
+            hint="all that is kept, no gradient yet",
+        ),
+        col(
+            "peak of backward", lambda e: e.record.quantity("peak_bytes", phase="backward"), "bytes"
+        ),
+        col("step", lambda e: e.ms, unit="ms", hint="median"),
+        col("× without", sweep.slower, "number", hint="step with all activations kept"),
+        col(
+            "× predicted", sweep.predicted_slower, "number",
+            hint="1 + forwards run again × the forward's share of the step without",
+        ),
+        col(
+            "on the front",
+            lambda e: "yes" if e.strategy in best and e.budget is None else "",
+            hint="no other has a shorter step and a peak that is lower or higher by 0.5 % only",
+        ),
+    ]  # fmt: skip
+    return table(
+        f"checkpointing-strategies{_suffix(place)}",
+        f"Every strategy: {sweep.name}",
+        (*sweep.all, *sweep.budgets),
+        columns,
         caption="On CUDA `max_memory_allocated`, on a CPU the bytes of all tensors that live.",
     )

@@ -16,55 +16,26 @@ max-autotune several minutes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.attention_workload import AttentionWorkload
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
-from stepscope.studies.workload import WorkloadFlags, workloads
-
-Part = Literal["trace", "attention", "model"]
-PARTS: tuple[Part, ...] = ("trace", "attention", "model")
-
-
-class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to compile: every combination of the values is a case."""
-
-    part: tuple[Part, ...] = PARTS
-    """trace (graphs and breaks of a model, without compiling), attention (alone), model."""
-    compile: tuple[str, ...] = ("block", "model")
-    """What is compiled: block (each block alone), model (whole)."""
-    head: tuple[int, ...] = (16, 32, 64, 128)
-    """Head dimensions of attention alone."""
-    seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Its sequence lengths."""
-    sequences: int = 8
-    """Its batch, with one head each."""
-    causal: bool = False
-    """Attention alone with a causal mask."""
-    warmup: int = 3
-    """Steps before the first sample, after compiling."""
-    rounds: int = 10
-    """Samples of each, eager and compiled in turns."""
-    warm: bool = True
-    """Compile a second time in another process, from the cache that the first left."""
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.warmup < 1:
-            raise UsageError(
-                f"rounds is {self.rounds} and warmup {self.warmup}", "both must be at least 1"
-            )
-        if "no" in self.compile:
-            raise UsageError("compile is 'no'", "eager is measured beside: block, model or both")
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.compile.cases import (
+    AttentionCase,
+    CompileCase,
+    CompileFlags,
+    ModelCase,
+    TraceCase,
+)
+from stepscope.studies.workload import case_of, workloads
 
 
-class Compile(Study[CompileFlags, Any]):
+class Compile(Study[CompileFlags, CompileCase]):
     name = "compile"
     title = "torch.compile"
     question = (
@@ -79,52 +50,40 @@ class Compile(Study[CompileFlags, Any]):
         "stepscope run compile --part trace --size tiny --context 64 --device cpu",
     )
     flags = CompileFlags
+    case = CompileCase
     fresh_process = True
 
-    def cases(self, flags: CompileFlags) -> tuple[PlannedCase, ...]:
-        made: list[PlannedCase] = []
+    def cases(self, flags: CompileFlags) -> tuple[CompileCase, ...]:
+        effort: dict[str, Any] = {
+            "warmup": flags.warmup, "rounds": flags.rounds, "warm": flags.warm,
+        }  # fmt: skip
+        models = tuple(workloads(flags, ("train-step",)))
+        made: list[CompileCase] = []
         if "trace" in flags.part:
-            made += self._models(flags, "trace")
+            made += [case_of(model, TraceCase, **effort) for model in models]
         if "attention" in flags.part:
-            made += self._attentions(flags)
+            made += [
+                AttentionCase(
+                    attention="reference", batch=flags.sequences, heads=1, seq=seq, head=head,
+                    dtype=precision(dtype).name, causal=flags.causal, mode="both", **effort,
+                )
+                for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
+            ]  # fmt: skip
         if "model" in flags.part:
-            made += self._models(flags, "model")
+            made += [case_of(model, ModelCase, **effort) for model in models]
         return tuple(made)
 
-    def _models(self, flags: CompileFlags, kind: str) -> Iterator[PlannedCase]:
-        for workload in workloads(flags, ("train-step",)):
-            formats = workload.needs[:1]
-            yield PlannedCase(
-                study=self.name,
-                key=f"{kind}_{workload.key}",
-                config={"kind": kind} | msgspec.to_builtins(workload) | _effort(flags),
-                needs=formats if kind == "trace" else workload.needs,
-            )
+    def measure(self, case: CompileCase, bench: Bench) -> Measurement:
+        from stepscope.studies.compile.measure import measure_compile, measure_trace
 
-    def _attentions(self, flags: CompileFlags) -> Iterator[PlannedCase]:
-        for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head):
-            work = AttentionWorkload(
-                attention="reference", batch=flags.sequences, heads=1, seq=seq, head=head,
-                dtype=precision(dtype).name, causal=flags.causal, mode="both",
-            )  # fmt: skip
-            yield PlannedCase(
-                study=self.name,
-                key=f"attention_{work.key}",
-                config={"kind": "attention"} | msgspec.to_builtins(work) | _effort(flags),
-                needs=(precision(dtype).compute, "compiler"),
-            )
-
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.studies.compile.measuring import measure_compile, measure_trace
-
-        if config["kind"] == "trace":
-            return measure_trace(config, bench)
-        return measure_compile(config, bench)
+        if isinstance(case, TraceCase):
+            return measure_trace(case, bench)
+        return measure_compile(case, bench)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.compile.view import compile_blocks
 
-        return compile_blocks(records)
+        return compile_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[CompileFlags]]:
         if environment.device_kind == "cpu":
@@ -159,10 +118,6 @@ class Compile(Study[CompileFlags, Any]):
             "h200": published,
             "full": (*published, models, grid),
         }
-
-
-def _effort(flags: CompileFlags) -> dict[str, Any]:
-    return {"warmup": flags.warmup, "rounds": flags.rounds, "warm": flags.warm}
 
 
 STUDY = Compile()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from stepscope.analysis.limits import HostShare, host_bound, median_ms
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import count, duration, number
-from stepscope.studies.attention_workload import AttentionWorkload
-from stepscope.studies.workload import Workload
+from stepscope.report.tables import Declared, col, failed_table, table
+from stepscope.studies.base import Result
+from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
 from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
 
 PHASES = ("forward", "backward", "step")
@@ -20,14 +21,31 @@ FORMS = ("eager", "compiled")
 _SLOWER = 0.97
 """Below this a compiled form is slower, above it may be noise."""
 _LEFT = "before_backward"
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Row(NamedTuple):
     record: Record
-    kind: str
-    name: str
-    scope: str
-    mode: str
+    case: CompileCase
+
+    @property
+    def kind(self) -> str:
+        return {TraceCase: "trace", AttentionCase: "attention"}.get(type(self.case), "model")
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.case, AttentionCase):
+            mask = ", causal" if self.case.causal else ""
+            return f"attention, length {self.case.seq}, d {self.case.head}, {self.case.dtype}{mask}"
+        return msgspec.structs.replace(self.case, compile="no", compile_mode="default").name
+
+    @property
+    def scope(self) -> str:
+        return "function" if isinstance(self.case, AttentionCase) else self.case.compile
+
+    @property
+    def mode(self) -> str:
+        return "default" if isinstance(self.case, AttentionCase) else self.case.compile_mode
 
     def ms(self, form: str, phase: str) -> float | None:
         return median_ms(self.record, phase, variant=form)
@@ -40,6 +58,10 @@ class Row(NamedTuple):
     def host(self, form: str) -> HostShare | None:
         """How much of a form's step the device waited for the host."""
         return host_bound(self.record, form)
+
+    def host_share(self, form: str) -> float | None:
+        share = self.host(form)
+        return share.fraction if share else None
 
     def host_bound(self, form: str) -> bool:
         share = self.host(form)
@@ -58,24 +80,8 @@ class Row(NamedTuple):
         return cold * 1e3 / (eager - compiled)
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
-    return [_row(record) for record in records]
-
-
-def _row(record: Record) -> Row:
-    config: dict[str, Any] = record.config
-    if config["kind"] == "attention":
-        w = msgspec.convert(config, AttentionWorkload)
-        mask = ", causal" if w.causal else ""
-        name = f"attention, length {w.seq}, d {w.head}, {w.dtype}{mask}"
-        return Row(record, "attention", name, "function", "default")
-    work = msgspec.convert(config, Workload)
-    plain = msgspec.structs.replace(work, compile="no", compile_mode="default")
-    return Row(record, config["kind"], plain.name, work.compile, work.compile_mode)
-
-
-def compile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    rows = rows_of(records)
+def compile_blocks(results: Sequence[Result[CompileCase]]) -> tuple[Block, ...]:
+    rows = [Row(*result) for result in results]
     timed = [row for row in rows if row.gain("step") is not None]
     return (
         *_findings(rows, timed),
@@ -83,7 +89,7 @@ def compile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         *([_times_table(timed)] if timed else []),
         *([_memory_table(timed)] if any(_has_memory(row) for row in timed) else []),
         *_graph_table([row for row in rows if row.record.status == "ok"]),
-        *_lost_table([row for row in rows if row.record.status != "ok"]),
+        *failed_table("compile", [row.record for row in rows]),
     )
 
 
@@ -103,12 +109,26 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
         slower = [row for row in timed if _step_gain(row) < _SLOWER]
         if slower:
             text += f"; of all {len(timed)} cases {len(slower)} are slower than eager"
-        yield Finding(text=f"{text}.", tone="warn" if slower else "good")
+        yield Finding(
+            code="compile.gain",
+            values={
+                "best": _step_gain(best), "best_case": best.record.case,
+                "worst": _step_gain(worst), "worst_case": worst.record.case,
+                "cases": len(timed), "slower": len(slower),
+            },
+            records=_ids(timed),
+            text=f"{text}.",
+            tone="warn" if slower else "good",
+        )  # fmt: skip
         yield from _starved(timed)
         yield from _waiting(timed)
     late = [row for row in timed if row.record.quantity("recompiled_while_timed")]
     for row in late:
         yield Finding(
+            code="compile.recompiled-while-timed",
+            values={"case": row.record.case},
+            records=(row.record.id,),
+            timed=False,
             text=f"{_told(row)} was compiled again while its steps were timed: its times are not"
             " those of a steady state.",
             tone="warn",
@@ -119,12 +139,27 @@ def _findings(rows: Sequence[Row], timed: Sequence[Row]) -> Iterator[Finding]:
         first = broken[0]
         reason = next(iter(_reasons(first, "breaks")), "no reason given")
         yield Finding(
+            code="compile.graph-breaks",
+            values={"broken": len(broken), "cases": len(ok), "reason": reason},
+            records=_ids(ok),
+            timed=False,
             text=f"The graph breaks in {len(broken)} of {len(ok)} cases; in {_told(first)} first"
             f" by: {reason}",
             tone="warn",
         )
     elif ok:
-        yield Finding(text=f"The graph breaks in none of {len(ok)} cases.", tone="good")
+        yield Finding(
+            code="compile.graph-breaks",
+            values={"broken": 0, "cases": len(ok)},
+            records=_ids(ok),
+            timed=False,
+            text=f"The graph breaks in none of {len(ok)} cases.",
+            tone="good",
+        )
+
+
+def _ids(rows: Sequence[Row]) -> tuple[str, ...]:
+    return tuple(row.record.id for row in rows)
 
 
 def _step_gain(row: Row) -> float:
@@ -144,7 +179,12 @@ def _starved(timed: Sequence[Row]) -> Iterator[Finding]:
     )
     if still:
         text += f", and in {len(still)} of them it still waits"
-    yield Finding(text=f"{text}.")
+    yield Finding(
+        code="compile.host-bound",
+        values={"eager": len(eager), "compiled": len(still), "cases": len(timed)},
+        records=_ids(timed),
+        text=f"{text}.",
+    )
 
 
 def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
@@ -158,7 +198,14 @@ def _waiting(timed: Sequence[Row]) -> Iterator[Finding]:
     after = longest.pays_after()
     if after is not None:
         text += f"; {count(round(after))} steps pay that back"
-    yield Finding(text=f"{text}.")
+    yield Finding(
+        code="compile.first-step",
+        values={
+            "case": longest.record.case, "cold_s": cold, "warm_s": warm, "pays_after": after,
+        },
+        records=(longest.record.id,),
+        text=f"{text}.",
+    )  # fmt: skip
 
 
 def _told(row: Row) -> str:
@@ -196,17 +243,15 @@ def _figures(timed: Sequence[Row]) -> Iterator[Figure]:
 
 def _parts(row: Row) -> dict[str, str]:
     """What names a case, by what each word is."""
-    config = row.record.config
-    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    form = short.get(config["dtype"], config["dtype"])
-    if row.kind == "attention":
-        mask = "causal" if config["causal"] else ""
-        return {"length": f"{config['seq']}", "head dimension": f"d {config['head']}",
-                "format": form, "mask": mask}  # fmt: skip
+    case = row.case
+    dtype = _SHORT.get(case.dtype, case.dtype)
+    if isinstance(case, AttentionCase):
+        return {"length": f"{case.seq}", "head dimension": f"d {case.head}", "format": dtype,
+                "mask": "causal" if case.causal else ""}  # fmt: skip
     return {
-        "size": config["size"], "context": f"{config['context']}", "batch": f"× {config['batch']}",
-        "format": form, "compiled": row.scope, "mode": "" if row.mode == "default" else row.mode,
-        "attention": config["attention"],
+        "size": case.size, "context": f"{case.context}", "batch": f"× {case.batch}",
+        "format": dtype, "compiled": row.scope, "mode": "" if row.mode == "default" else row.mode,
+        "attention": case.attention,
     }  # fmt: skip
 
 
@@ -222,54 +267,55 @@ def _telling(cases: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _times_table(timed: Sequence[Row]) -> Table:
-    def row_cells(row: Row) -> tuple[Cell, ...]:
-        cold, warm = (row.record.quantity(name) for name in ("cold_s", "warm_s"))
-        pairs = (
-            (row.ms("eager", phase), row.ms("compiled", phase), row.gain(phase)) for phase in PHASES
-        )
-        return (
-            row.name, row.scope, row.mode, cold, warm, *(cell for pair in pairs for cell in pair),
-            *(share.fraction if (share := row.host(form)) else None for form in FORMS),
-            row.pays_after(),
-        )  # fmt: skip
-
-    times = [
-        column
-        for phase in PHASES
-        for column in (
-            Column(title=f"{phase}, eager", kind="number", unit="ms"),
-            Column(title="compiled", kind="number", unit="ms"),
-            Column(title="gain", kind="number", unit="×"),
-        )
-    ]
     without_loading = (
         " Cold and warm are without the seconds that a process takes to load the compiler."
         if all(row.record.quantity("load_s") is not None for row in timed)
         else ""
     )
-    return Table(
-        name="compile-times",
-        title="Eager and compiled, in turns",
-        columns=(
-            Column(title="case"),
-            Column(title="compiled"),
-            Column(title="mode"),
-            Column(title="cold", kind="number", unit="s", hint="first step, empty cache"),
-            Column(title="warm", kind="number", unit="s", hint="first step of a new process"),
-            *times,
-            Column(
-                title="host-bound, eager", kind="percent",
+    return table(
+        "compile-times",
+        "Eager and compiled, in turns",
+        timed,
+        [
+            *_IDENTITY,
+            col("cold", _seconds("cold_s"), unit="s", hint="first step, empty cache"),
+            col("warm", _seconds("warm_s"), unit="s", hint="first step of a new process"),
+            *(column for phase in PHASES for column in _phase_columns(phase)),
+            col(
+                "host-bound, eager",
+                lambda row: row.host_share("eager"),
+                "percent",
                 hint="share of the step in phases that were no faster than their launches",
             ),
-            Column(title="compiled", kind="percent"),
-            Column(
-                title="pays after", kind="number", unit="steps",
+            col("compiled", lambda row: row.host_share("compiled"), "percent"),
+            col(
+                "pays after",
+                lambda row: row.pays_after(),
+                unit="steps",
                 hint="steps whose gain is as long as the first step took",
             ),
-        ),
-        rows=tuple(row_cells(row) for row in timed),
+        ],
         caption="Medians of steps that alternate, after all compiling was done." + without_loading,
-    )  # fmt: skip
+    )
+
+
+_IDENTITY = (
+    col("case", lambda row: row.name),
+    col("compiled", lambda row: row.scope),
+    col("mode", lambda row: row.mode),
+)
+
+
+def _seconds(name: str) -> Callable[[Row], float | None]:
+    return lambda row: row.record.quantity(name)
+
+
+def _phase_columns(phase: str) -> tuple[Declared, ...]:
+    return (
+        col(f"{phase}, eager", lambda row: row.ms("eager", phase), unit="ms"),
+        col("compiled", lambda row: row.ms("compiled", phase), unit="ms"),
+        col("gain", lambda row: row.gain(phase), unit="×"),
+    )
 
 
 def _has_memory(row: Row) -> bool:
@@ -277,26 +323,22 @@ def _has_memory(row: Row) -> bool:
 
 
 def _memory_table(timed: Sequence[Row]) -> Table:
-    what = ("before_backward", "peak_bytes")
-    names = [(form, each) for each in what for form in FORMS]
     replayed = any(row.replayed for row in timed)
-    return Table(
-        name="compile-memory",
-        title="Memory, eager and compiled",
-        columns=(
-            Column(title="case"),
-            Column(title="compiled"),
-            Column(title="mode"),
-            Column(title="before backward, eager", kind="bytes", hint="what the forward leaves"),
-            Column(title="before backward, compiled", kind="bytes"),
-            Column(title="peak, eager", kind="bytes"),
-            Column(title="peak, compiled", kind="bytes"),
-        ),
-        rows=tuple(
-            (row.name, row.scope, row.mode, *(_bytes(row, form, name) for form, name in names))
-            for row in timed
-            if _has_memory(row)
-        ),
+
+    def column(title: str, form: str, name: str, hint: str = "") -> Declared:
+        return col(title, lambda row: _bytes(row, form, name), "bytes", hint=hint)
+
+    return table(
+        "compile-memory",
+        "Memory, eager and compiled",
+        [row for row in timed if _has_memory(row)],
+        [
+            *_IDENTITY,
+            column("before backward, eager", "eager", _LEFT, "what the forward leaves"),
+            column("before backward, compiled", "compiled", _LEFT),
+            column("peak, eager", "eager", "peak_bytes"),
+            column("peak, compiled", "compiled", "peak_bytes"),
+        ],
         caption="A peak counts all memory that torch set aside for replaying its CUDA graphs; what"
         " a forward leaves in it is not known."
         if replayed
@@ -316,46 +358,28 @@ def _reasons(row: Row, what: str) -> list[str]:
 
 
 def _graph_table(ok: Sequence[Row]) -> Iterator[Table]:
-    if not ok:
-        return
+    def counted(title: str, hint: str = "") -> Declared:
+        return col(title, lambda row: row.record.quantity(title), "count", hint=hint)
 
-    def named(row: Row, what: str) -> str | None:
-        return "; ".join(_reasons(row, what)) or None
+    def named(title: str, what: str) -> Declared:
+        return col(title, lambda row: "; ".join(_reasons(row, what)) or None)
 
-    yield Table(
-        name="compile-graphs",
-        title="Graphs, breaks and recompilations",
-        columns=(
-            Column(title="case"),
-            Column(title="part"),
-            Column(title="compiled"),
-            Column(title="mode"),
-            Column(title="graphs", kind="count"),
-            Column(title="operators", kind="count", hint="calls that the tracer captured"),
-            Column(title="tracing", kind="number", unit="s", hint="where nothing was compiled"),
-            Column(title="breaks", kind="count"),
-            Column(title="by"),
-            Column(title="recompilations", kind="count"),
-            Column(title="because"),
-        ),
-        rows=tuple(
-            (
-                row.name, row.kind, row.scope, row.mode,
-                *(row.record.quantity(name) for name in ("graphs", "operators", "trace_s",
-                                                         "breaks")),
-                named(row, "breaks"), row.record.quantity("recompilations"),
-                named(row, "recompiled"),
-            )
-            for row in ok
-        ),
-    )  # fmt: skip
-
-
-def _lost_table(lost: Sequence[Row]) -> Iterator[Table]:
-    if lost:
-        yield Table(
-            name="compile-lost",
-            title="Not compiled",
-            columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-            rows=tuple((row.record.case, row.record.status, row.record.reason) for row in lost),
+    case, *rest = _IDENTITY
+    if ok:
+        yield table(
+            "compile-graphs",
+            "Graphs, breaks and recompilations",
+            ok,
+            [
+                case,
+                col("part", lambda row: row.kind),
+                *rest,
+                counted("graphs"),
+                counted("operators", "calls that the tracer captured"),
+                col("tracing", _seconds("trace_s"), unit="s", hint="where nothing was compiled"),
+                counted("breaks"),
+                named("by", "breaks"),
+                counted("recompilations"),
+                named("because", "recompiled"),
+            ],
         )

@@ -1,4 +1,4 @@
-"""Findings, figures and tables of data parallelism, from records alone."""
+"""Findings, figures and tables of data parallelism. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.report.blocks import (
     Block,
-    Cell,
-    Column,
     Curve,
     Figure,
     Finding,
-    Interval,
     Lane,
     Stretch,
     Table,
@@ -22,9 +19,11 @@ from stepscope.report.blocks import (
     Tone,
 )
 from stepscope.report.format import bytes_, duration, number, percent
-from stepscope.studies.ddp.ranks import ALONE, TORCH
-from stepscope.studies.published_view import Mine, published_tables, ranked_step
-from stepscope.studies.ranked import backend_of, rank_words
+from stepscope.report.tables import col, cols, interval, table
+from stepscope.studies.base import Result
+from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
+from stepscope.studies.published_view import published_tables, ranked_step
+from stepscope.studies.ranked import backend_of, rank_words, slowest, slowest_summary
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 
@@ -32,138 +31,149 @@ Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """What a step did when, by strategy and lane: start, end, label."""
 
 
-class Ways(NamedTuple):
-    """One case: every way that was timed in it."""
-
-    record: Record
+class Ways(Result[DDPCase]):
+    """One case: every strategy that was timed in it."""
 
     @property
     def names(self) -> list[str]:
-        found = (s.variant for s in self.record.series if s.rank == 0)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(s.variant for s in self.record.series if s.rank == 0))
 
     @property
     def title(self) -> str:
-        config = self.record.config
-        at = f" at context {config['context']}" if config["context"] else ""
+        case = self.case
+        at = f" at context {case.context}" if case.context else ""
         return (
-            f"{config['size']}{at}, {rank_words(config['ranks'])},"
-            f" {backend_of(self.record)}, {config.get('dtype', 'float32')}"
+            f"{case.size}{at}, {rank_words(case.ranks)}, {backend_of(self.record, case)},"
+            f" {case.dtype}"
         )
 
-    def of(self, way: str, phase: str, rank: int | None = None) -> Summary | None:
-        """Of one rank, or of the slowest rank in each round."""
-        held = [
-            series.values
-            for series in self.record.series
-            if (series.variant, series.name) == (way, phase) and rank in (None, series.rank)
-        ]
-        return summarize([max(values) for values in zip(*held, strict=True)]) if held else None
+    def of(self, way: str, phase: str) -> Summary | None:
+        """Of the slowest rank in each round."""
+        return slowest_summary(self.record, phase, variant=way)
+
+    def of_rank(self, way: str, phase: str, rank: int) -> Summary | None:
+        series = self.record.find(phase, variant=way, rank=rank)
+        return summarize(series.values) if series else None
 
     def median(self, way: str, phase: str) -> float | None:
-        held = self.of(way, phase)
-        return held.median if held else None
+        summary = self.of(way, phase)
+        return summary.median if summary else None
 
-    def typical(self, way: str, phase: str) -> float | None:
-        """In the round whose step is the median, of its slowest rank: phases add up to the step."""
-        ranks = {
-            s.rank: s.values for s in self.record.series if (s.variant, s.name) == (way, "step")
-        }
-        own = {s.rank: s.values for s in self.record.series if (s.variant, s.name) == (way, phase)}
-        if not ranks or ranks.keys() != own.keys():
-            return None
-        slowest = [
-            max((values[number], rank, number) for rank, values in ranks.items())
-            for number in range(min(map(len, ranks.values())))
+    def samples(self, way: str) -> list[float]:
+        return slowest(self.record, "step", variant=way)
+
+    def phases(self, way: str) -> dict[str, float]:
+        """In the round whose step is the median, of its slowest rank: they add up to the step."""
+        steps = [s for s in self.record.series if (s.variant, s.name) == (way, "step")]
+        rounds = [
+            max((series.values[number], series.rank, number) for series in steps)
+            for number in range(min((len(series.values) for series in steps), default=0))
         ]
-        _, rank, number = sorted(slowest)[(len(slowest) - 1) // 2]
-        return own[rank][number]
-
-    def waited(self, way: str) -> float | None:
-        """Nothing is waited for after a backward that averages inside, or not at all."""
-        return self.typical(way, "waited") if self.of(way, "slowest") else None
-
-    def phases(self, way: str) -> tuple[float | None, ...]:
-        return tuple(
-            self.waited(way) if phase == "waited" else self.typical(way, phase) for phase in PHASES
-        )
+        if not rounds:
+            return {}
+        _, rank, number = sorted(rounds)[(len(rounds) - 1) // 2]
+        # Nothing is waited for after a backward that averages inside, or not at all.
+        shown = [phase for phase in PHASES if phase != "waited" or self.of(way, "slowest")]
+        found = {phase: self.record.find(phase, variant=way, rank=rank) for phase in shown}
+        return {phase: s.values[number] for phase, s in found.items() if s is not None}
 
     def exposed(self, way: str) -> float | None:
         """What a step takes longer than one without communication."""
         step, alone = self.median(way, "step"), self.median(ALONE, "step")
         return step - alone if step is not None and alone is not None else None
 
-    def samples(self, way: str) -> list[float]:
-        held = [s.values for s in self.record.series if (s.variant, s.name) == (way, "step")]
-        return [max(values) for values in zip(*held, strict=True)]
 
-
-def ddp_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    done = [Ways(record) for record in records if record.status == "ok"]
+def ddp_blocks(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
+    known = [Ways(*result) for result in results]
+    done = [ways for ways in known if ways.record.status == "ok"]
     return (
         *(finding for ways in done for finding in _findings(ways)),
         *(figure for ways in done for figure in _pictures(ways)),
-        _table(records, done),
+        _table(known),
         *_rank_table(done),
-        *published_tables("ddp", [mine for ways in done for mine in _mine(ways)]),
+        *published_tables(
+            "ddp",
+            [
+                ranked_step(*ways, way, ways.median(way, "step"))
+                for ways in done
+                for way in ways.names
+            ],
+        ),
     )
-
-
-def _mine(ways: Ways) -> Iterator[Mine]:
-    for way in ways.names:
-        yield ranked_step(ways.record, way, ways.median(way, "step"))
 
 
 def _findings(ways: Ways) -> Iterator[Finding]:
     ours = [name for name in ways.names if name not in (ALONE, TORCH)]
-    steps = {name: held for name in ours if (held := ways.median(name, "step")) is not None}
+    steps = {name: step for name in ours if (step := ways.median(name, "step")) is not None}
     alone = ways.median(ALONE, "step")
     if not steps or alone is None:
         return
     # Below zero is noise: communication does not make a step faster.
     exposed = {name: max(0.0, ways.exposed(name) or 0.0) for name in steps}
-    if ways.record.config["ranks"] == 1:
+    if ways.case.ranks == 1:
         cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
         yield Finding(
+            code="ddp.one-rank",
+            values={"alone_ms": alone, **exposed},
+            records=(ways.record.id,),
             text=f"{ways.title}: one rank has nobody to average with. What the wrappers cost shows:"
-            f" a step takes {duration(alone)} without one and longer by {cost}."
+            f" a step takes {duration(alone)} without one and longer by {cost}.",
         )
-        yield from _against_torch(ways)
-        return
-    best = min(steps, key=lambda name: steps[name])
+    else:
+        best = min(steps, key=lambda name: steps[name])
+        yield _fastest(ways, best, steps, exposed, alone)
+        yield from _hidden(ways, best, exposed[best])
+    yield from _against_torch(ways)
+
+
+def _fastest(
+    ways: Ways, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
+) -> Finding:
     size = ways.record.quantity("gradient_bytes") or 0.0
-    # Rounds take turns, so those of two ways are pairs.
+    # Rounds are interleaved, so those of two ways are pairs.
     alike = [
         name
         for name in steps
         if name != best and paired_ratio(ways.samples(best), ways.samples(name)).low <= 1
     ]
     rank = "takes the least," if alike else "is the fastest at"
-    first = f"{best} {rank} {duration(steps[best])} a step"
-    text = (
-        f"{ways.title}: {first} for {bytes_(size)} of gradients; without communication it is"
-        f" {duration(alone)}."
-    )
-    if alike:
-        text += f" Not told from it: {', '.join(alike)}."
+    more = [f"Not told from it: {', '.join(alike)}."] if alike else []
     if "naive" in steps and best != "naive":
-        text += (
-            f" Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
+        more.append(
+            f"Exposed: {duration(exposed[best])} of {best}, {duration(exposed['naive'])} of naive."
         )
-    yield Finding(text=text)
-    hidden = ways.median(best, "communication")
-    if hidden and hidden > 0:
-        share = min(1.0, 1 - exposed[best] / hidden)
-        words = (
-            f"{percent(share)} of that is hidden behind the backward."
-            if share > 0
-            else f"its step is longer by {duration(exposed[best])}, so nothing of that is hidden."
-        )
-        yield Finding(
-            text=f"{ways.title}: the reductions of {best} take {duration(hidden)} on their own;"
-            f" {words}"
-        )
-    yield from _against_torch(ways)
+    return Finding(
+        code="ddp.fastest",
+        values={
+            "strategy": best, "step_ms": steps[best], "alone_ms": alone, "gradient_bytes": size,
+            "exposed_ms": exposed[best], "exposed_naive_ms": exposed.get("naive"),
+            "alike": ", ".join(alike),
+        },
+        records=(ways.record.id,),
+        text=f"{ways.title}: {best} {rank} {duration(steps[best])} a step for {bytes_(size)} of"
+        f" gradients; without communication it is {duration(alone)}.",
+        conclusion=" ".join(more),
+    )  # fmt: skip
+
+
+def _hidden(ways: Ways, best: str, exposed: float) -> Iterator[Finding]:
+    """The share of the best strategy's reductions that the backward hides."""
+    communication = ways.median(best, "communication")
+    if not communication:
+        return
+    share = min(1.0, 1 - exposed / communication)
+    words = (
+        f"{percent(share)} of that is hidden behind the backward."
+        if share > 0
+        else f"its step is longer by {duration(exposed)}, so nothing of that is hidden."
+    )
+    yield Finding(
+        code="ddp.hidden",
+        values={"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
+        records=(ways.record.id,),
+        text=f"{ways.title}: the reductions of {best} take {duration(communication)} on their own;"
+        f" {words}",
+    )
 
 
 _OUTCOMES: dict[int, tuple[str, Tone]] = {
@@ -199,8 +209,8 @@ def _against_torch(ways: Ways) -> Iterator[Finding]:
 
 
 def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
-    names = [name for name in ways.names if ways.of(name, "forward")]
-    if not names:
+    phases = {name: ways.phases(name) for name in ways.names if ways.of(name, "forward")}
+    if not phases:
         return
     yield Figure(
         name=f"ddp-phases-{ways.record.case}",
@@ -209,10 +219,10 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         curves=tuple(
             Curve(
                 label=phase,
-                x=tuple(names),
-                y=tuple(ways.phases(name)[place] or 0.0 for name in names),
+                x=tuple(phases),
+                y=tuple(found.get(phase, 0.0) for found in phases.values()),
             )
-            for place, phase in enumerate(PHASES)
+            for phase in PHASES
         ),
         x_label="way",
         y_label="ms",
@@ -220,21 +230,22 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         " of the backward until the gradients are averaged. torch's wrapper waits inside its"
         " backward.",
     )
-    lanes = []
-    steps = ways.record.attachment("timeline", Lanes) or {}
-    for name, held in steps.items():
-        for lane, stretches in held.items():
-            if stretches:
-                lanes.append(
-                    Lane(
-                        label=f"{name}: {lane}",
-                        stretches=tuple(
-                            Stretch(start=start, end=end, label=label,
-                                    group=label if lane == "compute" else "reduction")
-                            for start, end, label in _readable(stretches)
-                        ),
-                    )
-                )  # fmt: skip
+    timeline = ways.record.attachment("timeline", Lanes) or {}
+    lanes = [
+        Lane(
+            label=f"{name}: {lane}",
+            stretches=tuple(
+                Stretch(
+                    start=start, end=end, label=label,
+                    group=label if lane == "compute" else "reduction",
+                )
+                for start, end, label in _readable(stretches)
+            ),
+        )
+        for name, held in timeline.items()
+        for lane, stretches in held.items()
+        if stretches
+    ]  # fmt: skip
     if lanes:
         yield Timeline(
             name=f"ddp-timeline-{ways.record.case}",
@@ -253,79 +264,78 @@ def _readable(stretches: Sequence[tuple[float, float, str]]) -> Iterator[tuple[f
         yield start, end, "" if covered else label
 
 
-def _table(records: Sequence[Record], done: Sequence[Ways]) -> Table:
-    known = {ways.record.id: ways for ways in done}
-    rows: list[tuple[Cell, ...]] = []
-    for record in records:
-        config = record.config
-        head: tuple[Cell, ...] = (
-            config["size"], config["context"] or None, config["ranks"],
-            config.get("dtype", "float32"),
-        )  # fmt: skip
-        if record.id not in known:
-            rows.append((*head, None, record.status, *(None,) * 7))
-            continue
-        ways = known[record.id]
-        for name in ways.names:
-            step = ways.of(name, "step")
-            rows.append(
-                (
-                    *head,
-                    name,
-                    Interval(value=step.median, low=step.low, high=step.high) if step else None,
-                    *ways.phases(name),
-                    ways.median(name, "communication"),
-                    None if name == ALONE else ways.exposed(name),
-                    record.quantity("reductions", variant=name),
-                )
-            )
-    return Table(
-        name="ddp-steps",
-        title="A step with each way to average gradients",
-        columns=(
-            Column(title="size"),
-            Column(title="context", kind="count"),
-            Column(title="ranks", kind="count"),
-            Column(title="dtype"),
-            Column(title="way"),
-            Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
-            *(Column(title=phase, kind="number", unit="ms") for phase in PHASES),
-            Column(
-                title="communication", kind="number", unit="ms",
+class Row(NamedTuple):
+    """A strategy of a case; a failed case has one row without any."""
+
+    record: Record
+    ways: Ways
+    way: str | None
+    phases: dict[str, float]
+
+
+def _table(known: Sequence[Ways]) -> Table:
+    rows = [
+        Row(ways.record, ways, way, ways.phases(way) if way else {})
+        for ways in known
+        for way in (ways.names if ways.record.status == "ok" else [None])
+    ]
+    return table(
+        "ddp-steps",
+        "A step with each way to average gradients",
+        rows,
+        [
+            col("size", lambda r: r.ways.case.size, key=True),
+            col("context", lambda r: r.ways.case.context or None, "count", key=True),
+            col("ranks", lambda r: r.ways.case.ranks, "count", key=True),
+            col("dtype", lambda r: r.ways.case.dtype, key=True),
+            col("way", lambda r: r.way, key=True),
+            col(
+                "step",
+                lambda r: interval(r.ways.of(r.way, "step")),
+                unit="ms",
+                hint="median with its 95 % interval",
+            ),
+            *cols(PHASES, lambda r, phase: r.phases.get(phase), unit="ms"),
+            col(
+                "communication",
+                lambda r: r.ways.median(r.way, "communication"),
+                unit="ms",
                 hint="its reductions with nothing to hide behind",
             ),
-            Column(
-                title="exposed", kind="number", unit="ms",
+            col(
+                "exposed",
+                lambda r: None if r.way == ALONE else r.ways.exposed(r.way),
+                unit="ms",
                 hint="step minus the step without communication",
             ),
-            Column(title="reductions", kind="count"),
-        ),
-        rows=tuple(rows),
+            col("reductions", lambda r: r.record.quantity("reductions", variant=r.way), "count"),
+        ],
         caption="Steps of the slowest rank in each round; all ways take turns in the same ranks."
         " Phases are those of the round whose step is the median.",
-    )  # fmt: skip
+    )
 
 
 def _rank_table(done: Sequence[Ways]) -> Iterator[Table]:
-    rows: list[tuple[Cell, ...]] = []
-    for ways in done:
-        for name in ways.names:
-            for rank in range(ways.record.config["ranks"]):
-                slowest, transfer = ways.of(name, "slowest", rank), ways.of(name, "transfer", rank)
-                if slowest and transfer:
-                    rows.append((ways.title, name, rank, slowest.median, transfer.median))
+    rows = [
+        (ways.title, way, rank, waited.median, transfer.median)
+        for ways in done
+        for way in ways.names
+        for rank in range(ways.case.ranks)
+        if (waited := ways.of_rank(way, "slowest", rank))
+        and (transfer := ways.of_rank(way, "transfer", rank))
+    ]
     if rows:
-        yield Table(
-            name="ddp-waits",
-            title="What each rank waits for",
-            columns=(
-                Column(title="case"),
-                Column(title="way"),
-                Column(title="rank", kind="count"),
-                Column(title="slowest rank", kind="number", unit="ms"),
-                Column(title="transfer", kind="number", unit="ms"),
-            ),
-            rows=tuple(rows),
+        yield table(
+            "ddp-waits",
+            "What each rank waits for",
+            rows,
+            [
+                col("case", lambda r: r[0]),
+                col("way", lambda r: r[1]),
+                col("rank", lambda r: r[2], "count"),
+                col("slowest rank", lambda r: r[3], unit="ms"),
+                col("transfer", lambda r: r[4], unit="ms"),
+            ],
             caption="At the end of the backward: until the last rank has arrived, and from then"
             " until its gradients are there.",
         )

@@ -1,4 +1,4 @@
-"""How far a result is from float64, beside how far the reference in the same format is."""
+"""Errors against float64, of an implementation and of the reference in the same dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepscope.records.schema import Quantity
-from stepscope.studies.attention_workload import RESULTS, AttentionStep, AttentionWorkload
+from stepscope.studies.attention.workload import RESULTS, AttentionStep, AttentionWorkload
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,19 +1,20 @@
-"""The cells of the flash study: a grid of shapes, races on the same tensors, kernel tiles."""
+"""Flags, cases and presets of the flash study."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
-from stepscope.attention.registry import IMPLEMENTATION_NAMES, implementation
+from stepscope.attention.registry import implementation
 from stepscope.attention.tiles import Pass
-from stepscope.errors import UsageError, unknown_name
+from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.studies.attention_workload import AttentionWorkload
-from stepscope.studies.base import PlannedCase
+from stepscope.studies.attention.workload import AttentionWorkload
+from stepscope.studies.base import Case
+from stepscope.studies.flag_checks import check_seconds
 
 Part = Literal["grid", "race", "tiles"]
 PARTS: tuple[Part, ...] = ("grid", "race", "tiles")
@@ -29,16 +30,72 @@ _SHORT = 1024
 """Up to this length, with one head, the host decides: calls in a row are timed as well."""
 _CALLS_IN_A_ROW = {True: 20, False: 5}
 """For a short shape and for others."""
+CHOSEN = "chosen"
+"""The variant of the tile that the table of tiles gives, with its own warps."""
+
+PUBLISHED_SHAPES = (
+    "1x16x16384x64", "4x16x4096x64", "4x16x4096x128", "2x16x16384x128", "8x16x1024x64",
+)  # fmt: skip
+MODEL_SHAPES = ("4x32x512x80", "4x32x2048x80")
+MANY_HEADS = (*PUBLISHED_SHAPES, *MODEL_SHAPES, "1x16x4096x64:float32")
+SHORT = tuple(f"1x1x{seq}x{head}" for head in (64, 128) for seq in (128, 256, 512, 1024))
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Batch, heads, length and head dimension of one causal attention, and its format."""
+class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: in the grid every combination of the values is a case."""
+
+    part: tuple[Part, ...] = PARTS
+    """grid, race, tiles."""
+    attention: tuple[str, ...] = (
+        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "compiled", "reference",
+        "tiled",
+    )  # fmt: skip
+    """Implementations of the grid (`stepscope list attentions`)."""
+    dtype: tuple[str, ...] = ("bfloat16", "float32")
+    """bfloat16, float16, float32."""
+    seq: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    """Sequence lengths of the grid, with batch 1 and one head."""
+    head: tuple[int, ...] = (16, 32, 64, 128)
+    """Head dimensions of the grid."""
+    shape: tuple[str, ...] = MANY_HEADS
+    """Further shapes of the grid: batch x heads x length x d, bfloat16 or as `:float32` says."""
+    race: tuple[str, ...] = (*MANY_HEADS, *SHORT)
+    """Shapes of the races."""
+    racers: tuple[str, ...] = (
+        "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa", "flex", "auto",
+    )  # fmt: skip
+    """Implementations that race; one that cannot take a shape is noted."""
+    tile_head: tuple[int, ...] = (64, 128)
+    """Head dimensions of the tiles."""
+    warmup: int = 2
+    """Steps before the first sample."""
+    steps: int = 5
+    """Samples at least, of each pass in the grid."""
+    min_seconds: float = 0.05
+    """Go on sampling a pass until this much time has passed (at most 200 samples)."""
+    rounds: int = 20
+    """Rounds of a race at least."""
+    race_seconds: float = 0.5
+    """Go on racing until this much time has passed (at most 200 rounds)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_seconds("min-seconds", self.min_seconds)
+        check_seconds("race-seconds", self.race_seconds)
+
+
+class Shape(Case, frozen=True, kw_only=True):
+    """Batch, heads, length and head dimension of one causal attention, and its dtype."""
 
     batch: int
     heads: int
     seq: int
     head: int
-    dtype: str = "bfloat16"
+    dtype: str
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -60,14 +117,73 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}_{self.dtype}_causal"
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        return (precision(self.dtype).compute,)
+
+    @property
     def sizes(self) -> str:
         return f"{self.batch},{self.heads},{self.seq},{self.head}"
+
+    @property
+    def is_single(self) -> bool:
+        """One head of one sequence."""
+        return self.batch * self.heads == 1
+
+    @property
+    def is_short(self) -> bool:
+        return self.is_single and self.seq <= _SHORT
 
     def workload(self, attention: str) -> AttentionWorkload:
         return AttentionWorkload(
             attention=attention, batch=self.batch, heads=self.heads, seq=self.seq,
             head=self.head, dtype=self.dtype, causal=True, mode="both",
         )  # fmt: skip
+
+
+class GridCase(AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", tag="grid"):
+    """One implementation at one shape: forward, backward and both."""
+
+    warmup: int
+    steps: int
+    min_seconds: float
+
+    @property
+    def key(self) -> str:
+        return super().key.removesuffix(f"_{self.mode}")
+
+
+class RaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="race"):
+    """Several implementations interleaved on the same tensors."""
+
+    causal: bool = True
+    racers: tuple[str, ...]
+    back_to_back: int
+    host_ahead: bool = False
+    """Whether the device was kept busy until the host had issued a call."""
+    warmup: int
+    rounds: int
+    min_seconds: float
+
+    @property
+    def key(self) -> str:
+        return f"race_{super().key}"
+
+
+class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
+    """Every tile of one of our kernels: compiling them is most of the time."""
+
+    kernel: Pass = msgspec.field(name="pass")
+    causal: bool = True
+    tile_sizes: tuple[int, ...] = msgspec.field(name="sizes")
+    warps: int
+    samples: int
+
+    @property
+    def key(self) -> str:
+        return f"tiles_{self.kernel}_d{self.head}"
+
+
+FlashCase = GridCase | RaceCase | TilesCase
 
 
 def left_out(attention: str, shape: Shape) -> str | None:
@@ -81,64 +197,49 @@ def left_out(attention: str, shape: Shape) -> str | None:
     return None
 
 
-def grid_cases(
-    study: str, attentions: Sequence[str], shapes: Sequence[Shape], effort: dict[str, Any]
-) -> tuple[PlannedCase, ...]:
+def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     """By shape, so that what is kept for a shape serves all; what compiles long comes last."""
-    for name in attentions:
+    for name in flags.attention:
         implementation(name)
-    light = [name for name in attentions if name not in _COMPILED_FOR_EACH_SHAPE]
-    heavy = [name for name in attentions if name in _COMPILED_FOR_EACH_SHAPE]
-    cells = (*itertools.product(shapes, light), *itertools.product(shapes, heavy))
-    return tuple(
-        PlannedCase(
-            study=study,
-            key=f"{attention}_{shape.key}",
-            config={"kind": "grid"} | msgspec.to_builtins(shape.workload(attention)) | effort,
-            needs=(precision(shape.dtype).compute,),
-        )
-        for shape, attention in cells
-        if left_out(attention, shape) is None
+    shapes = [
+        *(
+            Shape(batch=1, heads=1, seq=seq, head=head, dtype=precision(dtype).name)
+            for dtype, seq, head in itertools.product(flags.dtype, flags.seq, flags.head)
+        ),
+        *map(Shape.parse, flags.shape),
+    ]
+    # Stable: within the light and the heavy ones the order stays.
+    cells = sorted(
+        itertools.product(shapes, flags.attention),
+        key=lambda cell: cell[1] in _COMPILED_FOR_EACH_SHAPE,
     )
-
-
-def is_short(shape: Shape) -> bool:
-    return shape.batch * shape.heads == 1 and shape.seq <= _SHORT
-
-
-def race_cases(
-    study: str, shapes: Sequence[Shape], racers: Sequence[str], effort: dict[str, Any]
-) -> Iterator[PlannedCase]:
-    for name in racers:
-        if name not in IMPLEMENTATION_NAMES:
-            raise unknown_name("attention", name, IMPLEMENTATION_NAMES)
-    for shape in shapes if racers else ():
-        in_a_row = _CALLS_IN_A_ROW[is_short(shape)]
-        yield PlannedCase(
-            study=study,
-            key=f"race_{shape.key}",
-            config={"kind": "race"}
-            | msgspec.to_builtins(shape)
-            | {"causal": True, "racers": list(racers)}
-            | {"back_to_back": in_a_row, "host_ahead": True}
-            | effort,
-            needs=(precision(shape.dtype).compute,),
+    reasons = [left_out(attention, shape) for shape, attention in cells]
+    if cells and all(reasons):
+        raise UsageError(f"the grid is empty: {reasons[0]}", "choose other values")
+    return tuple(
+        GridCase(
+            **msgspec.structs.asdict(shape.workload(attention)),
+            warmup=flags.warmup, steps=flags.steps, min_seconds=flags.min_seconds,
         )
+        for (shape, attention), reason in zip(cells, reasons, strict=True)
+        if reason is None
+    )  # fmt: skip
 
 
-def tile_cases(study: str, heads: Sequence[int]) -> Iterator[PlannedCase]:
-    """One case measures every tile of one kernel: compiling them is most of its time."""
-    for head, which in itertools.product(heads, PASSES):
-        shape = Shape(batch=1, heads=16, seq=4096, head=head)
-        yield PlannedCase(
-            study=study,
-            key=f"tiles_{which}_d{head}",
-            config={"kind": "tiles", "pass": which}
-            | msgspec.to_builtins(shape)
-            | {"causal": True, "sizes": [16, 32, 64, 128], "warps": 4, "samples": 7},
-            needs=("bfloat16",),
-        )
+def race_cases(flags: FlashFlags) -> Iterator[RaceCase]:
+    for name in flags.racers:
+        implementation(name)
+    for shape in map(Shape.parse, flags.race if flags.racers else ()):
+        yield RaceCase(
+            **msgspec.structs.asdict(shape),
+            racers=flags.racers, back_to_back=_CALLS_IN_A_ROW[shape.is_short], host_ahead=True,
+            warmup=flags.warmup, rounds=flags.rounds, min_seconds=flags.race_seconds,
+        )  # fmt: skip
 
 
-def shape_of(config: dict[str, Any]) -> Shape:
-    return msgspec.convert(config, Shape)
+def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
+    for head, kernel in itertools.product(flags.tile_head, PASSES):
+        yield TilesCase(
+            kernel=kernel, batch=1, heads=16, seq=4096, head=head, dtype="bfloat16",
+            tile_sizes=(16, 32, 64, 128), warps=4, samples=7,
+        )  # fmt: skip

@@ -20,19 +20,19 @@ _ORDER = (*_FIRST, *(name for name in IMPLEMENTATION_NAMES if name not in _FIRST
 
 
 def memory_figures(rows: Sequence[GridRow]) -> Iterator[Figure]:
-    """One for each format: memory grows alike at every d, so that one of them shows it."""
-    groups = by_format_and_head(rows)
+    """One for each dtype: memory grows alike at every d, so that one of them shows it."""
+    groups = by_dtype_and_head(rows)
     for dtype in dict.fromkeys(dtype for dtype, _ in groups):
-        head = shown_head([head for form, head in groups if form == dtype])
+        head = shown_head([head for other, head in groups if other == dtype])
         yield from _memory(dtype, head, groups[dtype, head])
 
 
-def by_format_and_head(rows: Sequence[GridRow]) -> dict[tuple[str, int], list[GridRow]]:
+def by_dtype_and_head(rows: Sequence[GridRow]) -> dict[tuple[str, int], list[GridRow]]:
     """Cells with one head that ran, by length."""
-    single = [row for row in rows if row.is_single and row.record.status == "ok"]
+    single = [row for row in rows if row.case.is_single and row.record.status == "ok"]
     groups: dict[tuple[str, int], list[GridRow]] = {}
-    for row in sorted(single, key=lambda row: (row.work.dtype, row.work.head, row.work.seq)):
-        groups.setdefault((row.work.dtype, row.work.head), []).append(row)
+    for row in sorted(single, key=lambda row: (row.case.dtype, row.case.head, row.case.seq)):
+        groups.setdefault((row.case.dtype, row.case.head), []).append(row)
     return groups
 
 
@@ -41,9 +41,9 @@ def shown_head(heads: Sequence[int]) -> int:
 
 
 def rate_figure(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
-    first = min((row.work.seq for row in rows if not row.host_decides), default=0)
-    shown = [row for row in rows if row.work.seq >= first]
-    left_out = len(shown) < len(rows) and len({row.work.seq for row in shown}) > 1
+    first = min((row.case.seq for row in rows if not row.host_decides), default=0)
+    shown = [row for row in rows if row.case.seq >= first]
+    left_out = len(shown) < len(rows) and len({row.case.seq for row in shown}) > 1
     rows = shown if left_out else rows
     fastest = max((row.rate() or 0.0 for row in rows), default=0.0)
     unit, scale = ("TFLOP/s", 1e12) if fastest >= 1e12 else ("GFLOP/s", 1e9)
@@ -76,7 +76,7 @@ def _limits(rows: Sequence[GridRow]) -> Iterator[tuple[str, Ceiling]]:
 
 
 def _memory(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figure]:
-    curves = _curves(rows, lambda row: (row.record.quantity("peak_bytes") or 0.0) / 2**20)
+    curves = _curves(rows, lambda row: (row.peak or 0.0) / 2**20)
     if not any(len(curve.x) > 1 for curve in curves):
         return
     yield Figure(
@@ -97,7 +97,7 @@ def _curves(rows: Sequence[GridRow], value: Callable[[GridRow], float]) -> tuple
     for row in rows:
         y = value(row)
         if y > 0.0:
-            held.setdefault(row.attention, []).append((float(row.work.seq), y))
+            held.setdefault(row.attention, []).append((float(row.case.seq), y))
     return tuple(
         Curve(
             label=name,

@@ -1,94 +1,142 @@
-"""What the grid says, in sentences that carry their numbers."""
+"""Findings of the grid, and of what failed or is in doubt anywhere in the study."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling, products_ceiling
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Tone
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import bytes_, duration, number, percent, rate
-from stepscope.studies.attention_workload import RESULTS
-from stepscope.studies.flash.accuracy_view import POLICY
-from stepscope.studies.flash.kernels_view import kernels_of
-from stepscope.studies.flash.overview import HOST_MARK, rivals
-from stepscope.studies.flash.rows import OURS, GridRow
+from stepscope.studies.attention.workload import RESULTS
+from stepscope.studies.flash.rows import OURS, GridRow, sort_key
 
+HOST_MARK = "*"
+POLICY = (
+    "at most 1.0× (output, 16 bit), 1.5× (gradients, 16 bit) or 2× (float32) the error of the"
+    " reference form in the same format, plus one unit in the last place"
+)
 _SEVERAL = 3
 _OF_THE_HOST = ("wide-spread", "first-call-inside")
-"""Complaints about times that scatter, as those of a busy host do."""
+"""Lints of times that scatter, as those of a busy host do."""
 _WHAT = {"oom": "ran out of memory", "skipped": "were skipped", "timeout": "timed out"}
 
 
 def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     timed = [row for row in rows if row.record.status == "ok" and row.time()]
-    yield from _nearest_to_the_limit(timed)
+    yield from _highest_rates(timed)
     yield from _fastest_peer(timed)
     yield from _host(timed)
-    yield from _formats(timed)
-    yield from _memory(timed)
+    yield from _narrow_dtypes(timed)
+    yield from _saved(timed)
+    yield from _memory_growth(timed)
     yield from _accuracy(timed)
-    yield from _proof(timed)
+    yield from _own_kernels(timed)
 
 
-def _nearest_to_the_limit(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """By format: the best of ours and the best of all."""
-    for dtype in dict.fromkeys(row.work.dtype for row in rows):
-        judged = [(row.rate() or 0.0, row) for row in rows if row.work.dtype == dtype]
-        best, row = max(judged, key=lambda pair: pair[0])
-        ceiling = matrix_ceiling(row.record)
-        share = row.share()
-        limit = (
-            f", {percent(share)} of the {rate(ceiling.value, 'FLOP/s')} that matrix products alone"
-            " reach here"
-            if share and ceiling
-            else ""
-        )
+def _ids(rows: Iterable[GridRow]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.record.id for row in rows))
+
+
+def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """By dtype: the best of ours and the best of all."""
+    for dtype in dict.fromkeys(row.case.dtype for row in rows):
+        alike = [row for row in rows if row.case.dtype == dtype]
+        best = max(alike, key=_rate)
+        ours = max((row for row in alike if row.attention == OURS), key=_rate, default=best)
+        share, ceiling, own = best.share(), matrix_ceiling(best.record), _rate(ours)
+        values: dict[str, Value] = {
+            "dtype": dtype, "rate": _rate(best), "attention": best.attention,
+            "shape": best.case.sizes, "share": share,
+        }  # fmt: skip
         text = (
-            f"The highest rate in {dtype} is {rate(best, 'FLOP/s')} forward and backward,"
-            f" {row.attention} at {row.shape.sizes}{limit}"
+            f"The highest rate in {dtype} is {rate(_rate(best), 'FLOP/s')} forward and backward,"
+            f" {best.attention} at {best.case.sizes}"
         )
-        ours = [pair for pair in judged if pair[1].attention == OURS]
-        if ours and row.attention != OURS:
-            own, at = max(ours, key=lambda pair: pair[0])
-            text += f"; ours reaches {rate(own, 'FLOP/s')} at {at.shape.sizes}"
-        yield Finding(text=text + "." + _other_limit(row))
+        if share and ceiling:
+            text += (
+                f", {percent(share)} of the {rate(ceiling.value, 'FLOP/s')} that matrix products"
+                " alone reach here"
+            )
+        if ours is not best and best.attention != OURS:
+            values |= {"ours": own, "ours_shape": ours.case.sizes}
+            text += f"; ours reaches {rate(own, 'FLOP/s')} at {ours.case.sizes}"
+        text += "."
+        limit = products_ceiling(best.record)
+        if limit and ceiling and limit.name != ceiling.name:
+            values |= {"limit": limit.name, "limit_rate": limit.value}
+            text += (
+                f" Each of its {dtype} products is made as {limit.name}, whose limit is"
+                f" {rate(limit.value, 'FLOP/s')}."
+            )
+        rests_on = (best, ours) if "ours" in values else (best,)
+        yield Finding(code="flash.highest-rate", values=values, records=_ids(rests_on), text=text)
 
 
-def _other_limit(row: GridRow) -> str:
-    own, ceiling = products_ceiling(row.record), matrix_ceiling(row.record)
-    if own is None or ceiling is None or own.name == ceiling.name:
-        return ""
-    return (
-        f" Each of its {row.work.dtype} products is made as {own.name}, whose limit is"
-        f" {rate(own.value, 'FLOP/s')}."
-    )
+def _rate(row: GridRow) -> float:
+    return row.rate() or 0.0
+
+
+class Rival(NamedTuple):
+    """Ours at one shape, and the fastest of the others."""
+
+    ours: GridRow
+    peer: GridRow
+
+    @property
+    def ratio(self) -> float:
+        """The peer's time over ours: above 1 ours is faster."""
+        return self.peer.median / self.ours.median
+
+    @property
+    def host_decides(self) -> bool:
+        return self.ours.host_decides or self.peer.host_decides
+
+
+def rivals(rows: Sequence[GridRow]) -> list[Rival]:
+    """By shape; only where both were timed."""
+    by_shape: dict[str, list[GridRow]] = {}
+    for row in rows:
+        if row.record.status == "ok" and row.time() is not None:
+            by_shape.setdefault(row.place, []).append(row)
+    found = []
+    for members in by_shape.values():
+        ours = next((row for row in members if row.attention == OURS), None)
+        others = [row for row in members if row.attention != OURS]
+        if ours and others:
+            found.append(Rival(ours, min(others, key=lambda row: row.median)))
+    return sorted(found, key=lambda rival: sort_key(rival.ours.case))
 
 
 def _fastest_peer(rows: Sequence[GridRow]) -> Iterator[Finding]:
     found = rivals(rows)
-    by_kernels = [rival for rival in found if not rival.host_decides]
     if not found:
         return
-    lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
-    behind = [
-        f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.shape.sizes} {r.ours.work.dtype}"
-        for r in lost
-    ]
+    by_kernels = [rival for rival in found if not rival.host_decides]
     by_host = [rival for rival in found if rival.host_decides]
+    lost = sorted((r for r in by_kernels if r.ratio < 1.0), key=lambda r: r.ratio)
+    behind = [f"{number(r.ratio, 3)} of {r.peer.attention} at {r.ours.place}" for r in lost]
     slower = sum(rival.ratio < 1.0 for rival in by_host)
-    text = (
-        f"Against the fastest other at each of {len(found)} shapes, one after the other and not in"
-        f" turns: where kernels decide, ours is faster at {len(by_kernels) - len(lost)} of"
-        f" {len(by_kernels)}"
-    )
-    text += f" and behind at {len(lost)} ({_some(behind)})." if lost else "."
-    if by_host:
-        text += f" At the other {len(by_host)} the host decides, and ours is behind at {slower}."
-    yield Finding(text=text)
+    faster = len(by_kernels) - len(lost)
+    yield Finding(
+        code="flash.fastest-peer",
+        values={
+            "shapes": len(found), "by_kernels": len(by_kernels), "faster": faster,
+            "behind": len(lost), "lowest": lost[0].ratio if lost else None,
+            "by_host": len(by_host), "behind_by_host": slower,
+        },
+        records=_ids(row for rival in found for row in rival),
+        text=f"Against the fastest other at each of {len(found)} shapes, one after the other and"
+        f" not in turns: where kernels decide, ours is faster at {faster} of {len(by_kernels)}"
+        + (f" and behind at {len(lost)} ({_some(behind)})." if lost else "."),
+        conclusion=f"At the other {len(by_host)} the host decides, and ours is behind at {slower}."
+        if by_host
+        else "",
+    )  # fmt: skip
 
 
 def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -96,7 +144,7 @@ def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
     slow = [row for row in rows if row.host_decides]
     if not slow:
         return
-    single = [row.work.seq for row in rows if row.is_single and not row.host_decides]
+    single = [row.case.seq for row in rows if row.case.is_single and not row.host_decides]
     ours = [row.issued_ms() or 0.0 for row in slow if row.attention == OURS]
     text = (
         f"In {len(slow)} of {len(rows)} cells the host issued for more than half of the time; their"
@@ -109,139 +157,175 @@ def _host(rows: Sequence[GridRow]) -> Iterator[Finding]:
             f" To issue a forward and a backward of {OURS} it took {duration(min(ours))} to"
             f" {duration(max(ours))} there."
         )
-    yield Finding(text=text, tone="warn")
+    yield Finding(
+        code="flash.host-bound",
+        values={
+            "cells": len(slow), "of": len(rows), "free_from_length": min(single, default=None),
+            "issue_ms_low": min(ours, default=None), "issue_ms_high": max(ours, default=None),
+        },
+        records=_ids(rows),
+        text=text,
+        tone="warn",
+    )  # fmt: skip
 
 
-def _formats(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """A 16-bit format that is slower than float32 is a kernel that misses the tensor cores."""
-    ours = {(row.shape.sizes, row.work.dtype): row for row in rows if row.attention == OURS}
-    slower, compared = [], 0
-    for (sizes, dtype), row in ours.items():
-        wide = ours.get((sizes, "float32"))
-        if dtype == "float32" or wide is None:
-            continue
-        compared += 1
-        narrow_time, wide_time = row.time(), wide.time()
-        assert narrow_time is not None
-        assert wide_time is not None
-        if narrow_time.low > wide_time.high:
-            slower.append(f"{dtype} {sizes}")
-    if compared:
-        said = f"slower at {_some(slower)}" if slower else "slower nowhere"
+def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """A 16-bit dtype that is slower than float32 is a kernel that misses the tensor cores."""
+    ours = {(row.case.sizes, row.case.dtype): row for row in rows if row.attention == OURS}
+    pairs = [
+        (row, wide)
+        for (sizes, dtype), row in ours.items()
+        if dtype != "float32" and (wide := ours.get((sizes, "float32")))
+    ]
+    slower = [
+        f"{row.case.dtype} {row.case.sizes}"
+        for row, wide in pairs
+        if (here := row.time()) and (there := wide.time()) and here.low > there.high
+    ]
+    if pairs:
         yield Finding(
-            text=f"Our kernels in a 16-bit format against float32, {compared} shapes: {said}.",
+            code="flash.narrow-dtype",
+            values={"shapes": len(pairs), "slower": len(slower)},
+            records=_ids(row for pair in pairs for row in pair),
+            text=f"Our kernels in a 16-bit format against float32, {len(pairs)} shapes:"
+            f" slower {f'at {_some(slower)}' if slower else 'nowhere'}.",
             tone="warn" if slower else "good",
         )
 
 
-def _memory(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """How the peak grows with the length, by implementation, at one d and format."""
-    held: dict[str, dict[float, float]] = {}
-    single = [row for row in rows if row.is_single and row.record.quantity("peak_bytes")]
-    if not single:
-        return
-    like = (single[0].work.dtype, max(row.work.head for row in single))
-    for row in single:
-        if (row.work.dtype, row.work.head) == like:
-            peak = row.record.quantity("peak_bytes") or 0.0
-            held.setdefault(row.attention, {})[float(row.work.seq)] = peak
-    grown = [
-        f"{name} {number(fitted_exponent(list(points)[-3:], list(points.values())[-3:]), 2)}"
-        f" ({bytes_(points[max(points)])} at {max(points):.0f})"
-        for name, points in held.items()
-        if len(points) >= 3
-    ]
-    yield from _saved(rows)
-    if grown:
-        yield Finding(
-            text=f"Peak memory grows as a power of the length, over the longest three in {like[0]}"
-            f" at d {like[1]}: {', '.join(grown)}."
-        )
-
-
 def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """What a forward leaves for its backward, against what the shapes predict."""
+    """Bytes that a forward saves for its backward, measured against predicted."""
     pairs = [
-        (row, held - (row.record.quantity("predicted_saved_bytes") or 0.0))
+        (saved - (row.predicted_saved or 0.0), row)
         for row in rows
-        if (held := row.record.quantity("saved_bytes")) is not None
+        if (saved := row.record.quantity("saved_bytes")) is not None
     ]
     if not pairs:
         return
-    off = {row.attention: extra for row, extra in pairs if extra}
-    equal = sum(extra == 0.0 for _, extra in pairs)
+    off = dict.fromkeys(row.attention for extra, row in pairs if extra)
+    equal = sum(extra == 0.0 for extra, _ in pairs)
+    most, name = max((abs(extra), f"{row.attention} {row.place}") for extra, row in pairs)
     text = (
         f"What a forward saves is what the shapes predict, to the byte, in {equal} of"
         f" {len(pairs)} cells"
     )
     if off:
-        farthest = max((abs(extra), row.name) for row, extra in pairs)
-        text += f"; off are {', '.join(off)}, at most by {bytes_(farthest[0])} ({farthest[1]})"
-    yield Finding(text=f"{text}.", tone="info" if off else "good")
+        text += f"; off are {', '.join(off)}, at most by {bytes_(most)} ({name})"
+    yield Finding(
+        code="flash.saved",
+        values={"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},
+        records=_ids(row for _, row in pairs),
+        text=f"{text}.",
+        tone="info" if off else "good",
+    )
+
+
+def _memory_growth(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """Growth of the peak with the length, by implementation, at one d and dtype."""
+    single = [row for row in rows if row.case.is_single and row.peak]
+    if not single:
+        return
+    dtype, head = single[0].case.dtype, max(row.case.head for row in single)
+    held: dict[str, dict[int, GridRow]] = {}
+    for row in single:
+        if (row.case.dtype, row.case.head) == (dtype, head):
+            held.setdefault(row.attention, {})[row.case.seq] = row
+    longest = {name: list(points.values())[-3:] for name, points in held.items()}
+    longest = {name: points for name, points in longest.items() if len(points) == 3}
+    exponents = {
+        name: fitted_exponent([row.case.seq for row in points], [row.peak or 0.0 for row in points])
+        for name, points in longest.items()
+    }
+    grown = [
+        f"{name} {number(exponents[name], 2)} ({bytes_(last.peak or 0.0)} at {last.case.seq})"
+        for name, (*_, last) in longest.items()
+    ]
+    if grown:
+        yield Finding(
+            code="flash.memory-growth",
+            values={"dtype": dtype, "head": head, **exponents},
+            records=_ids(row for points in longest.values() for row in points),
+            text=f"Peak memory grows as a power of the length, over the longest three in {dtype}"
+            f" at d {head}: {', '.join(grown)}.",
+        )
 
 
 def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    judged = [row for row in rows if row.error_ratio(*RESULTS) is not None]
-    for attention in dict.fromkeys(row.attention for row in judged):
-        own = [row for row in judged if row.attention == attention]
-        missed = [row for row in own if row.misses]
+    judged: dict[str, list[tuple[float, GridRow]]] = {}
+    for row in rows:
+        ratio = row.error_ratio(*RESULTS)
+        if ratio is not None:
+            judged.setdefault(row.attention, []).append((ratio, row))
+    for attention, own in judged.items():
+        missed = [row for _, row in own if row.misses]
+        # Others are held to no promise of ours: only their misses are reported.
         if attention != OURS and not missed:
             continue
-        worst = max(own, key=lambda row: row.error_ratio(*RESULTS) or 0.0)
+        ratio, worst = max(own, key=lambda pair: pair[0])
         text = (
-            f"{attention} errs by at most {number(worst.error_ratio(*RESULTS) or 0.0, 3)} times"
-            f" what the reference in the same format does, over {len(own)} shapes"
-            f" ({worst.shape.sizes} {worst.work.dtype})."
+            f"{attention} errs by at most {number(ratio, 3)} times what the reference in the same"
+            f" format does, over {len(own)} shapes ({worst.place})."
         )
         if missed:
-            named = [f"{row.shape.sizes} {row.work.dtype} {'/'.join(row.misses)}" for row in missed]
+            named = [f"{row.place} {'/'.join(row.misses)}" for row in missed]
             text += f" Beyond the policy of our own kernels at {len(missed)}: {_some(named)}."
         else:
             text += f" All are within the policy: {POLICY}."
-        # Others are held to no promise of ours; it is only said.
-        tones: dict[bool, Tone] = {True: "warn", False: "good"}
-        yield Finding(text=text, tone=tones[bool(missed)] if attention == OURS else "info")
-
-
-def _proof(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    seen = [row for row in rows if kernels_of(row.record).get("forward")]
-    ours = [row for row in seen if row.attention == OURS]
-    foreign = [row for row in seen if _ran_another(row.record)]
-    if ours and not any(row in foreign for row in ours):
         yield Finding(
+            code="flash.accuracy",
+            values={
+                "attention": attention, "ratio": ratio, "shapes": len(own), "worst": worst.place,
+                "missed": len(missed), "tensors": "/".join(missed[0].misses) if missed else "",
+            },
+            records=_ids(row for _, row in own),
+            text=text,
+            tone="info" if attention != OURS else "warn" if missed else "good",
+        )  # fmt: skip
+
+
+def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    ours = [row for row in rows if row.attention == OURS and row.kernels.get("forward")]
+    foreign = any(lint.code == "other-kernel" for row in ours for lint in lint_record(row.record))
+    if ours and not foreign:
+        yield Finding(
+            code="flash.own-kernels",
+            values={"records": len(ours)},
+            records=_ids(ours),
             text=f"In all {len(ours)} records of {OURS} the profiler saw our kernels, forward and"
             " backward, and no other attention kernel.",
             tone="good",
         )
 
 
-def _ran_another(record: Record) -> bool:
-    return any(lint.code == "other-kernel" for lint in lint_record(record))
-
-
-def common_findings(records: Sequence[Record]) -> Iterator[Finding]:
-    """Of all parts: what did not run, and what is not to be believed."""
+def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """Cases without a result and lints, of all parts."""
     failed = [record for record in records if record.status != "ok"]
     for status in dict.fromkeys(record.status for record in failed):
         alike = [record for record in failed if record.status == status]
-        names = [record.case for record in alike]
         yield Finding(
-            text=f"{len(names)} of {len(records)} cases {_WHAT.get(status, 'failed')}:"
-            f" {_some(names)}. The first said: {alike[0].reason}",
+            code="flash.without-result",
+            values={"status": status, "cases": len(alike), "of": len(records)},
+            records=tuple(record.id for record in alike),
+            text=f"{len(alike)} of {len(records)} cases {_WHAT.get(status, 'failed')}:"
+            f" {_some([record.case for record in alike])}. The first said: {alike[0].reason}",
             tone="info" if status == "skipped" else "warn",
         )
-    lints = [(lint, record) for record in records for lint in lint_record(record)]
+    host_bound = {row.record.id for row in rows if row.host_decides}
+    lints = [(lint, record.id) for record in records for lint in lint_record(record)]
     for code, times in Counter(lint.code for lint, _ in lints).items():
-        told = [(lint.message, record) for lint, record in lints if lint.code == code]
-        text = f"Lint {code}, {times}×, first: {told[0][0]}"
-        by_host = sum(_host_decides(record) for _, record in told)
-        if code in _OF_THE_HOST and by_host:
+        found = [(lint.message, record) for lint, record in lints if lint.code == code]
+        by_host = sum(record in host_bound for _, record in found) * (code in _OF_THE_HOST)
+        text = f"Lint {code}, {times}×, first: {found[0][0]}"
+        if by_host:
             text += f". Of these, {by_host} are cells in which the host decides"
-        yield Finding(text=f"{text}.", tone="warn")
-
-
-def _host_decides(record: Record) -> bool:
-    return record.config["kind"] == "grid" and GridRow(record).host_decides
+        yield Finding(
+            code="flash.lint",
+            values={"lint": code, "times": times, "host_decides": by_host},
+            records=tuple(dict.fromkeys(record for _, record in found)),
+            text=f"{text}.",
+            tone="warn",
+            timed=False,
+        )
 
 
 def _some(names: Sequence[str]) -> str:

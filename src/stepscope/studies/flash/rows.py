@@ -1,66 +1,76 @@
-"""Records of the flash study as their views want them: a cell of the grid, a race."""
+"""Records of the flash study with what their views ask for: a cell of the grid, a race, tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-
-import msgspec
+from itertools import product
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
-from stepscope.report.blocks import Cell, Interval
-from stepscope.studies.attention_workload import RESULTS, AttentionWorkload
-from stepscope.studies.flash.cases import Shape, shape_of
+from stepscope.studies.attention.workload import RESULTS
+from stepscope.studies.base import Result, results_of
+from stepscope.studies.flash.cases import CHOSEN, FlashCase, GridCase, RaceCase, Shape, TilesCase
 
 OURS = "triton"
-"""Ends the name of a series of calls in a row, timed by the host's clock."""
 GRADIENTS = RESULTS[1:]
 HOST_FROM = 0.5
 """Share of the time that the host issued for, from which on it is not the kernels' alone: a device
-that starts at rest waits for what comes last."""
+that starts idle waits for what comes last."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
-"""How often the reference's own error an output and a gradient may have."""
+"""Errors that the policy allows an output and a gradient, in units of the reference's own."""
+_WARP = 32
+_REGISTERS_AT_ONCE = 256
+"""A warp's registers are given out in such pieces."""
+_RESERVED_SHARED = 1024
+_MOST_BLOCKS = 32
 
 
-class GridRow:
+class GridRow(Result[GridCase]):
     """One implementation at one shape."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.work = msgspec.convert(record.config, AttentionWorkload)
-        self.shape = shape_of(record.config)
 
     @property
     def attention(self) -> str:
-        return self.work.attention
+        return self.case.attention
 
     @property
-    def name(self) -> str:
-        return f"{self.attention} {self.shape.sizes} {self.shape.dtype}"
+    def place(self) -> str:
+        return f"{self.case.sizes} {self.case.dtype}"
+
+    @cached_property
+    def kernels(self) -> Mapping[str, str]:
+        """Names of the kernels that ran, by pass."""
+        return self.record.attachment("kernels", dict[str, str]) or {}
 
     @property
-    def is_single(self) -> bool:
-        """One head of one sequence: the lengths of the figures."""
-        return self.shape.batch * self.shape.heads == 1
+    def peak(self) -> float | None:
+        return self.record.quantity("peak_bytes")
+
+    @property
+    def predicted_saved(self) -> float | None:
+        return self.record.quantity("predicted_saved_bytes")
 
     def time(self, mode: str = "both") -> Summary | None:
         return _summary(self.record.find(mode))
 
-    def issued_ms(self, mode: str = "both") -> float | None:
-        """How long the host took to issue a pass, where that is not the time itself."""
-        return median_ms(self.record, mode, "host") if self._on_device else None
-
     @property
+    def median(self) -> float:
+        """Milliseconds of both passes; the row must be timed."""
+        time = self.time()
+        assert time is not None
+        return time.median
+
+    def issued_ms(self) -> float | None:
+        """Time in which the host issued both passes, where that is not the time itself."""
+        on_device = self.record.find("both", "device") is not None
+        return median_ms(self.record, "both", "host") if on_device else None
+
+    @cached_property
     def host_decides(self) -> bool:
         issued, time = self.issued_ms(), self.time()
         return bool(issued and time and issued >= HOST_FROM * time.median)
-
-    @property
-    def _on_device(self) -> bool:
-        return self.record.find("both", "device") is not None
 
     def rate(self, mode: str = "both") -> float | None:
         """FLOP/s of the median, a causal mask counted as half."""
@@ -68,8 +78,8 @@ class GridRow:
         time = self.time(mode)
         return flops / (time.median * 1e-3) if flops and time and time.median > 0.0 else None
 
-    def share(self, mode: str = "both") -> float | None:
-        rate, ceiling = self.rate(mode), matrix_ceiling(self.record)
+    def share(self) -> float | None:
+        rate, ceiling = self.rate(), matrix_ceiling(self.record)
         return rate / ceiling.value if rate and ceiling and ceiling.value > 0.0 else None
 
     def error_ratio(self, *results: str) -> float | None:
@@ -84,9 +94,8 @@ class GridRow:
         return max(ratios, default=None)
 
     def allowed_error(self, name: str) -> float:
-        """What the policy allows: so many times the reference's own error, plus one unit in the
-        last place."""
-        of_output, of_gradients = _FACTORS.get(self.work.dtype, _SIXTEEN_BIT_FACTORS)
+        """A multiple of the reference's own error, plus one unit in the last place."""
+        of_output, of_gradients = _FACTORS.get(self.case.dtype, _SIXTEEN_BIT_FACTORS)
         own = self.record.quantity("reference_error", variant=name) or 0.0
         place = self.record.quantity("last_place", variant=name) or 0.0
         return (of_output if name == "output" else of_gradients) * own + place
@@ -102,24 +111,15 @@ class GridRow:
         )
 
 
-class Race:
-    """Implementations that ran in turns on the same tensors."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.shape = shape_of(record.config)
-
-    @property
-    def racers(self) -> tuple[str, ...]:
-        return tuple(self.record.config["racers"])
-
-    @property
-    def host_ahead(self) -> bool:
-        """Whether the device was kept busy until the host had issued; the oldest records say no."""
-        return bool(self.record.config.get("host_ahead"))
+class Race(Result[RaceCase]):
+    """Implementations interleaved on the same tensors."""
 
     def times(self, name: str, *, in_a_row: bool = False) -> Summary | None:
         return _summary(self._series(name, in_a_row=in_a_row))
+
+    def median(self, name: str, *, in_a_row: bool = False) -> float | None:
+        times = self.times(name, in_a_row=in_a_row)
+        return times.median if times else None
 
     def ratio(self, peer: str, ours: str = OURS, *, in_a_row: bool = False) -> Ratio | None:
         """The peer's time over ours: above 1 we are faster."""
@@ -136,26 +136,83 @@ class Race:
         return self.record.find("wall" if in_a_row else "step", variant=name)
 
 
-def grid_rows(records: Sequence[Record]) -> tuple[GridRow, ...]:
-    return tuple(GridRow(record) for record in records if record.config["kind"] == "grid")
+class Tiles(Result[TilesCase]):
+    """The tiles of one kernel at one head dimension."""
+
+    @property
+    def kernel(self) -> str:
+        return self.case.kernel.replace("_", "-")
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [f"{m}x{n}" for m, n in product(self.case.tile_sizes, repeat=2)]
+
+    @cached_property
+    def timed(self) -> dict[str, float]:
+        """The sizes that ran, fastest first, without the chosen tile's own entry."""
+        timed = {name: ms for name in self.names if (ms := self.ms(name)) is not None}
+        return dict(sorted(timed.items(), key=lambda item: item[1]))
+
+    @cached_property
+    def refused(self) -> Mapping[str, str]:
+        """Why a size did not run."""
+        return self.record.attachment("refused", dict[str, str]) or {}
+
+    @property
+    def fastest(self) -> str:
+        return next(iter(self.timed))
+
+    @property
+    def lost(self) -> float:
+        """By how much the chosen tile is slower than the fastest."""
+        return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
+
+    def ms(self, name: str) -> float | None:
+        return median_ms(self.record, "step", variant=name)
+
+    def fact(self, name: str, what: str) -> int | None:
+        return whole(self.record, name, what)
+
+    def blocks(self, name: str) -> int | None:
+        """Blocks of the kernel that one multiprocessor holds at a time."""
+        own = [self.fact(name, what) for what in ("registers", "shared_bytes", "warps")]
+        limits = [self.fact("sm", what) for what in ("registers", "shared_bytes", "threads")]
+        known = [value for value in (*own, *limits) if value is not None]
+        return resident_blocks(*known) if len(known) == len(own) + len(limits) else None
 
 
-def races(records: Sequence[Record]) -> tuple[Race, ...]:
-    return tuple(Race(record) for record in records if record.config["kind"] == "race")
+def whole(record: Record, variant: str, name: str) -> int | None:
+    value = record.quantity(name, variant=variant)
+    return None if value is None else int(value)
 
 
-def tile_records(records: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple(record for record in records if record.config["kind"] == "tiles")
+def resident_blocks(
+    registers: float, shared: float, warps: float,
+    sm_registers: float, sm_shared: float, sm_threads: float,
+) -> int:  # fmt: skip
+    """Blocks of a kernel that one multiprocessor holds at a time."""
+    of_a_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    return int(
+        min(
+            sm_registers // of_a_warp // warps if of_a_warp else _MOST_BLOCKS,
+            sm_shared // (shared + _RESERVED_SHARED),
+            sm_threads // (warps * _WARP),
+            _MOST_BLOCKS,
+        )
+    )
 
 
-def sort_key(shape: Shape) -> tuple[object, ...]:
-    return (shape.dtype, shape.batch * shape.heads > 1, shape.head, shape.seq, shape.sizes)
+def grid_rows(results: Sequence[Result[FlashCase]]) -> list[GridRow]:
+    rows = (GridRow(*result) for result in results_of(results, GridCase))
+    return sorted(rows, key=lambda row: sort_key(row.case))
 
 
-def interval(summary: Summary | None) -> Cell:
-    if summary is None:
-        return None
-    return Interval(value=summary.median, low=summary.low, high=summary.high)
+def races(results: Sequence[Result[FlashCase]]) -> list[Race]:
+    return [Race(*result) for result in results_of(results, RaceCase)]
+
+
+def sort_key(case: GridCase | Shape) -> tuple[object, ...]:
+    return (case.dtype, not case.is_single, case.head, case.seq, case.sizes)
 
 
 def _summary(series: Series | None) -> Summary | None:

@@ -1,163 +1,366 @@
-"""Blocks of the flash study, from its records alone."""
+"""Blocks of the flash study, from its records alone: the grid at a glance and cell by cell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import msgspec
-
+from stepscope.analysis.limits import matrix_ceiling
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Finding, Table
-from stepscope.studies.flash.accuracy_view import accuracy_tables
-from stepscope.studies.flash.findings import common_findings, grid_findings
-from stepscope.studies.flash.health import health_table
-from stepscope.studies.flash.kernels_view import kernels_seen, kernels_table
-from stepscope.studies.flash.overview import (
-    length_blocks,
-    memory_blocks,
-    rival_table,
-    shapes_table,
+from stepscope.report.blocks import Block, Cell, Interval, Kind, Table
+from stepscope.report.format import number, rate
+from stepscope.report.tables import col, table
+from stepscope.studies.attention.workload import MODES, RESULTS
+from stepscope.studies.base import Result, results_of
+from stepscope.studies.flash.cases import FlashCase, TilesCase
+from stepscope.studies.flash.figures import (
+    by_dtype_and_head,
+    memory_figures,
+    rate_figure,
+    shown_head,
 )
-from stepscope.studies.flash.rows import (
-    GRADIENTS,
-    GridRow,
-    grid_rows,
-    interval,
-    races,
-    sort_key,
-    tile_records,
+from stepscope.studies.flash.findings import (
+    HOST_MARK,
+    POLICY,
+    common_findings,
+    grid_findings,
+    rivals,
 )
-from stepscope.studies.flash.speed import race_table, speed_findings, speed_table
-from stepscope.studies.flash.tile_view import tile_blocks
+from stepscope.studies.flash.kernels import (
+    health_table,
+    kernels_seen,
+    kernels_table,
+    tile_findings,
+    tile_tables,
+)
+from stepscope.studies.flash.races import race_findings, race_table, speed_table
+from stepscope.studies.flash.rows import GRADIENTS, GridRow, Tiles, grid_rows, races
 
-_MODES = ("forward", "backward", "both")
+_LEGEND = (
+    "Forward and backward: ms · {unit} · share of the matrix rate measured here in that format."
+    f" {HOST_MARK} The host issued for more than half of that time: the kernels alone are faster."
+)
+_UNITS = {"cpu": ("GFLOP/s", 1e9)}
+_USUAL_UNIT = ("TFLOP/s", 1e12)
+_MOST_GROUPS = 8
+_NO_BREAK = "\u00a0"
+_SIZES = "batch,heads,length,d"
+_TENSORS = {"output": "output", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+Results = Sequence[Result[FlashCase]]
 
 
-def flash_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    rows = sorted(grid_rows(records), key=lambda row: sort_key(row.shape))
-    ran = races(records)
-    tiles = list(tile_blocks(tile_records(records)))
+def flash_blocks(records: Sequence[Record], results: Results) -> tuple[Block, ...]:
+    rows, ran = grid_rows(results), races(results)
+    tiles = [
+        Tiles(*result) for result in results_of(results, TilesCase) if result.record.status == "ok"
+    ]
     return (
-        *speed_findings(ran),
+        *race_findings(ran),
         *grid_findings(rows),
-        *(block for block in tiles if isinstance(block, Finding)),
-        *common_findings(records),
-        *_present(speed_table(ran), race_table(ran)),
-        *length_blocks(rows),
-        *_present(rival_table(rows)),
-        *memory_blocks(rows),
-        *accuracy_tables(rows),
-        *_present(kernels_table(rows), health_table(rows)),
-        *(block for block in tiles if not isinstance(block, Finding)),
-        *_present(_times(rows), _memory_and_accuracy(rows)),
+        *tile_findings(tiles),
+        *common_findings(records, rows),
+        *filter(None, (speed_table(ran), race_table(ran))),
+        *_length_blocks(rows),
+        *_rival_table(rows),
+        *_memory_blocks(rows),
+        *_accuracy_tables(rows),
+        *kernels_table(rows),
+        *health_table(rows),
+        *tile_tables(tiles),
+        *_cell_tables(rows),
     )
 
 
-def headline_table(records: Sequence[Record]) -> Table | None:
-    ran = [race for race in races(records) if race.record.status == "ok"]
-    speed = speed_table(ran, "headline")
-    if speed is None:
-        rows = sorted(grid_rows(records), key=lambda row: sort_key(row.shape))
-        return race_table(ran, "headline") or shapes_table(rows, "headline")
-    # A terminal is narrow: the ratios come without the times that they are made of.
-    return msgspec.structs.replace(
-        speed, columns=speed.columns[:-2], rows=tuple(row[:-2] for row in speed.rows)
+def headline_table(results: Results) -> Table | None:
+    ran = [race for race in races(results) if race.record.status == "ok"]
+    return (
+        speed_table(ran, "headline")
+        or race_table(ran, "headline")
+        or _shapes_table(grid_rows(results), "headline")
     )
 
 
-def _present(*tables: Table | None) -> Iterator[Table]:
-    return (table for table in tables if table is not None)
+def _length_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
+    """A figure and a table for each dtype and head dimension, then the shapes of many heads."""
+    for (dtype, head), members in list(by_dtype_and_head(rows).items())[:_MOST_GROUPS]:
+        yield from rate_figure(dtype, head, members)
+        limit = matrix_ceiling(members[0].record)
+        above = f"; matrix products alone: {rate(limit.value, 'FLOP/s')}" if limit else ""
+        yield _by_implementation(
+            f"flash-lengths-{dtype}-d{head}",
+            f"{dtype}, d {head}, by length{above}",
+            members,
+            ("length", "count", lambda row: row.case.seq),
+            caption=_LEGEND.format(unit=_unit(members[0])[0]),
+        )
+    many = _shapes_table(rows)
+    if many:
+        yield many
+
+
+def _shapes_table(rows: Sequence[GridRow], name: str = "flash-shapes") -> Table | None:
+    many = [row for row in rows if not row.case.is_single and row.record.status == "ok"]
+    if not many:
+        return None
+    return _by_implementation(
+        name,
+        "Shapes of several heads",
+        many,
+        (_SIZES, "text", _shape),
+        caption=_LEGEND.format(unit=_unit(many[0])[0]),
+    )
+
+
+def _memory_blocks(rows: Sequence[GridRow]) -> Iterator[Block]:
+    yield from memory_figures(rows)
+    held = [row for row in rows if row.peak]
+    heads: dict[str, list[int]] = {}
+    for row in held:
+        if row.case.is_single:
+            heads.setdefault(row.case.dtype, []).append(row.case.head)
+    shown = [
+        row
+        for row in held
+        if not row.case.is_single or row.case.head == shown_head(sorted(heads[row.case.dtype]))
+    ]
+    if shown:
+        yield _by_implementation(
+            "flash-peaks",
+            "Peak memory of forward and backward",
+            shown,
+            (_SIZES, "text", _shape),
+            cell=lambda row: row.peak,
+            kind="bytes",
+            caption="Inputs, output and gradients included. With one head at one d: it grows alike"
+            " at others.",
+        )
+
+
+def _shape(row: GridRow) -> str:
+    return row.case.sizes if row.case.dtype == "bfloat16" else row.place
+
+
+def _unit(row: GridRow) -> tuple[str, float]:
+    return _UNITS.get(row.record.environment.device_kind, _USUAL_UNIT)
+
+
+def _speed(row: GridRow) -> Cell:
+    time, reached, share = row.time(), row.rate(), row.share()
+    if time is None or reached is None:
+        return None
+    parts = [number(time.median, 3), _brief(reached / _unit(row)[1], 0.01)]
+    if share is not None:
+        parts.append(_brief(share * 100.0, 0.1) + " %")
+    text = " · ".join(parts) + (HOST_MARK if row.host_decides else "")
+    return text.replace(" ", _NO_BREAK)
+
+
+def _brief(value: float, least: float) -> str:
+    """Three digits at most; smaller than `least` is shown as such."""
+    if value < least:
+        return f"<{least:g}"
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 1.0 else f"{value:.2g}"
+
+
+def _by_implementation(
+    name: str,
+    title: str,
+    rows: Sequence[GridRow],
+    key: tuple[str, Kind, Callable[[GridRow], Cell]],
+    *,
+    cell: Callable[[GridRow], Cell] = _speed,
+    kind: Kind = "text",
+    caption: str,
+) -> Table:
+    """A row for each key, a column for each implementation; None where there is no cell."""
+    key_title, key_kind, key_of = key
+    held: dict[Cell, dict[str, Cell]] = {}
+    for row in rows:
+        held.setdefault(key_of(row), {})[row.attention] = cell(row)
+
+    def of(attention: str, item: tuple[Cell, dict[str, Cell]]) -> Cell:
+        return item[1].get(attention)
+
+    return table(
+        name,
+        title,
+        held.items(),
+        [
+            col(key_title, lambda r: r[0], key_kind),
+            *(
+                col(attention, partial(of, attention), kind)
+                for attention in dict.fromkeys(row.attention for row in rows)
+            ),
+        ],
+        caption=caption,
+    )
+
+
+def _rival_table(rows: Sequence[GridRow]) -> Iterator[Table]:
+    found = rivals(rows)
+    decided = "host: it issued for more than half of either time"
+    columns = [
+        col(_SIZES, lambda r: r.ours.case.sizes),
+        col("dtype", lambda r: r.ours.case.dtype),
+        col("fastest other", lambda r: r.peer.attention),
+        col("ratio", lambda r: r.ratio, unit="×", hint="its time over ours"),
+        col("decided by", lambda r: "host" if r.host_decides else "device", hint=decided),
+        col("ours", lambda r: r.ours.median, unit="ms"),
+        col("our host", lambda r: r.ours.issued_ms(), unit="ms"),
+        col("other", lambda r: r.peer.median, unit="ms"),
+        col("its host", lambda r: r.peer.issued_ms(), unit="ms"),
+    ]
+    if found:
+        yield table(
+            "flash-fastest-peer",
+            "Ours against the fastest other, shape by shape",
+            found,
+            columns,
+            caption="Forward and backward, medians. These ran one after the other and not in turns,"
+            " so a few per cent are the clock's; the races compare.",
+        )
+
+
+class _Errors(NamedTuple):
+    """Cells of one implementation in one dtype whose errors are known."""
+
+    attention: str
+    dtype: str
+    rows: list[GridRow]
+
+    def worst(self, name: str) -> float:
+        return max(row.error_ratio(name) or 0.0 for row in self.rows)
+
+    @property
+    def within(self) -> str:
+        within = sum(not row.misses for row in self.rows)
+        return f"{within} of {len(self.rows)}".replace(" ", _NO_BREAK)
+
+
+def _accuracy_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
+    """Errors against float64 by implementation, and every one beyond the policy."""
+    judged = [
+        row for row in rows if row.record.status == "ok" and row.error_ratio(*RESULTS) is not None
+    ]
+    groups: dict[tuple[str, str], _Errors] = {}
+    for row in judged:
+        key = (row.attention, row.case.dtype)
+        groups.setdefault(key, _Errors(*key, [])).rows.append(row)
+    hint = "the largest over all shapes, in units of the reference's own error"
+    columns = [
+        col("attention", lambda r: r.attention),
+        col("dtype", lambda r: r.dtype),
+        *(
+            col(title, partial(_Errors.worst, name=name), unit="×", hint=hint)
+            for name, title in _TENSORS.items()
+        ),
+        col("shapes within the policy", lambda r: r.within),
+    ]
+    if groups:
+        yield table(
+            "flash-errors",
+            "Errors against float64",
+            groups.values(),
+            columns,
+            caption=f"Lengths up to 4096. The policy of our own kernels: {POLICY}. Where the"
+            " reference errs by little more than that unit, a ratio may be larger and within.",
+        )
+    misses = [(row, name) for row in judged for name in row.misses]
+    columns = [
+        col("attention", lambda r: r[0].attention),
+        col(_SIZES, lambda r: r[0].case.sizes),
+        col("dtype", lambda r: r[0].case.dtype),
+        col("tensor", lambda r: _TENSORS[r[1]]),
+        col("error", lambda r: r[0].record.quantity("error", variant=r[1]), "number"),
+        col("allowed", lambda r: r[0].allowed_error(r[1]), "number"),
+        col("of the reference's", lambda r: r[0].error_ratio(r[1]), unit="×"),
+    ]
+    if misses:
+        yield table(
+            "flash-error-misses",
+            "Errors beyond the policy, each",
+            sorted(misses, key=lambda miss: miss[0].attention),
+            columns,
+            caption="The policy binds our own kernels; others promise nothing of it.",
+        )
 
 
 _IDENTITY = (
-    Column(title="attention"),
-    Column(title="dtype"),
-    Column(title="batch", kind="count"),
-    Column(title="heads", kind="count"),
-    Column(title="length", kind="count"),
-    Column(title="d", kind="count"),
+    col("attention", lambda r: r.attention, key=True),
+    col("dtype", lambda r: r.case.dtype, key=True),
+    col("batch", lambda r: r.case.batch, "count", key=True),
+    col("heads", lambda r: r.case.heads, "count", key=True),
+    col("length", lambda r: r.case.seq, "count", key=True),
+    col("d", lambda r: r.case.head, "count", key=True),
 )
 
 
-def _identity(row: GridRow) -> tuple[Cell, ...]:
-    shape = row.shape
-    return (row.attention, shape.dtype, shape.batch, shape.heads, shape.seq, shape.head)
-
-
-def _times(rows: Sequence[GridRow]) -> Table | None:
-    if not rows:
-        return None
-
-    def cells(row: GridRow) -> tuple[Cell, ...]:
-        if row.record.status != "ok":
-            return (*_identity(row), row.record.status.upper(), *(None,) * 7, row.record.reason)
-        return (
-            *_identity(row), *(interval(row.time(mode)) for mode in _MODES),
-            row.issued_ms(), *(row.rate(mode) for mode in _MODES), row.share(), None,
-        )  # fmt: skip
-
-    rates = (
-        Column(title=f"{mode} rate", kind="rate", unit="FLOP/s", hint="causal, at half the"
-               " products; a backward counts as two and a half forwards")
-        for mode in _MODES
-    )  # fmt: skip
-    return Table(
-        name="flash-times",
-        title="Every cell: times and rates",
-        columns=(
-            *_IDENTITY,
-            *(Column(title=mode, kind="number", unit="ms") for mode in _MODES),
-            Column(
-                title="host", kind="number", unit="ms",
-                hint="until the host had issued both passes; near the time, the host decides",
-            ),
-            *rates,
-            Column(
-                title="of the limit", kind="percent",
-                hint="both passes, over the matrix rate measured here in that format",
-            ),
-            Column(title="otherwise"),
+def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
+    counted = "causal, at half the products; a backward counts as two and a half forwards"
+    issued = "until the host had issued both passes; near the time, the host decides"
+    limit = "both passes, over the matrix rate measured here in that format"
+    columns = [
+        *_IDENTITY,
+        *(col(mode, partial(_interval, mode), unit="ms") for mode in MODES),
+        col("host", lambda r: r.issued_ms(), unit="ms", hint=issued),
+        *(
+            col(
+                f"{mode} rate",
+                partial(GridRow.rate, mode=mode),
+                "rate",
+                unit="FLOP/s",
+                hint=counted,
+            )
+            for mode in MODES
         ),
-        rows=tuple(cells(row) for row in rows),
-        caption="Median with its 95 % interval. The backward is timed alone, from a gradient that"
-        " is there already; both is a forward and a backward timed as one.",
-    )  # fmt: skip
-
-
-def _memory_and_accuracy(rows: Sequence[GridRow]) -> Table | None:
+        col("of the limit", lambda r: r.share(), "percent", hint=limit),
+        col("otherwise", lambda r: r.record.reason or None, key=True),
+    ]
+    if rows:
+        yield table(
+            "flash-times",
+            "Every cell: times and rates",
+            rows,
+            columns,
+            caption="Median with its 95 % interval. The backward is timed alone, from a gradient"
+            " that is there already; both is a forward and a backward timed as one.",
+        )
     shown = [
         row
         for row in rows
-        if row.record.status == "ok"
-        and (row.record.quantity("peak_bytes") or row.error_ratio("output") is not None)
+        if row.record.status == "ok" and (row.peak or row.error_ratio("output") is not None)
     ]
-    if not shown:
-        return None
-    return Table(
-        name="flash-memory-accuracy",
-        title="Every cell: memory, accuracy, kernels",
-        columns=(
-            *_IDENTITY,
-            Column(title="peak", kind="bytes", hint="of forward and backward, inputs included"),
-            Column(title="saved", kind="bytes", hint="in use after the forward, its output too"),
-            Column(title="predicted", kind="bytes", hint="of that, from the shapes alone"),
-            Column(
-                title="output error", kind="number", unit="×",
-                hint="largest error against float64, over that of the reference in this format",
-            ),
-            Column(title="gradient error", kind="number", unit="×", hint="the worst of dQ, dK, dV"),
-            Column(title="kernels, forward"),
-            Column(title="kernels, backward"),
+    error = "largest error against float64, over that of the reference in this format"
+    saved = "in use after the forward, its output too"
+    predicted = "of that, from the shapes alone"
+    columns = [
+        *_IDENTITY,
+        col("peak", lambda r: r.peak, "bytes", hint="of forward and backward, inputs included"),
+        col("saved", lambda r: r.record.quantity("saved_bytes"), "bytes", hint=saved),
+        col("predicted", lambda r: r.predicted_saved, "bytes", hint=predicted),
+        col("output error", lambda r: r.error_ratio("output"), unit="×", hint=error),
+        col(
+            "gradient error",
+            lambda r: r.error_ratio(*GRADIENTS),
+            unit="×",
+            hint="the worst of dQ, dK, dV",
         ),
-        rows=tuple(
-            (
-                *_identity(row), row.record.quantity("peak_bytes"),
-                row.record.quantity("saved_bytes"), row.record.quantity("predicted_saved_bytes"),
-                row.error_ratio("output"), row.error_ratio(*GRADIENTS),
-                kernels_seen(row.record, "forward"), kernels_seen(row.record, "backward"),
-            )
-            for row in shown
-        ),
-        caption="Errors up to length 4096. Kernels as the profiler saw them; those of the attention"
-        " itself first, their names shortened.",
-    )  # fmt: skip
+        col("kernels, forward", lambda r: kernels_seen(r, "forward")),
+        col("kernels, backward", lambda r: kernels_seen(r, "backward")),
+    ]
+    if shown:
+        yield table(
+            "flash-memory-accuracy",
+            "Every cell: memory, accuracy, kernels",
+            shown,
+            columns,
+            caption="Errors up to length 4096. Kernels as the profiler saw them; those of the"
+            " attention itself first, their names shortened.",
+        )
+
+
+def _interval(mode: str, row: GridRow) -> Cell:
+    time = row.time(mode)
+    return Interval(value=time.median, low=time.low, high=time.high) if time else None

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Viewable
-
-STUDY_NAME = "inspect"
+from stepscope.studies.inspected.cases import STUDY_NAME
 
 
 class Inspected(Viewable):

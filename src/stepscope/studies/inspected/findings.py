@@ -15,9 +15,8 @@ from stepscope.studies.inspected.rows import (
     Watched,
     last_to_come,
     lateness,
+    resting_on,
     slowest,
-    traced_longer,
-    traced_validations,
     wait_worth,
 )
 from stepscope.studies.trace_findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
@@ -35,7 +34,12 @@ _COUNTED_IN = "counted operator by operator"
 
 
 def inspected_findings(ranks: Sequence[Watched]) -> tuple[Finding, ...]:
+    """Those that name no record rest on that of the first rank."""
     lead = ranks[0]
+    return resting_on(lead, _findings(lead, ranks))
+
+
+def _findings(lead: Watched, ranks: Sequence[Watched]) -> tuple[Finding, ...]:
     return (
         *_time(lead),
         *_verdict(lead),
@@ -64,16 +68,18 @@ def _time(lead: Watched) -> Iterator[Finding]:
         f" {len(series.values)}, of which half lie between {duration(spread.q1)} and"
         f" {duration(spread.q3)}."
     )
-    if lead.summary is not None:
-        more = lead.summary.wall_ms / spread.median - 1
-        if more > TRACED_APART:
-            text += f" Under the profiler it takes {percent(more)} more."
-        elif more < -TRACED_APART:
-            text += (
-                f" Under the profiler it takes {percent(-more)} less: what the script does, or the"
-                " machine, was not the same meanwhile."
-            )
-    yield Finding(text=text)
+    more = lead.summary.wall_ms / spread.median - 1 if lead.summary is not None else 0.0
+    if more > TRACED_APART:
+        text += f" Under the profiler it takes {percent(more)} more."
+    yield Finding(
+        code="inspect.step",
+        values={"program": lead.name, "step_ms": spread.median, "steps": len(series.values),
+                "q1_ms": spread.q1, "q3_ms": spread.q3, "clock": series.clock,
+                "traced_more": more},
+        text=text,
+        conclusion=f"Under the profiler it takes {percent(-more)} less: what the script does, or"
+        " the machine, was not the same meanwhile." if more < -TRACED_APART else "",
+    )  # fmt: skip
 
 
 def _verdict(lead: Watched) -> Iterator[Finding]:
@@ -81,10 +87,12 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
     if idle is None or lead.summary is None:
         return
     if idle < HOST_LIMITS_FROM:
-        launches = count(round(lead.summary.launches))
+        launches = round(lead.summary.launches)
         yield Finding(
-            text=f"This step is not launch-bound: its {launches} kernels are launched in time for"
-            f" {percent(1 - idle)} of it.",
+            code="inspect.not-launch-bound",
+            values={"kernels": launches, "host_idle": idle},
+            text=f"This step is not launch-bound: its {count(launches)} kernels are launched in"
+            f" time for {percent(1 - idle)} of it.",
             tone="good",
         )
 
@@ -93,33 +101,41 @@ def _trace(lead: Watched) -> Iterator[Finding]:
     if lead.summary is None:
         return
     yield from trace_findings(lead.summary, lead.step_ms, lead.loading_ms)
-    longer = traced_longer(lead.record)
+    longer = lead.traced_longer
     if longer:
-        usual = duration(lead.summary.wall_ms)
+        usual = lead.summary.wall_ms
         yield Finding(
+            code="inspect.traced-longer",
+            values={"steps": len(longer), "longest_ms": max(longer), "usual_ms": usual},
             text=f"Of the traced steps {len(longer)} took {', '.join(map(duration, longer))} where"
-            f" the others take {usual}: left out of the account of the time."
+            f" the others take {duration(usual)}: left out of the account of the time.",
         )
 
 
 def _evaluations(lead: Watched) -> Iterator[Finding]:
     """Of steps that also ran the model without gradients, where others did not."""
-    left_out, traced = (
-        int(lead.record.notes.get("left_out", 0)),
-        len(traced_validations(lead.record)),
-    )
+    left_out = int(lead.record.notes.get("left_out", 0))
+    traced = len(lead.traced_validations)
     if left_out:
         yield Finding(
+            code="inspect.timed-evaluations",
+            values={"steps": left_out},
+            timed=False,
             text=f"Of the timed steps {left_out} also ran the model without gradients, as for a"
-            " validation: they are left out of the time of a step."
+            " validation: they are left out of the time of a step.",
         )
     if traced and lead.summary is not None:
         yield Finding(
+            code="inspect.traced-evaluations",
+            values={"steps": traced},
+            timed=False,
             text=f"Of the traced steps {traced} also ran the model without gradients: they are left"
-            " out of the account of the time."
+            " out of the account of the time.",
         )
     if "validates_throughout" in lead.record.notes and lead.summary is not None:
         yield Finding(
+            code="inspect.evaluates-in-every-step",
+            timed=False,
             text="All traced steps also ran the model without gradients: that work is in the"
             " account of the time.",
             tone="warn",
@@ -133,43 +149,59 @@ def _issue(lead: Watched) -> Iterator[Finding]:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
     total = sum(took.values())
+    so = f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
     if lead.step_ms >= total:
         so = (
             f"the step takes {lead.step_ms / total:.3g} times that, and no change of what the"
             " device does makes it faster than the host"
         )
-    else:
-        so = (
-            f"the step takes no longer ({duration(lead.step_ms)}), so it is the host that limits it"
-        )
     yield Finding(
+        code="inspect.issue",
+        values={"issue_ms": total, "step_ms": lead.step_ms, **took},
         text=f"The host takes {duration(total)} to issue a step to an idle device, without the"
-        f" profiler ({parts}): {so}."
+        f" profiler ({parts}): {so}.",
     )
 
 
 def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
-    planned = int(ranks[0].record.config["ranks"])
+    planned = ranks[0].case.ranks
     if planned > len(ranks):
         here = {one.rank for one in ranks}
         gone = ", ".join(str(rank) for rank in range(planned) if rank not in here)
-        yield Finding(text=f"Of {planned} ranks there is nothing from {gone}.", tone="warn")
+        yield Finding(
+            code="inspect.ranks-missing",
+            values={"ranks": planned, "missing": gone},
+            text=f"Of {planned} ranks there is nothing from {gone}.",
+            tone="warn",
+            timed=False,
+        )
     if len(ranks) < 2:
         return
     late, last = lateness(ranks), slowest(ranks)
     if not late:
-        yield Finding(text="The ranks made no collectives that could be compared.")
+        code, text = "no-collectives", "The ranks made no collectives that could be compared."
     elif not wait_worth(ranks):
-        yield Finding(text=f"The {len(ranks)} ranks are alike: none holds the others up.")
+        code, text = "ranks-alike", f"The {len(ranks)} ranks are alike: none holds the others up."
     elif last is None:
-        yield Finding(text=_several_late(late, last_to_come(ranks)))
+        code, text = "ranks-late", _several_late(late, last_to_come(ranks))
     else:
-        yield Finding(
-            text=f"Rank {last.rank} is the slowest: it comes to a collective"
-            f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
-            " for it.",
-            tone="warn",
+        code, text = (
+            "slowest-rank",
+            (
+                f"Rank {last.rank} is the slowest: it comes to a collective"
+                f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
+                " for it."
+            ),
         )
+    yield Finding(
+        code=f"inspect.{code}",
+        values={"ranks": len(ranks), "slowest": last.rank if last else None}
+        | {f"rank{rank}_late_ms": ms for rank, ms in late.items()},
+        records=tuple(one.record.id for one in ranks),
+        text=text,
+        tone="warn" if last else "info",
+        timed=bool(late),
+    )
 
 
 def _several_late(late: dict[int, float], times_last: dict[int, int]) -> str:
@@ -204,7 +236,12 @@ def memory_finding(lead: Watched) -> Iterator[Finding]:
             f" Of what is kept for backward, the line “{line.removeprefix(SAVED)}” has the most:"
             f" {bytes_(kept[line])}."
         )
-    yield Finding(text=text)
+    yield Finding(
+        code="inspect.memory",
+        values={"phase": peak.phase, "peak_bytes": peak.allocated, **dict(ranked)},
+        text=text,
+        timed=False,
+    )
 
 
 def rate_finding(lead: Watched) -> Iterator[Finding]:
@@ -213,35 +250,44 @@ def rate_finding(lead: Watched) -> Iterator[Finding]:
         return
     text = (
         f"A step has {rate(flops, 'FLOP')}, {_COUNTED_IN}, mostly in"
-        f" {lead.record.config['dtype']}: {rate(achieved, 'FLOP/s')}"
+        f" {lead.case.dtype}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
     text += f", {percent(share)} of what was measured as the limit here" if share else ""
     if share and share > 1:
         text += ", which was therefore measured too low, perhaps on a busy machine"
-    text += "."
-    yield Finding(text=text)
+    yield Finding(
+        code="inspect.rate",
+        values={"flops": flops, "dtype": lead.case.dtype, "achieved": achieved, "mfu": share},
+        text=f"{text}.",
+    )
 
 
 def _no_ceilings(lead: Watched) -> Iterator[Finding]:
     if not any(one.source == "measured" for one in lead.record.ceilings):
         yield Finding(
+            code="inspect.no-ceilings",
+            timed=False,
             text="The matmul rates and the bandwidth of this machine have not been measured yet, so"
             " the least time of this step is not known: `stepscope advise` of these records, or of"
-            " the script, measures them once."
+            " the script, measures them once.",
         )
 
 
 def _loop(lead: Watched) -> Iterator[Finding]:
-    setting, told = lead.setting, []
+    setting, parts = lead.setting, []
     if lead.micro_batches > 1:
-        told.append(f"{lead.micro_batches} forwards in each step")
+        parts.append(f"{lead.micro_batches} forwards in each step")
     if setting is not None and len(setting.optimizers) > 1:
         names = ", ".join(one.name for one in setting.optimizers)
-        told.append(f"{len(setting.optimizers)} optimizers ({names})")
-    if told:
+        parts.append(f"{len(setting.optimizers)} optimizers ({names})")
+    if parts:
+        optimizers = len(setting.optimizers) if setting is not None else None
         yield Finding(
-            text=f"What counts as a step here is one turn of the loop: {'; '.join(told)}."
+            code="inspect.loop",
+            values={"micro_batches": lead.micro_batches, "optimizers": optimizers},
+            text=f"What counts as a step here is one turn of the loop: {'; '.join(parts)}.",
+            timed=False,
         )
 
 
@@ -249,9 +295,22 @@ def _missing(one: Watched, several: bool) -> Iterator[Finding]:
     whose = f"Rank {one.rank}: " if several else ""
     for note, what in _MISSING.items():
         if note in one.record.notes:
-            yield Finding(text=f"{whose}{what}: {one.record.notes[note]}.", tone="warn")
+            yield Finding(
+                code=f"inspect.{note.replace('_', '-')}",
+                values={"rank": one.rank, "reason": one.record.notes[note]},
+                text=f"{whose}{what}: {one.record.notes[note]}.",
+                tone="warn",
+                records=(one.record.id,),
+                timed=False,
+            )
 
 
 def _lints(lead: Watched) -> Iterator[Finding]:
     for lint in lint_record(lead.record):
-        yield Finding(text=f"{lint.message[0].upper()}{lint.message[1:]}.", tone="warn")
+        yield Finding(
+            code="inspect.lint",
+            values={"lint": lint.code},
+            text=f"{lint.message[0].upper()}{lint.message[1:]}.",
+            tone="warn",
+            timed=False,
+        )

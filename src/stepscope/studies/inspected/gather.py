@@ -18,14 +18,14 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
-from stepscope.studies.inspected.rows import traced_validations
+from stepscope.studies.inspected.rows import Watched
 
 PART = "rank-*.jsonl"
 
 
 def with_profile(record: Record, folder: Path) -> Record:
     """The record with what its trace says, judged."""
-    notes, series = dict(record.notes), record.series
+    watched, notes, series = Watched(record), dict(record.notes), record.series
     attachments = dict(record.attachments)
     trace = folder / Path(notes.get("trace", "")).name
     if "trace" in notes and not trace.is_file():
@@ -33,10 +33,10 @@ def with_profile(record: Record, folder: Path) -> Record:
     elif "trace" in notes:
         try:
             events = read_trace(trace)
-            summary, longer = _of_usual_steps(events, str(trace), traced_validations(record))
+            summary, longer = _of_usual_steps(events, str(trace), watched.traced_validations)
             if longer:
                 attachments["traced_longer"] = longer
-            if record.config["ranks"] > 1:
+            if watched.case.ranks > 1:
                 attachments["collectives"] = collective_starts(events)
         except StepscopeError as error:
             # The folder is a temporary one, which is gone when somebody reads this.

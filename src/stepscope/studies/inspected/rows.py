@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+
+import msgspec
 
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.collectives import lateness_ms, times_last
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
+from stepscope.report.blocks import Finding
+from stepscope.studies.inspected.cases import RecordedStep
 from stepscope.studies.inspected.setting import Setting, setting_of
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.trace_findings import host_idle
@@ -21,18 +25,22 @@ _CLEARLY = 2.0
 
 
 class Watched:
-    """One process of a program that was watched: a rank, or all there is."""
+    """One process of a program that was watched, or the step of a user's model."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
 
+    @cached_property
+    def case(self) -> RecordedStep:
+        return msgspec.convert(self.record.config, RecordedStep)
+
     @property
     def name(self) -> str:
-        return _name(self.record)
+        return self.case.program
 
     @property
     def rank(self) -> int:
-        return int(self.record.config["rank"])
+        return self.case.rank
 
     @cached_property
     def summary(self) -> Summary | None:
@@ -44,7 +52,7 @@ class Watched:
 
     @cached_property
     def account(self) -> Account | None:
-        return _OwnAccount(self.record) if "ledger" in self.record.attachments else None
+        return _Account(self.record, self.name) if "ledger" in self.record.attachments else None
 
     @property
     def step_ms(self) -> float | None:
@@ -107,16 +115,37 @@ class Watched:
         """When each collective of each traced step began."""
         return self.record.attachment("collectives", tuple[tuple[int, ...], ...])
 
+    @property
+    def traced_validations(self) -> list[int]:
+        """Places of traced steps that also ran the model without gradients, where others did
+        not."""
+        return self.record.attachment("traced_validations", list[int]) or []
 
-class _OwnAccount(Account):
+    @property
+    def traced_longer(self) -> list[float]:
+        """Milliseconds of traced steps that took far longer than the others."""
+        return self.record.attachment("traced_longer", list[float]) or []
+
+
+def resting_on(one: Watched, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings with the record that they are drawn from, where they name none."""
+    ids = (one.record.id,)
+    return tuple(
+        found if found.records else msgspec.structs.replace(found, records=ids)
+        for found in findings
+    )
+
+
+class _Account(Account):
+    """Shown under the name of its program."""
+
+    def __init__(self, record: Record, name: str) -> None:
+        super().__init__(record)
+        self._name = name
+
     @property
     def name(self) -> str:
-        return _name(self.record)
-
-
-def _name(record: Record) -> str:
-    """Of the script, or of the function that builds the model."""
-    return str(record.config.get("script") or record.config["model"])
+        return self._name
 
 
 def programs(records: Sequence[Record]) -> list[list[Watched]]:
@@ -156,13 +185,3 @@ def slowest(ranks: Sequence[Watched]) -> Watched | None:
 
 def _starts(ranks: Sequence[Watched]) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {one.rank: held for one in ranks if (held := one.collectives) is not None}
-
-
-def traced_validations(record: Record) -> list[int]:
-    """Places of traced steps that also ran the model without gradients, where others did not."""
-    return record.attachment("traced_validations", list[int]) or []
-
-
-def traced_longer(record: Record) -> list[float]:
-    """Milliseconds of traced steps that took far longer than the others."""
-    return record.attachment("traced_longer", list[float]) or []

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from stepscope.analysis.limits import achieved_flops, mfu
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Cell, Column, Interval, Table
+from stepscope.report.blocks import Block, Cell, Interval, Table
+from stepscope.report.tables import col, table
 from stepscope.studies.inspected.findings import inspected_findings
 from stepscope.studies.inspected.rows import Watched, lateness, programs
 from stepscope.studies.inspected.waterfall import waterfall_blocks
@@ -69,42 +70,32 @@ def account_blocks(lead: Watched) -> tuple[Block, ...]:
 
 def headline_table(records: Sequence[Record]) -> Table:
     found = [one for ranks in programs(records) for one in ranks]
-    several = any(int(one.record.config["ranks"]) > 1 for one in found)
+    several = any(one.case.ranks > 1 for one in found)
 
     on_device = {one.summary.on_device for one in found if one.summary}
     launched = "operators" if on_device == {False} else "kernels"
     hint = "or operators on a CPU, in one step" if len(on_device) > 1 else "in one step"
 
-    def row(one: Watched) -> tuple[Cell, ...]:
-        summary, wall = one.summary, one.summary.wall_ms if one.summary else 0.0
-        return (
-            one.name,
-            *((one.rank,) if several else ()),
-            _timed(one),
-            summary.busy_ms / wall if summary else None,
-            one.host_idle,
-            round(summary.launches) if summary else None,
-            one.record.quantity("peak_bytes"),
-            achieved_flops(one.record),
-            mfu(one.record),
-        )
-
-    return Table(
-        name="headline",
-        title="Your step",
-        columns=(
-            Column(title="program"),
-            *((Column(title="rank", kind="count"),) if several else ()),
-            Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
-            Column(title="working", kind="percent", hint="of the traced step"),
-            Column(title="waits for the host", kind="percent", hint="the device, of the step"),
-            Column(title=launched, kind="count", hint=hint),
-            Column(title="peak memory", kind="bytes", hint="on a CPU: of all tensors"),
-            Column(title="FLOP/s", kind="rate", unit="FLOP/s"),
-            Column(title="MFU", kind="percent", hint="of the ceiling measured here, where known"),
-        ),
-        rows=tuple(row(one) for one in found),
-    )
+    return table(
+        "headline",
+        "Your step",
+        found,
+        [
+            col("program", lambda r: r.name, key=True),
+            *((col("rank", lambda r: r.rank, "count", key=True),) if several else ()),
+            col("step", _timed, unit="ms", hint="median with its 95 % interval"),
+            col("working", lambda r: r.summary and r.summary.busy_ms / r.summary.wall_ms, "percent",
+                hint="of the traced step"),
+            col("waits for the host", lambda r: r.host_idle, "percent",
+                hint="the device, of the step"),
+            col(launched, lambda r: r.summary and round(r.summary.launches), "count", hint=hint),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes",
+                hint="on a CPU: of all tensors"),
+            col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s"),
+            col("MFU", lambda r: mfu(r.record), "percent",
+                hint="of the ceiling measured here, where known"),
+        ],
+    )  # fmt: skip
 
 
 def _timed(one: Watched) -> Cell:
@@ -117,35 +108,23 @@ def _timed(one: Watched) -> Cell:
 
 def _rank_table(ranks: Sequence[Watched]) -> Table:
     late = lateness(ranks)
-
-    def row(one: Watched) -> tuple[Cell, ...]:
-        summary = one.summary
-        return (
-            one.rank,
-            one.step_ms,
-            summary.wall_ms if summary else None,
-            late.get(one.rank),
-            one.communication_ms,
-            summary.class_ms("communication") if summary else None,
-            summary.idle_ms if summary else None,
-            one.record.quantity("peak_bytes"),
-        )
-
-    ms = {"kind": "number", "unit": "ms"}
-    return Table(
-        name="inspect-ranks",
-        title="The ranks side by side",
-        columns=(
-            Column(title="rank", kind="count"),
-            Column(title="step", **ms, hint="without the profiler"),  # type: ignore[arg-type]
-            Column(title="traced step", **ms),  # type: ignore[arg-type]
-            Column(title="late", **ms, hint="to a collective, after the first rank"),  # type: ignore[arg-type]
-            Column(title="collectives", **ms, hint="all of them, hidden ones too"),  # type: ignore[arg-type]
-            Column(title="exposed", **ms, hint="collectives while nothing else runs"),  # type: ignore[arg-type]
-            Column(title="idle", **ms),  # type: ignore[arg-type]
-            Column(title="peak memory", kind="bytes"),
-        ),
-        rows=tuple(row(one) for one in ranks),
+    return table(
+        "inspect-ranks",
+        "The ranks side by side",
+        ranks,
+        [
+            col("rank", lambda r: r.rank, "count", key=True),
+            col("step", lambda r: r.step_ms, unit="ms", hint="without the profiler"),
+            col("traced step", lambda r: r.summary and r.summary.wall_ms, unit="ms"),
+            col("late", lambda r: late.get(r.rank), unit="ms",
+                hint="to a collective, after the first rank"),
+            col("collectives", lambda r: r.communication_ms, unit="ms",
+                hint="all of them, hidden ones too"),
+            col("exposed", lambda r: r.summary and r.summary.class_ms("communication"), unit="ms",
+                hint="collectives while nothing else runs"),
+            col("idle", lambda r: r.summary and r.summary.idle_ms, unit="ms"),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
+        ],
         caption="The rank that comes last to the collectives is the one that the others wait for,"
         " inside of their collectives or, on a CPU, idle.",
-    )
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.report.blocks import Block, Finding, Lane, Stretch, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.energy_view import capped_finding
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.inspected.rows import Watched, resting_on
 
 _UPDATE_BYTES = 28
 """Of AdamW for each parameter in float32: read weight, gradient and moments, write three."""
@@ -116,10 +116,16 @@ def waterfall_blocks(lead: Watched, name: str) -> tuple[Block, ...]:
                 lanes.append(_lane(label, at, ms, step_ms, group))
             at += ms
     lanes.append(_lane("measured", 0.0, step_ms, step_ms, "measured"))
+    capped = power_capped(lead.record)
     return (
-        *_too_low(parts),
-        _largest(parts, step_ms),
-        *capped_finding({"this step": capped} if (capped := power_capped(lead.record)) else {}),
+        *resting_on(
+            lead,
+            (
+                *_too_low(parts),
+                _largest(parts, step_ms),
+                *capped_finding({"this step": capped} if capped else {}),
+            ),
+        ),
         Timeline(
             name=f"{name}-waterfall",
             title="From the least time to the measured step",
@@ -135,15 +141,20 @@ def _largest(parts: Parts, step_ms: float) -> Finding:
     cause, lost = max(parts.beyond.items(), key=lambda item: item[1])
     total = sum(parts.least.values())
     return Finding(
+        code="inspect.waterfall",
+        values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
         text=f"The least that its matmuls and its update can take here is {duration(total)},"
-        f" {percent(total / step_ms)} of the {duration(step_ms)} of a step. The largest part"
-        f" beyond is {cause}: {duration(lost)}, {percent(lost / step_ms)}."
+        f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.",
+        conclusion=f"The largest part beyond is {cause}: {duration(lost)},"
+        f" {percent(lost / step_ms)}.",
     )
 
 
 def _too_low(parts: Parts) -> Iterator[Finding]:
     for label, ms in parts.faster.items():
         yield Finding(
+            code="inspect.rate-too-low",
+            values={"part": label, "least_ms": ms, "took_ms": parts.least[label]},
             text=f"{label[0].upper()}{label[1:]} would take {duration(ms)} by the rates measured"
             f" here, and took {duration(parts.least[label])}: these rates were measured too low,"
             " perhaps on a busy machine (`stepscope run` with --new-ceilings measures them again),"

@@ -5,25 +5,123 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import bytes_, count, duration, number, rate
-from stepscope.studies.levers.catalog import CARD, LEVERS
-from stepscope.studies.levers.rows import NO_GAIN, LeverRow, lever_rows
+from stepscope.report.tables import col, failed_table, table
+from stepscope.studies.base import Result
+from stepscope.studies.levers.cases import CARD as CARD_CASE
+from stepscope.studies.levers.cases import LeverCase
+from stepscope.studies.levers.catalog import CARD, LEVERS, Words, words
+
+NO_GAIN = 1.05
+"""A ratio below this is no gain."""
 
 
-def levers_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    rows = lever_rows(records)
-    cards = [r for r in records if r.status == "ok" and r.config.get("lever") == "card"]
-    lost = [record for record in records if record.status != "ok"]
-    table = levers_table(records)
+class LeverRow:
+    """A lever that was measured."""
+
+    def __init__(self, result: Result[LeverCase]) -> None:
+        self.record = result.record
+        self.lever = result.case.lever
+
+    @property
+    def title(self) -> str:
+        return LEVERS[self.lever].title
+
+    @property
+    def words(self) -> Words:
+        return words(self.lever, self.record.environment.device_kind)
+
+    @property
+    def unit(self) -> str:
+        """Of its rate."""
+        return next(f"{one.unit}/s" for one in self.record.quantities if one.name == "work")
+
+    def ms(self, form: str) -> float:
+        series = self.record.find("step", variant=form)
+        assert series is not None
+        return summarize(series.values).median
+
+    @property
+    def gain(self) -> float:
+        return self.ms("slow") / self.ms("fast")
+
+    def rate(self, form: str) -> float:
+        return (self.record.quantity("work") or 0.0) / (self.ms(form) * 1e-3)
+
+    def share(self, form: str) -> float | None:
+        """The rate of useful work over the measured ceiling of its kind."""
+        moves = self.unit == "B/s"
+        limit = self._limit("memory.copy" if moves else f"matmul.{self._format(form)}")
+        return None if limit is None else self.rate(form) / limit
+
+    @property
+    def expected(self) -> float | None:
+        """The gain by arithmetic and traffic at the measured ceilings, whichever takes longer; None
+        where the arithmetic is the same and the traffic that of caches."""
+        arithmetic = {
+            (self._format(form), self.record.quantity("flops", variant=form))
+            for form in ("slow", "fast")
+        }
+        if LEVERS[self.lever].cached and len(arithmetic) == 1:
+            return None
+        slow, fast = self._ideal_s("slow"), self._ideal_s("fast")
+        return None if slow is None or fast is None else slow / fast
+
+    def error(self, form: str) -> float | None:
+        return self.record.quantity("error", variant=form)
+
+    def kept(self, form: str) -> float | None:
+        return self.record.quantity("kept", variant=form)
+
+    def _ideal_s(self, form: str) -> float | None:
+        arithmetic = self._limit(f"matmul.{self._format(form)}")
+        memory = self._limit("memory.copy")
+        flops, moved = (self.record.quantity(what, variant=form) for what in ("flops", "moved"))
+        if arithmetic is None or memory is None or flops is None or moved is None:
+            return None
+        if LEVERS[self.lever].cached:
+            return flops / arithmetic
+        return max(flops / arithmetic, moved / memory)
+
+    def _format(self, form: str) -> str:
+        return (self.record.attachment("dtypes", dict[str, str]) or {}).get(form, "float32")
+
+    def _limit(self, name: str) -> float | None:
+        held = self.record.ceiling(name)
+        return None if held is None else held.value
+
+
+def lever_rows(results: Sequence[Result[LeverCase]]) -> list[LeverRow]:
+    """The measured levers in the order of the list."""
+    order = list(LEVERS)
+    done = [
+        LeverRow(result)
+        for result in results
+        if result.record.status == "ok"
+        and result.case.lever in LEVERS
+        and result.record.find("step", variant="fast")
+    ]
+    return sorted(done, key=lambda row: order.index(row.lever))
+
+
+def levers_blocks(results: Sequence[Result[LeverCase]]) -> tuple[Block, ...]:
+    rows = lever_rows(results)
+    cards = [
+        result.record
+        for result in results
+        if result.record.status == "ok" and result.case.lever == CARD_CASE
+    ]
+    shown = levers_table(results)
     return (
-        *(_finding(row) for row in rows),
-        *(_balance_findings(cards or [row.record for row in rows])),
-        *((table,) if table is not None else ()),
+        *map(_finding, rows),
+        *_balance_findings(cards or [row.record for row in rows]),
+        *((shown,) if shown is not None else ()),
         *_figures(rows),
         *((_hardware_table(rows),) if rows else ()),
-        *(_card_table(record, number) for number, record in enumerate(cards)),
-        *((_lost_table(lost),) if lost else ()),
+        *(_card_table(record, index) for index, record in enumerate(cards)),
+        *failed_table("levers", [result.record for result in results]),
     )
 
 
@@ -45,7 +143,17 @@ def _finding(row: LeverRow) -> Finding:
         said += f"; {bytes_(kept[1])} instead of {bytes_(kept[0])} kept for the backward"
     pays = gain >= NO_GAIN or kept[0] is not None
     why = words.hardware[:1].upper() + words.hardware[1:]
-    return Finding(text=f"{said}. {why}.", tone="good" if pays else "warn")
+    return Finding(
+        code="levers.gain",
+        values={
+            "lever": row.lever, "slow_ms": slow, "fast_ms": fast, "gain": gain,
+            "expected": row.expected,
+        },
+        records=(row.record.id,),
+        text=f"{said}.",
+        conclusion=f"{why}.",
+        tone="good" if pays else "warn",
+    )  # fmt: skip
 
 
 def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
@@ -68,52 +176,57 @@ def _balance_findings(records: Sequence[Record]) -> Iterator[Finding]:
             f"{number(value / memory.value, 3)} in {form}" for form, value in formats.items()
         )
         yield Finding(
+            code="levers.balance",
+            values={"device": name}
+            | {form: value / memory.value for form, value in formats.items()},
+            records=(record.id,),
+            timed=False,
             text=f"On {name} a byte of memory traffic takes as long as that many FLOPs of a matrix"
-            f" product: {parts}. Work with less arithmetic for each byte is memory-bound."
+            f" product: {parts}. Work with less arithmetic for each byte is memory-bound.",
         )
 
 
-def levers_table(records: Sequence[Record], name: str = "levers") -> Table | None:
-    rows = lever_rows(records)
+def levers_table(results: Sequence[Result[LeverCase]], name: str = "levers") -> Table | None:
+    rows = lever_rows(results)
     if not rows:
         return None
-
-    def cells(row: LeverRow) -> tuple[Cell, ...]:
-        return (
-            row.title, row.ms("slow"), row.ms("fast"), row.gain, row.expected,
-            rate(row.rate("slow"), row.unit), rate(row.rate("fast"), row.unit),
-            row.share("slow"), row.share("fast"), row.error("slow"), row.error("fast"),
-        )  # fmt: skip
-
-    return Table(
-        name=name,
-        title="Six levers: the slow form and the fast one",
-        columns=(
-            Column(title="lever"),
-            Column(title="slow", kind="number", unit="ms"),
-            Column(title="fast", kind="number", unit="ms"),
-            Column(title="gain", kind="number", unit="×"),
-            Column(
-                title="expected", kind="number", unit="×",
+    return table(
+        name,
+        "Six levers: the slow form and the fast one",
+        rows,
+        [
+            col("lever", lambda r: r.title),
+            col("slow", lambda r: r.ms("slow"), unit="ms"),
+            col("fast", lambda r: r.ms("fast"), unit="ms"),
+            col("gain", lambda r: r.gain, unit="×"),
+            col(
+                "expected",
+                lambda r: r.expected,
+                unit="×",
                 hint="each form's arithmetic and traffic at the measured ceilings, whichever takes"
                 " longer; traffic that a cache serves costs less",
             ),
-            Column(title="slow rate", hint="useful bytes or FLOPs over the time"),
-            Column(title="fast rate", hint="the same work over the shorter time"),
-            Column(title="slow of ceiling", kind="percent"),
-            Column(title="fast of ceiling", kind="percent"),
-            Column(title="slow error", kind="number", hint="against float64"),
-            Column(title="fast error", kind="number", hint="against float64"),
-        ),
-        rows=tuple(cells(row) for row in rows),
+            col(
+                "slow rate",
+                lambda r: rate(r.rate("slow"), r.unit),
+                hint="useful bytes or FLOPs over the time",
+            ),
+            col(
+                "fast rate",
+                lambda r: rate(r.rate("fast"), r.unit),
+                hint="the same work over the shorter time",
+            ),
+            col("slow of ceiling", lambda r: r.share("slow"), "percent"),
+            col("fast of ceiling", lambda r: r.share("fast"), "percent"),
+            col("slow error", lambda r: r.error("slow"), "number", hint="against float64"),
+            col("fast error", lambda r: r.error("fast"), "number", hint="against float64"),
+        ],
         caption="Medians of samples taken in turns. Ceilings: copy for bytes, matrix rate of the"
         " form's format for FLOPs (of float64 that of float32, which is twice as high); on a CPU"
         " they are those of all cores, and a form runs on one."
         " Errors are the largest difference as a share of the largest number.",
-        details=tuple(
-            f"slow: {row.words.slow}\nfast: {row.words.fast}\n{row.words.hardware}" for row in rows
-        ),
-    )  # fmt: skip
+        details=lambda r: f"slow: {r.words.slow}\nfast: {r.words.fast}\n{r.words.hardware}",
+    )
 
 
 def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
@@ -146,47 +259,49 @@ def _figures(rows: Sequence[LeverRow]) -> Iterator[Figure]:
 
 
 def _hardware_table(rows: Sequence[LeverRow]) -> Table:
-    return Table(
-        name="levers-hardware",
-        title="What the hardware does",
-        columns=(
-            Column(title="lever"),
-            Column(title="slow form"),
-            Column(title="fast form"),
-            Column(title="mechanism"),
-            Column(title="in the waterfall", hint="the part of a step's time that it shortens"),
-            Column(title="in a training step"),
-        ),
-        rows=tuple(
-            (
-                row.title, row.words.slow, row.words.fast, row.words.hardware,
-                LEVERS[row.lever].cause, LEVERS[row.lever].example,
-            )
-            for row in rows
-        ),
-    )  # fmt: skip
+    return table(
+        "levers-hardware",
+        "What the hardware does",
+        rows,
+        [
+            col("lever", lambda r: r.title),
+            col("slow form", lambda r: r.words.slow),
+            col("fast form", lambda r: r.words.fast),
+            col("mechanism", lambda r: r.words.hardware),
+            col(
+                "in the waterfall",
+                lambda r: LEVERS[r.lever].cause,
+                hint="the part of a step's time that it shortens",
+            ),
+            col("in a training step", lambda r: LEVERS[r.lever].example),
+        ],
+    )
 
 
-def _card_table(record: Record, place: int) -> Table:
-    told: list[tuple[Cell, ...]] = [
-        (name, said, "") for name, said in (record.attachment("card", dict[str, str]) or {}).items()
-    ]
+def _card_table(record: Record, index: int) -> Table:
     facts = {one.name: one for one in record.quantities}
-    told += [
-        (title, _fact(facts[name]), meaning)
-        for name, (title, meaning) in CARD.items()
-        if name in facts
+    lines = [
+        *((name, said, "") for name, said in record.required("card", dict[str, str]).items()),
+        *(
+            (title, _fact(facts[name]), meaning)
+            for name, (title, meaning) in CARD.items()
+            if name in facts
+        ),
+        *(
+            (f"measured: {held.name}", rate(held.value, held.unit), held.detail)
+            for held in record.ceilings
+            if held.source == "measured"
+        ),
     ]
-    told += [
-        (f"measured: {held.name}", rate(held.value, held.unit), held.detail)
-        for held in record.ceilings
-        if held.source == "measured"
-    ]
-    return Table(
-        name="levers-card" + (f"-{place + 1}" if place else ""),
-        title=f"Device card: {record.environment.device_name}",
-        columns=(Column(title="what"), Column(title="here"), Column(title="meaning")),
-        rows=tuple(told),
+    return table(
+        "levers-card" + (f"-{index + 1}" if index else ""),
+        f"Device card: {record.environment.device_name}",
+        lines,
+        [
+            col("what", lambda line: line[0]),
+            col("here", lambda line: line[1]),
+            col("meaning", lambda line: line[2]),
+        ],
         caption="As driver and system tell it; what they do not tell is left out.",
     )
 
@@ -201,12 +316,3 @@ def _fact(held: Quantity) -> str:
             return f"{count(held.value)} {held.unit}"
         case unit:
             return rate(held.value, unit)
-
-
-def _lost_table(lost: Sequence[Record]) -> Table:
-    return Table(
-        name="levers-lost",
-        title="Cases without a result",
-        columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-        rows=tuple((record.case, record.status, record.reason) for record in lost),
-    )

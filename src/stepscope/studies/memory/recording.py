@@ -105,7 +105,7 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
     shape: so the step runs once and is thrown away. A small one then lets cuBLAS take its work
     space again, in segments of its own.
     """
-    for planned in (workload, _in_small(workload)):
+    for planned in (workload, in_small(workload)):
         step = make_step(planned, device)
         step.run_phases()
         del step
@@ -117,7 +117,7 @@ def _context_and_libraries(workload: Workload, device: Device, allocator: CudaAl
     return allocator.driver_used() - allocator.reserved()
 
 
-def _in_small(workload: Workload) -> Workload:
+def in_small(workload: Workload) -> Workload:
     """A user's model has its own shape: of it, only the batch is small."""
     return msgspec.structs.replace(
         workload, size="tiny", table="2025", context=128, batch=1, overrides={}, checkpoint=NONE,

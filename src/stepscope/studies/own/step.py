@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.own import OwnCase
 from stepscope.studies.own.building import build, call, loss_of
+from stepscope.studies.own.cases import OwnStep
 from stepscope.studies.own.changing import blocks_of, checkpoint_blocks, one_kernel_attention
 from stepscope.studies.subject import TrainingStep
 from stepscope.studies.workload_flags import Mode
@@ -38,7 +38,7 @@ class UserModel(NamedTuple):
     mode: Mode = "train-step"
 
 
-def own_step(case: OwnCase, device: Device) -> UserStep:
+def own_step(case: OwnStep, device: Device) -> UserStep:
     """The step of a case, not compiled yet."""
     graphs = case.compile == "graphs"
     return UserStep(

@@ -1,129 +1,117 @@
-"""Tables and figures of one's own model."""
+"""Tables and figures of a user's own model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Finding, Interval, Table
+from stepscope.report.blocks import Block, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, number
+from stepscope.report.tables import col, failed_table, table
+from stepscope.studies.base import Result
 from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.inspected.findings import memory_finding, rate_finding
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.inspected.rows import Watched, resting_on
 from stepscope.studies.inspected.view import account_blocks, trace_parts
 from stepscope.studies.inspected.waterfall import waterfall_blocks
-from stepscope.studies.own import OwnCase
+from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
 from stepscope.studies.trace_findings import trace_findings
 
-
-def own_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    sound = [record for record in records if record.status == "ok"]
-    lost = [record for record in records if record.status != "ok"]
-    blocks: list[Block] = [*_changes(sound)]
-    if sound:
-        lead = Watched(sound[0])
-        if lead.summary is not None:
-            blocks += trace_findings(lead.summary, lead.step_ms)
-        blocks += [*memory_finding(lead), *rate_finding(lead)]
-        blocks += energy_finding(sound[0], sound[0].config["model"])
-        blocks += [settings_table(sound)] if len(sound) > 1 else []
-        blocks += waterfall_blocks(lead, "own")
-        blocks += [*trace_parts(lead, "own"), *account_blocks(lead)]
-    if lost:
-        blocks.append(_lost_table(lost))
-    return tuple(blocks)
+Own = Result[OwnCase]
 
 
-def _changes(sound: Sequence[Record]) -> Iterator[Finding]:
+def own_blocks(records: Sequence[Record], results: Sequence[Own]) -> tuple[Block, ...]:
+    done = [one for one in results if one.record.status == "ok"]
+    lead = [Watched(one.record) for one in done[:1]]
+    return (
+        *_changes(done),
+        *(finding for one in lead for finding in resting_on(one, _findings(one))),
+        *([settings_table(done)] if len(done) > 1 else []),
+        *(block for one in lead for block in waterfall_blocks(one, STUDY_NAME)),
+        *(block for one in lead for block in trace_parts(one, STUDY_NAME)),
+        *(block for one in lead for block in account_blocks(one)),
+        *failed_table(STUDY_NAME, records),
+    )
+
+
+def _findings(lead: Watched) -> Iterator[Finding]:
+    if lead.summary is not None:
+        yield from trace_findings(lead.summary, lead.step_ms)
+    yield from memory_finding(lead)
+    yield from rate_finding(lead)
+    yield from energy_finding(lead.record, lead.name)
+
+
+def _changes(done: Sequence[Own]) -> Iterator[Finding]:
     """The first case against those that differ from it in one setting."""
-    if len(sound) < 2:
-        return
-    first = sound[0]
-    base = step_ms(first)
-    for record in sound[1:]:
+    for other in done[1:]:
+        first = done[0]
         differ = [
-            name for name in OwnCase.__struct_fields__ if record.config[name] != first.config[name]
+            name
+            for name in OwnStep.__struct_fields__
+            if getattr(other.case, name) != getattr(first.case, name)
         ]
-        other = step_ms(record)
-        if len(differ) != 1 or differ == ["model"] or base is None or other is None:
+        before, after = step_ms(first.record), step_ms(other.record)
+        if len(differ) != 1 or differ == ["model"] or before is None or after is None:
             continue
-        setting = differ[0]
-        faster = base.median / other.median
-        per = ""
-        if setting == "batch":
-            faster *= record.config["batch"] / first.config["batch"]
-            per = " for each sample"
-        peaks = first.quantity("peak_bytes"), record.quantity("peak_bytes")
-        memory = (
-            f", and its peak goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
-            if peaks[0] and peaks[1]
-            else ""
-        )
+        (setting,) = differ
+        value, base_value = getattr(other.case, setting), getattr(first.case, setting)
+        speedup = before.median / after.median * other.case.batch / first.case.batch
+        peaks = [one.record.quantity("peak_bytes") for one in (first, other)]
+        memory = ""
+        if peaks[0] and peaks[1]:
+            memory = f", and its peak goes from {bytes_(peaks[0])} to {bytes_(peaks[1])}"
         yield Finding(
-            text=f"With {setting} {record.config[setting]} instead of {first.config[setting]} a"
-            f" step takes {duration(other.median)} instead of {duration(base.median)}:"
-            f" {number(faster, 3)}× the speed{per}{memory}.",
-            tone="good" if faster > 1 else "info",
-        )
+            code="own.setting",
+            values={"setting": setting, "value": value, "base_value": base_value,
+                    "step_ms": after.median, "base_ms": before.median, "speedup": speedup,
+                    "peak_bytes": peaks[1], "base_peak_bytes": peaks[0]},
+            records=(first.record.id, other.record.id),
+            text=f"With {setting} {value} instead of {base_value} a step takes"
+            f" {duration(after.median)} instead of {duration(before.median)}:"
+            f" {number(speedup, 3)}× the speed{' for each sample' if setting == 'batch' else ''}"
+            f"{memory}.",
+            tone="good" if speedup > 1 else "info",
+        )  # fmt: skip
 
 
-def settings_table(records: Sequence[Record]) -> Table:
+def settings_table(results: Sequence[Own]) -> Table:
+    def timed(one: Own) -> Interval | None:
+        found = step_ms(one.record)
+        return Interval(value=found.median, low=found.low, high=found.high) if found else None
+
+    def samples(one: Own) -> float | None:
+        found = step_ms(one.record)
+        return 1e3 * one.case.batch / found.median if found else None
+
     changed = [
         name
         for name in ("attention", "checkpoint")
-        if any(record.config.get(name, "as-is") != "as-is" for record in records)
+        if any(getattr(one.case, name) != AS_IS for one in results)
     ]
-
-    def row(record: Record) -> tuple[Cell, ...]:
-        case = msgspec.convert(record.config, OwnCase)
-        key = (case.model, case.batch, case.dtype, case.compile, case.optimizer,
-               *(record.config.get(name, "as-is") for name in changed))  # fmt: skip
-        if record.status != "ok":
-            return (*key, record.status, *[None] * 8)
-        timed = step_ms(record)
-        return (
-            *key,
-            Interval(value=timed.median, low=timed.low, high=timed.high) if timed else None,
-            *(median_ms(record, phase) for phase in ("forward", "backward", "optimizer")),
-            1e3 * case.batch / timed.median if timed else None,
-            achieved_flops(record),
-            mfu(record),
-            record.quantity("peak_bytes"),
-            record.quantity("joules"),
-        )
-
-    ms = {"kind": "number", "unit": "ms"}
-    return Table(
-        name="own-settings",
-        title="Your model with each setting",
-        columns=(
-            Column(title="model"),
-            Column(title="batch", kind="count"),
-            Column(title="dtype"),
-            Column(title="compile"),
-            Column(title="optimizer"),
-            *(Column(title=name) for name in changed),
-            Column(title="step", **ms, hint="median with its 95 % interval"),  # type: ignore[arg-type]
-            Column(title="forward", **ms),  # type: ignore[arg-type]
-            Column(title="backward", **ms),  # type: ignore[arg-type]
-            Column(title="update", **ms, hint="the optimizer's phase"),  # type: ignore[arg-type]
-            Column(title="samples/s", kind="number"),
-            Column(title="FLOP/s", kind="rate", unit="FLOP/s", hint="counted by operator, eager"),
-            Column(title="MFU", kind="percent"),
-            Column(title="peak memory", kind="bytes"),
-            Column(title="energy", kind="number", unit="J", hint="of a step, where it is counted"),
-        ),
-        rows=tuple(row(record) for record in records),
-    )
-
-
-def _lost_table(lost: Sequence[Record]) -> Table:
-    return Table(
-        name="own-lost",
-        title="Cases without a result",
-        columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-        rows=tuple((record.case, record.status, record.reason) for record in lost),
-    )
+    return table(
+        "own-settings",
+        "Your model with each setting",
+        results,
+        [
+            col("model", lambda r: r.case.model, key=True),
+            col("batch", lambda r: r.case.batch, "count", key=True),
+            col("dtype", lambda r: r.case.dtype, key=True),
+            col("compile", lambda r: r.case.compile, key=True),
+            col("optimizer", lambda r: r.case.optimizer, key=True),
+            *(col(name, lambda r, name=name: getattr(r.case, name), key=True) for name in changed),  # type: ignore[misc]
+            col("step", timed, unit="ms", hint="median with its 95 % interval"),
+            col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
+            col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),
+            col("update", lambda r: median_ms(r.record, "optimizer"), unit="ms",
+                hint="the optimizer's phase"),
+            col("samples/s", samples, "number"),
+            col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
+                hint="counted by operator, eager"),
+            col("MFU", lambda r: mfu(r.record), "percent"),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
+            col("energy", lambda r: r.record.quantity("joules"), unit="J",
+                hint="of a step, where it is counted"),
+        ],
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A prediction held against real ranks: their links fitted, each way predicted and run. Pure."""
+"""A prediction compared with real ranks: their links fitted, each way predicted and run. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
-from stepscope.report.blocks import Cell, Column, Finding, Interval, Table
+from stepscope.report.blocks import Finding, Table
 from stepscope.report.format import duration, number, percent, rate
-from stepscope.studies.rehearsal.ranks import ALONE, Sampled, strategies
+from stepscope.report.tables import col, interval, table
+from stepscope.studies.ddp.cases import ALONE
+from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
 
 
 class Row(NamedTuple):
@@ -42,30 +44,30 @@ class Verdict(NamedTuple):
 
 class Check(NamedTuple):
     record: Record
+    case: CheckCase
     verdict: Verdict
 
     @property
     def title(self) -> str:
-        config = self.record.config
         how = "waiting" if self.record.notes.get("compute") == "waits" else "computing"
         return (
-            f"{config['size']} at context {config['context']} on {config['ranks']} {how} ranks"
+            f"{self.case.size} at context {self.case.context} on {self.case.ranks} {how} ranks"
             f" over {self.record.notes.get('backend', 'gloo')}"
         )
 
 
-def check_of(record: Record) -> Check | None:
+def check_of(record: Record, case: CheckCase) -> Check | None:
     recording = recording_of(record)
     if recording is None:
         return None
-    verdict = judge(recording, record.series, record.config["bucket_mb"])
-    return None if verdict is None else Check(record, verdict)
+    verdict = judge(recording, record.series, case.bucket_mb)
+    return None if verdict is None else Check(record, case, verdict)
 
 
 def judge(
     recording: Recording, series: Iterable[Series], bucket_mb: Sequence[float]
 ) -> Verdict | None:
-    """What samples of real ranks say of the predictions; None where they do not tell the link."""
+    """Predictions next to samples of real ranks; None where the link was not measured."""
     slowest = _slowest(series)
     medians = {what: held.median for what, held in slowest.items()}
     alone = {size: ms for (size, _), ms in _sized(medians, "alone").items()}
@@ -144,8 +146,8 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
             f" ({worst.way}: {duration(worst.predicted_ms)} predicted,"
             f" {duration(worst.measured.median)} measured). The link as measured:"
             f" {duration(line.latency_ms)} a reduction and {rate(line.bytes_per_ms * 1e3, 'B/s')},"
-            f" which single sizes miss by up to {percent(line.residual)}."
-            f"{_contention_words(check.verdict.upkeep)}",
+            f" which single sizes miss by up to {percent(line.residual)}.",
+            conclusion=_contention_words(check.verdict.upkeep),
             records=(check.record.id,),
         )  # fmt: skip
 
@@ -154,44 +156,35 @@ def _contention_words(upkeep: Upkeep) -> str:
     if upkeep.slowed == 1.0 and upkeep.drag == 0.0:
         return ""
     return (
-        f" Packing a gradient takes {number(upkeep.slowed, 3)}× as long beside a reduction, and"
+        f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long beside a reduction, and"
         f" every ms of it holds the reduction up by {number(upkeep.drag, 2)} ms."
     )
 
 
 def check_table(checks: Sequence[Check]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            check.title,
-            row.way,
-            row.predicted_ms,
-            Interval(value=row.measured.median, low=row.measured.low, high=row.measured.high),
-            row.error,
-            row.exposed_predicted_ms,
-            row.exposed_measured_ms,
-        )
-        for check in checks
-        for row in check.verdict.rows
-    ]
-    return Table(
-        name="rehearsal-checks",
-        title="Predicted against real ranks",
-        columns=(
-            Column(title="case"),
-            Column(title="way"),
-            Column(title="predicted", kind="number", unit="ms"),
-            Column(
-                title="measured", kind="number", unit="ms",
+    return table(
+        "rehearsal-checks",
+        "Predicted against real ranks",
+        [(check.title, row) for check in checks for row in check.verdict.rows],
+        [
+            col("case", lambda r: r[0]),
+            col("way", lambda r: r[1].way),
+            col("predicted", lambda r: r[1].predicted_ms, unit="ms"),
+            col(
+                "measured",
+                lambda r: interval(r[1].measured),
+                unit="ms",
                 hint="the slowest rank, median with its 95 % interval",
             ),
-            Column(title="error", kind="percent"),
-            Column(title="exposed, predicted", kind="number", unit="ms"),
-            Column(
-                title="exposed, measured", kind="number", unit="ms",
+            col("error", lambda r: r[1].error, "percent"),
+            col("exposed, predicted", lambda r: r[1].exposed_predicted_ms, unit="ms"),
+            col(
+                "exposed, measured",
+                lambda r: r[1].exposed_measured_ms,
+                unit="ms",
                 hint="step minus the step without communication on the same ranks",
             ),
-        ),
-        rows=tuple(rows),
+        ],
         caption="Links and steps are measured in turns in the same ranks; no step enters its"
         " prediction.",
-    )  # fmt: skip
+    )

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
 from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
@@ -35,6 +33,8 @@ ABOVE = 0.2
 
 class Subject(NamedTuple):
     name: str
+    record: str
+    """The id of its record."""
     case: str
     device: str
     recording: Recording
@@ -53,15 +53,15 @@ class Subject(NamedTuple):
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
 
-def subject_of(record: Record) -> Subject | None:
+def subject_of(record: Record, workload: Workload) -> Subject | None:
     recording = recording_of(record)
     if recording is None:
         return None
-    workload = msgspec.convert(record.config, Workload)
     passes_ms = (median_ms(record, "forward") or 0.0) + (median_ms(record, "backward") or 0.0)
     copied = record.ceiling("memory.copy")
     return Subject(
         name=workload.name,
+        record=record.id,
         case=record.case,
         device=record.environment.device_name,
         recording=recording,

@@ -2,77 +2,431 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from stepscope.analysis.rehearsal.closed_forms import Way
+from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
+from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Column, Finding, Table
-from stepscope.studies.rehearsal import findings, pictures
+from stepscope.report.blocks import (
+    Block,
+    Curve,
+    Figure,
+    Finding,
+    Lane,
+    Mark,
+    Stretch,
+    Table,
+    Timeline,
+)
+from stepscope.report.format import bytes_, count, duration, number, percent, rate
+from stepscope.report.tables import Declared, col, failed_table, table
+from stepscope.studies.base import Result, results_of
+from stepscope.studies.rehearsal.cases import CheckCase, RecordingCase, RehearsalCase
 from stepscope.studies.rehearsal.checks import check_findings, check_of, check_table
 from stepscope.studies.rehearsal.subject import (
     Prediction,
     Question,
     Subject,
+    closed_forms,
     predict,
     preset_network,
+    scaling,
     subject_of,
 )
 
-RECORDING = "recording"
-CHECK = "check"
+BUCKETED = ("bucketed", "sharded", "fsdp")
 
 
-def rehearsal_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    recorded = [record for record in records if record.config.get("kind") == RECORDING]
-    subjects = [subject for record in recorded if (subject := subject_of(record))]
-    checks = [
-        check
-        for record in records
-        if record.config.get("kind") == CHECK and (check := check_of(record))
-    ]
-    told: list[Block] = [*check_findings(checks)]
+def rehearsal_blocks(
+    records: Sequence[Record], results: Sequence[Result[RehearsalCase]]
+) -> tuple[Block, ...]:
+    recorded = results_of(results, RecordingCase)
+    subjects = [subject for result in recorded if (subject := subject_of(*result))]
+    checks = [check for one in results_of(results, CheckCase) if (check := check_of(*one))]
+    blocks: list[Block] = [*check_findings(checks)]
     if subjects:
-        told += subject_blocks(subjects, _question(recorded))
+        blocks += subject_blocks(subjects, _question([result.case for result in recorded]))
     if checks:
-        told.append(check_table(checks))
-    lost = [record for record in records if record.status != "ok"]
-    if lost:
-        told.append(_lost_table(lost))
-    return tuple(sorted(told, key=lambda block: not isinstance(block, Finding)))
+        blocks.append(check_table(checks))
+    blocks += failed_table("rehearsal", records)
+    return tuple(sorted(blocks, key=lambda block: not isinstance(block, Finding)))
 
 
 def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Block]:
-    """Everything that is said of these recordings to that question."""
+    """The findings, figures and tables of these recordings for that question."""
     told = [(subject, predict(subject, question)) for subject in subjects]
     blocks: list[Block] = []
     for subject, predictions in told:
         blocks += [
-            findings.recorded_finding(subject),
-            *findings.bucket_findings(subject, predictions),
-            *findings.scaling_findings(subject, question),
-            *findings.closed_form_findings(subject, question),
-            pictures.overlap_timeline(subject, _middle(predictions)),
-            *pictures.rank_figures(subject, question),
-            pictures.bucket_figure(subject, predictions),
+            recorded_finding(subject),
+            *bucket_findings(subject, predictions),
+            *scaling_findings(subject, question),
+            *closed_form_findings(subject, question),
+            overlap_timeline(subject, predictions[len(predictions) // 2]),
+            *rank_figures(subject, question),
+            bucket_figure(subject, predictions),
         ]
-    tables = pictures.prediction_table(told), pictures.closed_form_table(subjects, question)
-    return [*blocks, *tables]
+    return [*blocks, prediction_table(told), closed_form_table(subjects, question)]
 
 
-def _question(records: Sequence[Record]) -> Question:
-    """Every cluster that one of the records was made for."""
-    links = dict.fromkeys(link for record in records for link in record.config["link"])
-    ranks = {count for record in records for count in record.config["ranks"]}
+def _question(cases: Sequence[RecordingCase]) -> Question:
+    """Every cluster that one of the recordings was made for."""
+    links = dict.fromkeys(link for case in cases for link in case.link)
+    ranks = {count for case in cases for count in case.ranks}
     return Question(tuple(preset_network(link) for link in links), tuple(sorted(ranks)))
 
 
-def _middle(held: Sequence[Prediction]) -> Prediction:
-    return held[len(held) // 2]
+def recorded_finding(subject: Subject) -> Finding:
+    recording = subject.recording
+    return Finding(
+        code="rehearsal.recorded",
+        values={
+            "compute_ms": recording.compute_ms, "backward_ms": recording.backward_ms,
+            "flops_per_s": subject.flops_per_s, "gradient_bytes": recording.gradient_bytes,
+            "half_ready": recording.half_ready(),
+        },
+        records=(subject.record,),
+        text=f"{subject.name}: recorded on {subject.device}, a step computes for"
+        f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it backward, at"
+        f" {rate(subject.flops_per_s, 'FLOP/s')}) and makes {bytes_(recording.gradient_bytes)} of"
+        f" gradients, half of which are ready after {percent(recording.half_ready())} of the"
+        " backward.",
+    )  # fmt: skip
 
 
-def _lost_table(records: Sequence[Record]) -> Table:
-    return Table(
-        name="rehearsal-lost",
-        title="Cases without a result",
-        columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-        rows=tuple((record.case, record.status, record.reason) for record in records),
+def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iterator[Finding]:
+    """For each network, at its largest cluster."""
+    for told in _largest(predictions):
+        best = told.buckets.best
+        low, high = told.buckets.as_good
+        step = told.buckets.steps[best]
+        same = "any size" if len(told.buckets.steps) > 1 and (low, high) == (
+            min(told.buckets.steps), max(told.buckets.steps)
+        ) else f"{low:g} to {high:g} MiB"  # fmt: skip
+        others = [
+            f"{name} {duration(told.steps[name].step_ms)}"
+            for name in ("naive", "flat", "overlap", "sharded", "fsdp")
+            if name in told.steps
+        ]
+        yield Finding(
+            code="rehearsal.best-bucket",
+            values={
+                "link": told.network.name, "ranks": told.ranks, "bucket_mb": best,
+                "step_ms": step.step_ms, "exposed_ms": step.exposed_ms,
+            },
+            records=(subject.record,),
+            text=f"{subject.name} on {told.place}: the best bucket size is {best:g} MiB ({same}"
+            f" within 1 %), {duration(step.step_ms)} a step with {duration(step.exposed_ms)}"
+            f" ({percent(step.exposed_share)}) beyond what it computes.",
+            conclusion=f"Other ways: {', '.join(others)}." if others else "",
+        )  # fmt: skip
+        if told.network.name == "nvlink" and told.ranks > LARGEST_NVLINK:
+            yield Finding(
+                code="rehearsal.no-such-domain",
+                values={"ranks": told.ranks, "largest": LARGEST_NVLINK},
+                text=f"No NVLink domain has {told.ranks:,} GPUs ({LARGEST_NVLINK} is the most):"
+                " that row is one ring of such links, which nobody builds.",
+                tone="warn",
+            )
+
+
+def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
+    most = max(question.ranks)
+    for network in question.networks if most > 1 else ():
+        held = scaling(subject, question, network)
+        stops, above = held.stops_paying(question.above), percent(question.above)
+        last = percent(held.kept[most].exposed_share)
+        if stops is None:
+            text = (
+                f"communication that is exposed, with packing for it, is at most {above} of the"
+                f" step up to {count(most)} ranks ({last} there)."
+            )
+        else:
+            text = (
+                f"scaling stops paying at {count(stops)} ranks: from there on more than {above} of"
+                f" the step is exposed communication and packing ({last} at {count(most)})."
+            )
+        shared = ""
+        if len(held.divided) > 1:
+            gained = held.divided[1].step_ms / held.divided[held.fastest].step_ms
+            shared = (
+                "The same batch shared out among ranks is done no sooner than on one."
+                if held.fastest == 1
+                else f"The same batch shared out is done soonest on {count(held.fastest)} ranks,"
+                f" {number(gained, 3)} times as fast as on one."
+            )
+        yield Finding(
+            code="rehearsal.scaling",
+            values={
+                "link": network.name, "ranks": most, "stops_paying_at": stops,
+                "exposed_share": held.kept[most].exposed_share,
+                "fastest_shared": held.fastest if shared else None,
+            },
+            records=(subject.record,),
+            text=f"{subject.name} over {network.name}, {_sequences(subject.batch)} a rank: {text}",
+            conclusion=shared,
+            tone="info" if stops is None else "warn",
+        )  # fmt: skip
+
+
+def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
+    ranks = max(question.ranks)
+    for network in question.networks if ranks > 1 else ():
+        ways = closed_forms(subject, question, network, ranks)
+        told = [f"{way.name} {_bound(way, subject.model.context)}" for way in ways]
+        yield Finding(
+            code="rehearsal.communication-bound",
+            values={
+                "link": network.name, "ranks": ranks, "flops_per_s": subject.flops_per_s,
+                **{f"{way.name} below": way.bound_below for way in ways},
+            },
+            records=(subject.record,),
+            text=f"{subject.name} on {ranks:,} ranks over {network.name} at"
+            f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {'; '.join(told)}.",
+        )  # fmt: skip
+
+
+def _sequences(batch: float) -> str:
+    return "1 sequence" if batch == 1 else f"{batch:g} sequences"
+
+
+def _bound(way: Way, context: int) -> str:
+    below = way.bound_below
+    if below is not None and below <= 1:
+        return "at no batch"
+    if below is None:
+        return f"at every batch ({number(way.ratio(1e6), 3)}× the compute)"
+    tokens = count(round(below * context))
+    return f"below {number(below, 3)} sequences ({tokens} tokens) for {way.unit}"
+
+
+def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
+    networks: dict[str, Prediction] = {}
+    for told in predictions:
+        held = networks.get(told.network.name)
+        if held is None or told.ranks > held.ranks:
+            networks[told.network.name] = told
+    return list(networks.values())
+
+
+class Predicted(NamedTuple):
+    """A strategy on a cluster."""
+
+    subject: Subject
+    cluster: Prediction
+    strategy: str
+    step: Replay
+
+
+def prediction_table(told: Sequence[tuple[Subject, Sequence[Prediction]]]) -> Table:
+    return table(
+        "rehearsal-steps",
+        "Predicted steps",
+        [
+            Predicted(subject, cluster, strategy, step)
+            for subject, predictions in told
+            for cluster in predictions
+            for strategy, step in cluster.steps.items()
+        ],
+        [
+            *_step_of(len(told)),
+            col("link", lambda r: r.cluster.network.name),
+            col("ranks", lambda r: r.cluster.ranks, "count"),
+            col("strategy", lambda r: r.strategy),
+            col(
+                "bucket",
+                lambda r: r.cluster.buckets.best if r.strategy in BUCKETED else None,
+                unit="MiB",
+                hint="the best for bucketed",
+            ),
+            col("step", lambda r: r.step.step_ms, unit="ms"),
+            col(
+                "communication",
+                lambda r: r.step.communication_ms,
+                unit="ms",
+                hint="the links are busy",
+            ),
+            col(
+                "beyond computing",
+                lambda r: r.step.exposed_ms,
+                unit="ms",
+                hint="the step minus what a rank computes in it; sharded, a share of the update",
+            ),
+            col("of the step", lambda r: r.step.exposed_share, "percent"),
+            col("messages", lambda r: len(r.step.messages), "count"),
+        ],
+        caption="Played from the recorded backward; every rank has the recorded batch. Links are"
+        " those of data sheets, not measured. Beyond computing are waiting for the links, packing"
+        " gradients into buckets, sending, and agreeing at the end; of fsdp waiting alone, since"
+        " what it packs was not measured.",
+    )
+
+
+def _step_of(subjects: int) -> list[Declared]:
+    return [col("step of", lambda r: r.subject.name)] if subjects > 1 else []
+
+
+class Bound(NamedTuple):
+    """A parallelism on a cluster."""
+
+    subject: Subject
+    link: str
+    ranks: int
+    way: Way
+
+    @property
+    def tokens(self) -> int | None:
+        below = self.way.bound_below
+        return None if below is None else round(below * self.subject.model.context)
+
+
+def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
+    return table(
+        "rehearsal-closed-forms",
+        "Where each parallelism becomes communication-bound",
+        [
+            Bound(subject, network.name, ranks, way)
+            for subject in subjects
+            for network in question.networks
+            for ranks in question.ranks
+            if ranks > 1
+            for way in closed_forms(subject, question, network, ranks)
+        ],
+        [
+            *_step_of(len(subjects)),
+            col("link", lambda r: r.link),
+            col("ranks", lambda r: r.ranks, "count"),
+            col("parallelism", lambda r: r.way.name),
+            col("hidden where", lambda r: r.way.formula),
+            col(
+                "bound below",
+                lambda r: "every batch" if r.way.bound_below is None else r.way.bound_below,
+                unit="sequences",
+            ),
+            col("tokens", lambda r: r.tokens, "count"),
+            col("of each", lambda r: r.way.unit),
+            col(
+                "ratio",
+                lambda r: r.way.ratio(r.subject.batch),
+                "number",
+                hint="communication over the compute it can hide behind, at the recorded batch",
+            ),
+        ],
+        caption="P parameters, g bytes a gradient, a bytes an activation, F FLOP/s, B bytes/s,"
+        " L layers, width d, T ranks of a tensor group. The numbers count the attention's FLOPs"
+        " and the latency of every hop as well.",
+    )
+
+
+def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:
+    """On the largest cluster of each link, where the size matters most."""
+    most = max(told.ranks for told in predictions)
+    return Figure(
+        name=f"rehearsal-buckets-{subject.case}",
+        title=f"Step time by bucket size: {subject.name}",
+        kind="lines",
+        curves=tuple(
+            Curve(
+                label=told.place,
+                x=tuple(told.buckets.steps),
+                y=tuple(step.step_ms for step in told.buckets.steps.values()),
+            )
+            for told in predictions
+            if told.ranks == most
+        ),
+        x_label="bucket size, MiB",
+        y_label="step, ms",
+        x_log=True,
+        marks=(Mark(label="computing alone", value=subject.recording.compute_ms),),
+        caption="Small buckets pay for messages, large ones leave late.",
+    )
+
+
+def rank_figures(subject: Subject, question: Question) -> Iterator[Figure]:
+    if max(question.ranks) == 1:
+        return
+    told = {network.name: scaling(subject, question, network) for network in question.networks}
+    yield _rank_figure(
+        subject,
+        "kept",
+        "Step time by ranks, each with the recorded batch",
+        {name: held.kept for name, held in told.items()},
+        "Bucketed, at the best size for each number of ranks.",
+    )
+    if subject.batch >= 2:
+        yield _rank_figure(
+            subject,
+            "divided",
+            "Step time by ranks that share the recorded batch",
+            {name: held.divided for name, held in told.items()},
+            "A share of the batch is taken to take its share of the time, which flatters: small"
+            " batches use a device less well.",
+        )
+
+
+def _rank_figure(
+    subject: Subject,
+    name: str,
+    title: str,
+    steps: Mapping[str, Mapping[int, Replay]],
+    caption: str,
+) -> Figure:
+    return Figure(
+        name=f"rehearsal-ranks-{name}-{subject.case}",
+        title=f"{title}: {subject.name}",
+        kind="lines",
+        curves=tuple(
+            Curve(
+                label=network,
+                x=tuple(float(ranks) for ranks in held),
+                y=tuple(step.step_ms for step in held.values()),
+            )
+            for network, held in steps.items()
+        ),
+        x_label="ranks",
+        y_label="step, ms",
+        x_log=True,
+        caption=caption,
+    )
+
+
+def overlap_timeline(subject: Subject, told: Prediction) -> Timeline:
+    lanes = []
+    for name, step in told.steps.items():
+        lanes.append(Lane(label=f"{name}: compute", stretches=_compute(subject, step)))
+        lanes.append(
+            Lane(
+                label=f"{name}: links",
+                stretches=tuple(
+                    Stretch(start=m.start, end=m.end, label=bytes_(m.bytes), group="messages")
+                    for m in step.messages
+                ),
+            )
+        )
+    return Timeline(
+        name=f"rehearsal-timeline-{subject.case}",
+        title=f"Predicted overlap on {told.place}: {subject.name}",
+        lanes=tuple(lanes),
+        x_label="ms",
+        caption="Where messages lie beside the backward, they are hidden.",
+    )
+
+
+def _compute(subject: Subject, step: Replay) -> tuple[Stretch, ...]:
+    optimizer = subject.recording.optimizer_ms
+    gathers = [m for m in step.messages if m.ready > step.synchronized]
+    ended = min((m.ready for m in gathers), default=step.step_ms)
+    parts = (
+        (0.0, step.forward_end, "forward"),
+        (step.forward_end, step.backward_end, "backward"),
+        (step.backward_end, step.synchronized, "waiting"),
+        (step.synchronized, min(ended, step.synchronized + optimizer), "optimizer"),
+        (ended, step.step_ms, "waiting"),
+    )
+    return tuple(
+        Stretch(start=start, end=end, label=label, group=label)
+        for start, end, label in parts
+        if end > start
     )

@@ -1,0 +1,79 @@
+"""What does attention written out as the formula reads cost, in time and in memory?
+
+    stepscope run attention --head 16 64 128 --seq 256 1024 4096
+
+Forward and backward are cases of their own: the backward is timed without the forward, from a
+gradient that is there already. What the forward leaves in memory is counted and predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from stepscope.model.config import precision
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.attention.cases import MODES, AttentionCase, AttentionFlags
+from stepscope.studies.base import Bench, Measurement, Study
+
+
+class Attention(Study[AttentionFlags, AttentionCase]):
+    name = "attention"
+    title = "Attention, written out"
+    question = (
+        "What does attention cost as the formula reads, in time and in memory,"
+        " and where does it stop to fit?"
+    )
+    examples = (
+        "stepscope run attention",
+        "stepscope run attention --head 64 --seq 1024 4096 16384 --causal --dtype bfloat16",
+    )
+    flags = AttentionFlags
+    case = AttentionCase
+    no_model = "it measures attention alone"
+
+    def cases(self, flags: AttentionFlags) -> tuple[AttentionCase, ...]:
+        return tuple(
+            AttentionCase(
+                attention=attention,
+                batch=flags.batch,
+                heads=flags.heads,
+                seq=seq,
+                head=head,
+                dtype=precision(dtype).name,
+                causal=flags.causal,
+                mode=mode,
+                warmup=flags.warmup,
+                steps=flags.steps,
+            )
+            for attention, dtype, seq, head, mode in itertools.product(
+                flags.attention, flags.dtype, flags.seq, flags.head, MODES
+            )
+        )
+
+    def measure(self, case: AttentionCase, bench: Bench) -> Measurement:
+        from stepscope.studies.attention.measure import measure_pass
+
+        return measure_pass(case, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.attention.view import attention_blocks
+
+        return attention_blocks(self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
+        if environment.device_kind == "cpu":
+            quick = AttentionFlags(head=(16, 64), seq=(128, 256, 512), batch=4, steps=5, warmup=1)
+        else:
+            quick = AttentionFlags(head=(64, 128), seq=(256, 1024, 4096))
+        whole = AttentionFlags()
+        # On a GPU of 140 GiB the first length that does not fit is longer than the course's.
+        longer = AttentionFlags(head=(64,), seq=(32768, 65536))
+        return dict.fromkeys(("seeds", "cs336-2026", "full"), (whole,)) | {
+            "h200": (whole, longer),
+            "quick": (quick,),
+        }
+
+
+STUDY = Attention()

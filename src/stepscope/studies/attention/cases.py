@@ -1,0 +1,46 @@
+"""Flags, cases and presets of the attention study."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.studies.attention.workload import AttentionMode, AttentionWorkload
+
+MODES: tuple[AttentionMode, ...] = ("forward", "backward")
+
+
+class AttentionFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case."""
+
+    head: tuple[int, ...] = (16, 32, 64, 128)
+    """Head dimensions."""
+    seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Sequence lengths."""
+    batch: int = 8
+    """Sequences."""
+    heads: int = 1
+    """Heads of each."""
+    dtype: tuple[str, ...] = ("float32",)
+    """float32, float16, bfloat16."""
+    attention: tuple[str, ...] = ("reference",)
+    """Implementations: reference, or any other (`stepscope list attentions`)."""
+    causal: bool = False
+    """With a causal mask."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 20
+    """Samples at least."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 0:
+            raise UsageError(
+                f"steps is {self.steps} and warmup {self.warmup}", "at least 1 and at least 0"
+            )
+
+
+class AttentionCase(AttentionWorkload, frozen=True, kw_only=True):
+    """One pass of one attention, and how often to sample it."""
+
+    warmup: int
+    steps: int

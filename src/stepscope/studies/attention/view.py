@@ -1,0 +1,476 @@
+"""Growth and memory of naive attention, and the first length that does not fit. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from stepscope.analysis.limits import median_ms, step_ms
+from stepscope.analysis.scaling import fitted_exponent
+from stepscope.attention import cost
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Value
+from stepscope.report.format import bytes_, duration, number
+from stepscope.report.tables import STATUS, col, table
+from stepscope.studies.attention.cases import AttentionCase
+from stepscope.studies.attention.workload import AttentionWorkload
+from stepscope.studies.base import Result
+from stepscope.studies.published_view import Mine, published_tables
+from stepscope.studies.trusted import all_good
+
+_LONGEST = 3
+"""Lengths that an exponent is fitted to: at short ones the host and fixed costs decide."""
+_SHRINKS = -0.1
+"""An exponent below this is an error of measurement: longer sequences have more work."""
+_AT_THE_PEAK = {
+    "forward": ("scores", "probabilities"),
+    "backward": ("probabilities", "their gradient", "gradient of the scores"),
+}
+"""Tensors of length × length that are there at once: while the softmax runs, and while its
+gradient is made."""
+_WITHIN_SOFTMAX = "product within the softmax's backward"
+"""CUDA's kernel takes probabilities times their gradient as a tensor."""
+_LIBRARY = "work space of the matrix library"
+
+Pass = Result[AttentionCase]
+
+
+def attention_blocks(results: Sequence[Pass]) -> tuple[Block, ...]:
+    timed = [result for result in results if step_ms(result.record)]
+    return (
+        *_findings(results, timed),
+        *_figures(timed),
+        _times_table(results),
+        *_peak_table(results),
+        *published_tables("attention", [_mine(*result) for result in timed]),
+    )
+
+
+def peak_lines(work: AttentionWorkload, on_cuda: bool = False) -> dict[str, int]:
+    """Bytes of every tensor at the peak of the reference form."""
+    wide, shape = work.element_bytes, work.shape
+    lines = {
+        "q, k, v": cost.input_bytes(shape, wide),
+        "gradient of the output": cost.output_bytes(shape, wide),
+        "output": cost.output_bytes(shape, wide),
+    }
+    lines |= dict.fromkeys(_squares(work.mode, on_cuda), cost.probability_bytes(shape, wide))
+    if work.causal:
+        lines["mask"] = cost.mask_bytes(shape, causal=True)
+    if work.mode != "forward":
+        lines["gradient of v"] = cost.output_bytes(shape, wide)
+    return lines
+
+
+def predicted_peak_bytes(work: AttentionWorkload, on_cuda: bool = False) -> int:
+    """The peak of the reference form, from its tensors alone."""
+    return sum(peak_lines(work, on_cuda).values())
+
+
+def _squares(mode: str, on_cuda: bool) -> tuple[str, ...]:
+    if mode == "forward":
+        return _AT_THE_PEAK["forward"]
+    return (*_AT_THE_PEAK["backward"], *((_WITHIN_SOFTMAX,) if on_cuda else ()))
+
+
+def _counted_squares(mode: str, on_cuda: bool) -> str:
+    names = _squares(mode, on_cuda)
+    return f"{('two', 'three', 'four')[len(names) - 2]} ({', '.join(names)})"
+
+
+def _on_cuda(record: Record) -> bool:
+    return record.environment.device_kind == "cuda"
+
+
+def _lines_of(result: Pass) -> dict[str, int]:
+    lines = peak_lines(result.case, _on_cuda(result.record))
+    held = result.record.quantity("library_bytes")
+    return lines | {_LIBRARY: int(held)} if held else lines
+
+
+def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Finding]:
+    groups: dict[str, list[Pass]] = {}
+    for result in timed:
+        groups.setdefault(_pass(result.case), []).append(result)
+    for label, members in groups.items():
+        yield from _growth_of_time(label, members)
+        yield from _growth_of_memory(label, members)
+        peaks = {
+            f"d {result.case.head}, length {result.case.seq}": _Predicted(
+                result.record.id, peak, sum(_lines_of(result).values())
+            )
+            for result in members
+            if result.case.attention == "reference"
+            and (peak := result.record.quantity("peak_bytes"))
+        }
+        if peaks:
+            yield _prediction(
+                "attention.predicted-peak",
+                f"The peak of the {label} is predicted from the tensors one by one",
+                peaks,
+            )
+    saved = {
+        _named(result.case): _Predicted(result.record.id, held, predicted)
+        for result in timed
+        if (held := result.record.quantity("saved_bytes"))
+        and (predicted := result.record.quantity("predicted_saved_bytes"))
+    }
+    if saved:
+        yield _prediction(
+            "attention.predicted-saved",
+            "What a forward leaves for its backward is predicted from the shapes",
+            saved,
+        )
+    yield from _limit(results)
+
+
+def _named(case: AttentionCase) -> str:
+    return f"{case.attention} {case.dtype}, d {case.head}, length {case.seq}, {case.mode}"
+
+
+def _pass(case: AttentionCase) -> str:
+    """Name of a pass: `forward`, and what is not the default."""
+    extras = [
+        *([] if case.attention == "reference" else [case.attention]),
+        *([] if case.dtype == "float32" else [case.dtype]),
+        *(["causal"] if case.causal else []),
+    ]
+    return f"{case.mode} ({', '.join(extras)})" if extras else case.mode
+
+
+class _Growth(NamedTuple):
+    """A quantity against the length or the head dimension, at the largest value of the other."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    at: int
+    records: tuple[str, ...]
+
+    @property
+    def exponent(self) -> float:
+        return fitted_exponent(self.x, self.y)
+
+    @property
+    def said(self) -> str:
+        return f"to the power {number(self.exponent, 3)} over {self.x[0]:g} to {self.x[-1]:g}"
+
+    def values(self, label: str) -> dict[str, Value]:
+        exponent, first, last = self.exponent, self.x[0], self.x[-1]
+        return {"pass": label, "exponent": exponent, "from": first, "to": last}
+
+
+def _growth(
+    results: Sequence[Pass], varied: str, value: Callable[[Record], float | None]
+) -> _Growth | None:
+    """Over the longest lengths, or over all head dimensions."""
+    fixed = "head" if varied == "seq" else "seq"
+    measured = [result for result in results if value(result.record)]
+    if not measured:
+        return None
+    at = max(getattr(result.case, fixed) for result in measured)
+    points = {
+        float(getattr(result.case, varied)): result.record
+        for result in measured
+        if getattr(result.case, fixed) == at
+    }
+    x = tuple(sorted(points)[-_LONGEST if varied == "seq" else 0 :])
+    if len(x) < _LONGEST:
+        return None
+    return _Growth(
+        x, tuple(value(points[one]) or 0.0 for one in x), at, tuple(points[one].id for one in x)
+    )
+
+
+def _median(record: Record) -> float | None:
+    step = step_ms(record)
+    return step.median if step else None
+
+
+def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
+    by_length, by_width = (_growth(results, varied, _median) for varied in ("seq", "head"))
+    trusted = {result.record.id for result in results if all_good([result.record])}
+    if by_length and (by_length.exponent < _SHRINKS or not trusted.issuperset(by_length.records)):
+        yield _not_fitted(label, "length", by_length)
+    elif by_length:
+        yield Finding(
+            code="attention.time-by-length",
+            values=by_length.values(label) | {"head": by_length.at},
+            records=by_length.records,
+            text=f"The {label} grows as length {by_length.said} (at d {by_length.at}); the"
+            " arithmetic says 2.",
+        )
+    if by_width and not trusted.issuperset(by_width.records):
+        yield _not_fitted(label, "d", by_width)
+    elif by_width:
+        at_zero = float(np.polyfit(by_width.x, by_width.y, 1)[1])
+        yield Finding(
+            code="attention.time-by-width",
+            values=by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
+            records=by_width.records,
+            text=f"The {label} grows as d {by_width.said} (at length {by_width.at}); the arithmetic"
+            " says 1.",
+            conclusion=f"A straight line through the times leaves {number(at_zero, 3)} ms at d 0:"
+            " moving the tensors of length × length costs that, whatever d is."
+            if at_zero > 0
+            else "",
+        )
+
+
+def _not_fitted(label: str, over: str, growth: _Growth) -> Finding:
+    """No exponent of noise: the times alone, as they were measured."""
+    times = ", ".join(f"{duration(ms)} at {x:g}" for x, ms in zip(growth.x, growth.y, strict=True))
+    return Finding(
+        code="attention.growth-unknown",
+        values=growth.values(label) | {"over": over},
+        records=growth.records,
+        text=f"How the {label} grows with {over} cannot be told from its times: {times}.",
+        tone="warn",
+    )
+
+
+def _growth_of_memory(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
+    forward = [result for result in results if result.case.mode == "forward"]
+    for name, what, held in (
+        ("saved_bytes", "leaves for its backward", forward),
+        ("peak_bytes", "peaks at", results),
+    ):
+        for varied, unit in (("seq", "length"), ("head", "d")):
+            growth = _growth(held, varied, partial(Record.quantity, name=name))
+            if growth:
+                yield Finding(
+                    code="attention.memory-growth",
+                    values=growth.values(label) | {"quantity": name, "by": unit},
+                    records=growth.records,
+                    text=f"What the {label} {what} grows as {unit} {growth.said}.",
+                )
+
+
+class _Predicted(NamedTuple):
+    record: str
+    measured: float
+    predicted: float
+
+    @property
+    def off(self) -> float:
+        return abs(self.measured - self.predicted)
+
+
+def _prediction(code: str, what: str, held: Mapping[str, _Predicted]) -> Finding:
+    """Exact predictions counted, and the farthest."""
+    exact = sum(one.off == 0 for one in held.values())
+    name, farthest = max(held.items(), key=lambda pair: pair[1].off)
+    text = f"{what}: to the byte in {exact} of {len(held)} cases"
+    if exact < len(held):
+        text += f", off by {bytes_(farthest.off)} at most ({name}: {bytes_(farthest.measured)})"
+    return Finding(
+        code=code,
+        values={"exact": exact, "cases": len(held), "off_bytes": farthest.off, "case": name},
+        records=tuple(one.record for one in held.values()),
+        text=f"{text}.",
+    )
+
+
+def _limit(results: Sequence[Pass]) -> Iterator[Finding]:
+    """The tensors that fill the memory, and the first length that does not fit."""
+    kept = [result for result in results if result.case.attention == "reference"]
+    if not kept:
+        return
+    largest = max(kept, key=lambda result: result.case.seq)
+    work, memory = largest.case, largest.record.environment.device_memory_bytes
+    on_cuda = _on_cuda(largest.record)
+    scores = cost.probability_bytes(work.shape, work.element_bytes)
+    text = (
+        f"At length {work.seq} one tensor of scores is {bytes_(scores)}"
+        f" ({work.batch} × {work.heads} × {work.seq}² × {work.element_bytes} B). At the peak of the"
+        f" forward there are {_counted_squares('forward', on_cuda)}, at that of the backward"
+        f" {_counted_squares('backward', on_cuda)}; the output itself, at d {work.head}, is"
+        f" {bytes_(cost.output_bytes(work.shape, work.element_bytes))}."
+    )
+    values: dict[str, Value] = {"length": work.seq, "scores_bytes": scores, "memory_bytes": memory}
+    failed = [result for result in kept if result.record.status == "oom"]
+    first = min(failed, key=lambda result: result.case.seq, default=None)
+    if first:
+        needed = predicted_peak_bytes(first.case, on_cuda)
+        values |= {"first": _named(first.case), "needed_bytes": needed}
+        text += (
+            f" The first that does not fit into {bytes_(memory)}: {_named(first.case)}, whose"
+            f" tensors need {bytes_(needed)} at once"
+        )
+        if needed <= memory:
+            text += ", so what the allocator holds in pieces too small for the next is the rest"
+        text += "."
+    elif on_cuda:
+        fits, beyond = _first_beyond(work, memory)
+        values |= {"fits": fits.seq, "beyond": beyond.seq}
+        text += (
+            f" All fit into {bytes_(memory)}; so would {fits.seq}"
+            f" ({bytes_(predicted_peak_bytes(fits, True))}), and the backward of {beyond.seq} would"
+            f" not: it needs {bytes_(predicted_peak_bytes(beyond, True))}."
+        )
+    yield Finding(
+        code="attention.memory-limit",
+        values=values,
+        records=tuple(dict.fromkeys(one.record.id for one in (largest, first) if one)),
+        text=text,
+        tone="warn" if failed else "info",
+    )
+
+
+def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, AttentionCase]:
+    """The last length that fits and the first that does not, by doubling, from the tensors."""
+    fits = work = msgspec.structs.replace(work, mode="backward")
+    while predicted_peak_bytes(work, True) <= memory:
+        fits, work = work, msgspec.structs.replace(work, seq=2 * work.seq)
+    return fits, work
+
+
+def _mine(record: Record, case: AttentionCase) -> Mine:
+    """A pass in the words of published conditions; written out it is limited by memory."""
+    values: dict[str, float | None] = {case.mode: _median(record)}
+    if case.mode == "backward":
+        values["before backward"] = record.quantity("saved_bytes")
+        values["peak"] = record.quantity("peak_bytes")
+    return Mine(record, case.config, values, "memory.copy")
+
+
+class _Row(NamedTuple):
+    """Both passes of one attention at one shape."""
+
+    case: AttentionCase
+    passes: dict[str, Record]
+
+    def time(self, mode: str, statistic: str) -> Cell:
+        record = self.passes.get(mode)
+        if record is None:
+            return None
+        if record.status != "ok":
+            return STATUS.get(record.status, record.status) if statistic == "mean" else None
+        if statistic == "host":
+            return median_ms(record, "issue", "host")
+        summary = step_ms(record)
+        return getattr(summary, statistic) if summary else None
+
+    def bytes(self, name: str) -> float | None:
+        return (self.passes.get("backward") or self.passes["forward"]).quantity(name)
+
+
+def _times_table(results: Sequence[Pass]) -> Table:
+    rows: dict[tuple[object, ...], _Row] = {}
+    for record, case in results:
+        key = (case.attention, case.dtype, case.causal, case.head, case.seq)
+        rows.setdefault(key, _Row(case, {})).passes[case.mode] = record
+    issued = "until the host had issued it; on a CPU the same as the time"
+    columns = [
+        col("attention", lambda r: r.case.attention),
+        col("dtype", lambda r: r.case.dtype),
+        col("mask", lambda r: "causal" if r.case.causal else "full"),
+        col("d", lambda r: r.case.head, "count"),
+        col("length", lambda r: r.case.seq, "count"),
+        *(
+            col(
+                f"{mode} {name}",
+                partial(_Row.time, mode=mode, statistic=name),
+                unit="ms",
+                hint=hint,
+            )
+            for mode in ("forward", "backward")
+            for name, hint in (("mean", ""), ("std", ""), ("host", issued))
+        ),
+        col(
+            "before backward",
+            lambda r: r.bytes("saved_bytes"),
+            "bytes",
+            hint="in use after the forward",
+        ),
+        col(
+            "predicted",
+            lambda r: r.bytes("predicted_saved_bytes"),
+            "bytes",
+            hint="of that, from the shapes alone",
+        ),
+        col("peak", lambda r: r.bytes("peak_bytes"), "bytes"),
+    ]
+    return table(
+        "attention-times",
+        "Forward, backward, memory",
+        rows.values(),
+        columns,
+        caption="The backward is timed alone, from a gradient that is there already.",
+    )
+
+
+def _peak_table(results: Sequence[Pass]) -> Iterator[Table]:
+    """The largest case of each pass that ran, line by line, against what the device counted."""
+    rows: list[tuple[str, str, float, float | None]] = []
+    for mode in _AT_THE_PEAK:
+        measured = [
+            (peak, result)
+            for result in results
+            if (result.case.attention, result.case.mode) == ("reference", mode)
+            and (peak := result.record.quantity("peak_bytes"))
+        ]
+        if not measured:
+            continue
+        peak, largest = max(measured, key=lambda pair: pair[0])
+        title = f"{mode}, d {largest.case.head}, length {largest.case.seq}"
+        lines = _lines_of(largest)
+        rows += [(title, name, size, size / peak) for name, size in lines.items()]
+        rows.append((title, "not accounted for", peak - sum(lines.values()), None))
+        rows.append((title, "measured peak", peak, 1.0))
+    if rows:
+        yield table(
+            "attention-peak",
+            "What is in memory at the peak",
+            rows,
+            [
+                col("pass", lambda r: r[0]),
+                col("tensor", lambda r: r[1]),
+                col("bytes", lambda r: r[2], "bytes"),
+                col("of the peak", lambda r: r[3], "percent"),
+            ],
+            caption="The largest case of each pass that ran. Not accounted for: rounding of the"
+            " allocator, and the work space of the matrix library (32 MiB for each thread that"
+            " multiplies on a Hopper GPU) where it was not measured.",
+        )
+
+
+def _figures(timed: Sequence[Pass]) -> Iterator[Figure]:
+    for mode in ("forward", "backward"):
+        curves = tuple(_curves([result for result in timed if result.case.mode == mode]))
+        if any(len(curve.x) > 1 for curve in curves):
+            yield Figure(
+                name=f"attention-{mode}",
+                title=f"The {mode} against the length",
+                kind="lines",
+                curves=curves,
+                x_label="sequence length, tokens",
+                y_label=f"{mode}, ms",
+                x_log=True,
+                y_log=True,
+                caption="Median of the samples; bars span the middle half of them.",
+            )
+
+
+def _curves(timed: Sequence[Pass]) -> Iterator[Curve]:
+    varying = [
+        name
+        for name in ("attention", "dtype")
+        if len({getattr(result.case, name) for result in timed}) > 1
+    ]
+    groups: dict[str, list[Pass]] = {}
+    for result in sorted(timed, key=lambda result: result.case.seq):
+        names = (getattr(result.case, name) for name in varying)
+        groups.setdefault(" ".join((*names, f"d {result.case.head}")), []).append(result)
+    for label, members in groups.items():
+        summaries = [step for result in members if (step := step_ms(result.record))]
+        yield Curve(
+            label=label,
+            x=tuple(float(result.case.seq) for result in members),
+            y=tuple(s.median for s in summaries),
+            low=tuple(s.q1 for s in summaries),
+            high=tuple(s.q3 for s in summaries),
+        )

@@ -1,0 +1,206 @@
+"""Attention alone, as several studies measure it: its cases and how to build one.
+
+Loads without torch; `AttentionStep` imports it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from stepscope.attention import cost
+from stepscope.attention.cost import AttentionShape
+from stepscope.attention.registry import implementation
+from stepscope.errors import UsageError
+from stepscope.model.config import PRECISIONS, precision
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Case
+from stepscope.studies.host_memory import refuse_beyond_host_memory
+from stepscope.studies.subject import Subject
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.attention.registry import AttentionFunction
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+
+AttentionMode = Literal["forward", "backward", "both"]
+MODES: tuple[AttentionMode, ...] = ("forward", "backward", "both")
+RESULTS = ("output", "dq", "dk", "dv")
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class AttentionWorkload(Case, frozen=True, kw_only=True):
+    """One attention, fully named: (batch, heads, seq, head) in one dtype."""
+
+    attention: str
+    batch: int
+    heads: int
+    seq: int
+    head: int
+    dtype: str
+    causal: bool
+    mode: AttentionMode
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "seq", "head"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        implementation(self.attention)
+        if precision(self.dtype).name not in _ELEMENT_BYTES:
+            known = ", ".join(name for name in PRECISIONS if name in _ELEMENT_BYTES)
+            raise UsageError(f"dtype {self.dtype!r} is not one of tensors", f"one of: {known}")
+
+    @property
+    def key(self) -> str:
+        shape = f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}"
+        mask = "causal" if self.causal else "full"
+        return f"{self.attention}_{shape}_{self.dtype}_{mask}_{self.mode}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (precision(self.dtype).compute,)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch},{self.heads},{self.seq},{self.head}"
+
+    @property
+    def is_single(self) -> bool:
+        """One head of one sequence."""
+        return self.batch * self.heads == 1
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            batch=self.batch, heads=self.heads, seq_q=self.seq, seq_k=self.seq, d_head=self.head
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return _ELEMENT_BYTES[self.dtype]
+
+    def flops(self) -> int:
+        """As the field counts a kernel: a causal mask halves, the backward is 2.5 forwards."""
+        forward = cost.forward_flops(self.shape, causal=self.causal)
+        backward = cost.kernel_backward_flops(self.shape, causal=self.causal)
+        return {"forward": forward, "backward": backward, "both": forward + backward}[self.mode]
+
+    def predicted_saved_bytes(self) -> int:
+        """Bytes that a forward leaves in memory for its backward, the output included.
+
+        The inputs are there before; a flash form keeps its output and a number for each row.
+        """
+        saved = cost.output_bytes(self.shape, self.element_bytes)
+        if implementation(self.attention).saves_scores:
+            saved += cost.probability_bytes(self.shape, self.element_bytes)
+            return saved + cost.mask_bytes(self.shape, causal=self.causal)
+        return saved + cost.log_sum_exp_bytes(self.shape)
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        return (
+            Quantity(name="flops", value=self.flops(), unit="FLOP"),
+            Quantity(name="tokens", value=self.batch * self.seq, unit="tokens"),
+            Quantity(name="predicted_saved_bytes", value=self.predicted_saved_bytes(), unit="B"),
+        )
+
+
+class AttentionStep(Subject):
+    """Inputs on the device and the call as phases, ready for a timer."""
+
+    def __init__(self, workload: AttentionWorkload, device: Device) -> None:
+        import torch
+
+        self._refuse_what_cannot_fit(workload, device)
+        self.workload = workload
+        self._device = device
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest")
+        shape = (workload.batch, workload.heads, workload.seq, workload.head)
+        dtype = getattr(torch, workload.dtype)
+
+        def draw() -> torch.Tensor:
+            return torch.randn(shape, device=device.torch_device, dtype=dtype)
+
+        self.q, self.k, self.v = (draw().requires_grad_() for _ in range(3))
+        # A gradient of its own: that of a sum would be an expanded scalar, which no training has.
+        self.grad = draw()
+        self._function = _attention(workload.attention)
+        self._out: torch.Tensor | None = None
+        self._gradients: tuple[torch.Tensor, ...] = ()
+
+    def variant(self, **changes: str) -> AttentionStep:
+        """Another `mode` or `attention` of the same call, on the very same tensors."""
+        other = copy.copy(self)
+        other.workload = msgspec.structs.replace(self.workload, **changes)
+        other._function = _attention(other.workload.attention)
+        other._out, other._gradients = None, ()
+        return other
+
+    def refusal(self) -> str | None:
+        """Why the implementation cannot take these tensors."""
+        refuses = implementation(self.workload.attention).refuses
+        return refuses(self.q, self.k, self.v, self.workload.causal, None, None)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Output and gradients of one forward and backward."""
+        self._forward()
+        self._backward()
+        assert self._out is not None
+        made = (self._out.detach(), *self._gradients)
+        self._out, self._gradients = None, ()
+        return dict(zip(RESULTS, made, strict=True))
+
+    @staticmethod
+    def _refuse_what_cannot_fit(workload: AttentionWorkload, device: Device) -> None:
+        """A GPU says that it is full; a host swaps and is lost, so there the bound decides."""
+        inputs = cost.input_bytes(workload.shape, workload.element_bytes)
+        needed = inputs + workload.predicted_saved_bytes()
+        if implementation(workload.attention).saves_scores:
+            # Scores and probabilities are there at once while the softmax runs.
+            needed += cost.probability_bytes(workload.shape, workload.element_bytes)
+        refuse_beyond_host_memory(needed, device)
+
+    def phases(self) -> tuple[Phase, ...]:
+        from stepscope.measure.timer import Phase
+
+        forward, backward = Phase("forward", self._forward), Phase("backward", self._backward)
+        return {"forward": (forward,), "backward": (backward,), "both": (forward, backward)}[
+            self.workload.mode
+        ]
+
+    def reset(self) -> None:
+        """Outside of any sample: drop the last step's results; a lone backward needs a forward."""
+        self._out, self._gradients = None, ()
+        if self.workload.mode == "backward":
+            self._forward()
+
+    def saved_bytes(self) -> int | None:
+        """Bytes that one forward leaves in use, where the device counts them."""
+        # The first call of all also leaves work space of the matrix library.
+        self._forward()
+        self._out, self._gradients = None, ()
+        before = self._device.held_bytes()
+        self._forward()
+        self._device.synchronize()
+        after = self._device.held_bytes()
+        self._out = None
+        return None if before is None or after is None else after - before
+
+    def _forward(self) -> None:
+        self._out = self._function(self.q, self.k, self.v, is_causal=self.workload.causal)
+
+    def _backward(self) -> None:
+        import torch
+
+        assert self._out is not None
+        self._gradients = torch.autograd.grad(self._out, (self.q, self.k, self.v), self.grad)
+
+
+def _attention(impl: str) -> AttentionFunction:
+    from stepscope.attention.api import attention_with
+
+    return attention_with(impl)

@@ -1,0 +1,69 @@
+"""Flags and cases of the autocast study, and what its records keep of operators."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.attention.registry import implementation
+from stepscope.errors import UsageError, unknown_name
+from stepscope.model.sizes import find_size
+from stepscope.records.schema import Part
+from stepscope.studies.base import Case
+
+FORMATS = ("float16", "bfloat16")
+
+
+class AutocastFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to look at: every combination of subject and format is a case."""
+
+    subject: tuple[str, ...] = ("toy", "tiny")
+    """`toy` (linear, ReLU, norm, linear), or a size of the model: tiny, mini, small, …"""
+    dtype: tuple[str, ...] = FORMATS
+    """Formats of autocast: float16, bfloat16."""
+    context: int = 64
+    """Sequence length of the model."""
+    attention: str = "reference"
+    """Attention implementation of the model."""
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise UsageError(f"context is {self.context}", "it must be at least 1")
+        for name in self.dtype:
+            if name not in FORMATS:
+                raise unknown_name("autocast format", name, FORMATS)
+        for name in self.subject:
+            if name != "toy":
+                find_size(name)
+        implementation(self.attention)
+
+
+class AutocastCase(Case, frozen=True, kw_only=True):
+    """One step of a subject under autocast."""
+
+    subject: str
+    dtype: str
+    context: int
+    attention: str
+
+    @property
+    def key(self) -> str:
+        shape = "" if self.subject == "toy" else f"_c{self.context}_{self.attention}"
+        return f"{self.subject}_{self.dtype}{shape}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.dtype,)
+
+
+class OperatorFormats(Part, frozen=True):
+    """One operator with one choice of dtypes, and how often it ran."""
+
+    operator: str
+    inputs: tuple[str, ...]
+    output: tuple[str, ...]
+    count: int
+
+
+Operators = tuple[OperatorFormats, ...]
+Formats = dict[str, str]
+"""By name of a tensor or a module."""

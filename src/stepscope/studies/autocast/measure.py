@@ -1,0 +1,229 @@
+"""One forward and backward under autocast, with every format written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.autocast.cases import AutocastCase, OperatorFormats
+from stepscope.studies.base import Bench, Measurement
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stepscope.measure.device import Device
+
+_REDUCTIONS = ("float16", "bfloat16", "float32")
+_SAMPLES = 5
+
+
+def measure_autocast(case: AutocastCase, bench: Bench) -> Measurement:
+    import torch
+
+    from stepscope.measure.dtypes import DtypeRecorder
+
+    device = bench.device
+    torch.manual_seed(0)
+    model, inputs, loss_of = _subject(case, device.torch_device)
+    outputs, norm_inputs, unwatch = _watch_modules(model)
+    form = getattr(torch, case.dtype)
+
+    forward, backward = DtypeRecorder(), DtypeRecorder()
+    with forward, torch.autocast(device.kind, form):
+        logits = model(inputs)
+    loss = loss_of(logits)
+    with backward:
+        loss.backward()  # type: ignore[no-untyped-call]
+    unwatch()
+    named = {
+        "parameters": _of(p for p in model.parameters()),
+        **outputs,
+        "logits": _name(logits),
+        "loss": _name(loss),
+        "gradients": _of(p.grad for p in model.parameters() if p.grad is not None),
+    }
+    bench.progress(1, 2, "casts")
+    casts = forward.casts + backward.casts
+    size = sum(
+        count * _elements(shape) * (_width(source) + _width(target))
+        for (shape, source, target), count in casts.items()
+    )
+    return Measurement(
+        series=(
+            _timed("step", _step(model, inputs, loss_of, form, device.kind), device),
+            _timed("casts", _replay(casts, device.torch_device), device),
+        ),
+        quantities=(
+            Quantity(name="casts", value=float(sum(casts.values())), unit="1"),
+            Quantity(name="cast_bytes", value=float(size), unit="B"),
+            *_reduction_errors(norm_inputs),
+        ),
+        attachments={
+            "formats": named,
+            "forward": _table(forward.operators),
+            "backward": _table(backward.operators),
+        },
+    )
+
+
+def _subject(
+    case: AutocastCase, device: torch.device
+) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The small net of the course, or the model under study in a small size."""
+    import torch
+    from torch import nn
+
+    from stepscope.attention.api import attention_with
+    from stepscope.model.loss import cross_entropy
+    from stepscope.model.sizes import find_size, with_overrides
+    from stepscope.model.transformer import TransformerLM
+
+    if case.subject == "toy":
+        layers = {
+            "fc1": nn.Linear(20, 10, bias=False),
+            "relu": nn.ReLU(),
+            "ln": nn.LayerNorm(10),
+            "fc2": nn.Linear(10, 5, bias=False),
+        }
+        toy = nn.Sequential()
+        for name, layer in layers.items():
+            toy.add_module(name, layer)
+        targets = torch.randint(5, (32,), device=device)
+        return (
+            toy.to(device),
+            torch.randn(32, 20, device=device),
+            lambda logits: nn.functional.cross_entropy(logits.float(), targets),
+        )
+    shape = with_overrides(find_size(case.subject), context=case.context, vocab=512)
+    model = TransformerLM(shape, attention=attention_with(case.attention), device=device)
+    tokens, targets = torch.randint(shape.vocab, (2, 2, case.context), device=device)
+    return model, tokens, lambda logits: cross_entropy(logits, targets)
+
+
+def _watch_modules(
+    model: nn.Module,
+) -> tuple[dict[str, str], list[torch.Tensor], Callable[[], None]]:
+    """The format of every module's output, blocks after the first left out; inputs of norms; and
+    how to stop."""
+    outputs: dict[str, str] = {}
+    norm_inputs: list[torch.Tensor] = []
+    handles: list[Any] = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def seen(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if hasattr(output, "dtype"):
+                outputs.setdefault(f"{name} output", _name(output))
+            if "norm" in name or name == "ln":
+                # As it is: a cast here would be taken for one of autocast's.
+                norm_inputs.append(inputs[0])
+
+        handles.append(module.register_forward_hook(seen))
+
+    for name, module in model.named_modules():
+        first = not name.startswith("blocks.") or name.startswith("blocks.0.")
+        if name and first and name != "blocks.0.attention.rotary":
+            watch(name, module)
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return outputs, norm_inputs, stop
+
+
+def _reduction_errors(norm_inputs: list[torch.Tensor]) -> Iterator[Quantity]:
+    """A norm's mean square, with the sum kept in each format, against float64."""
+    import torch
+
+    for form in _REDUCTIONS:
+        worst = 0.0
+        for x in norm_inputs:
+            rows = x.detach().flatten(0, -2)[:64].float().cpu()
+            exact = rows.double().pow(2).mean(dim=-1)
+            narrow = rows.to(getattr(torch, form))
+            total = torch.zeros(len(rows), dtype=narrow.dtype)
+            for column in (narrow * narrow).unbind(dim=-1):
+                total += column
+            mean = total.double() / rows.shape[-1]
+            error = ((mean - exact) / exact).abs()
+            worst = max(worst, float(error[torch.isfinite(error)].max()))
+        yield Quantity(name="norm_error", variant=form, value=worst, unit="1")
+
+
+def _step(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    form: torch.dtype,
+    kind: str,
+) -> Callable[[], None]:
+    import torch
+
+    def run() -> None:
+        model.zero_grad()
+        with torch.autocast(kind, form):
+            logits = model(inputs)
+        loss_of(logits).backward()  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _replay(
+    casts: Mapping[tuple[tuple[int, ...], str, str], int], device: torch.device
+) -> Callable[[], None]:
+    """All casts of a step, one after the other."""
+    import torch
+
+    held = [
+        (torch.zeros(shape, dtype=getattr(torch, source), device=device), getattr(torch, target), n)
+        for (shape, source, target), n in casts.items()
+    ]
+
+    def run() -> None:
+        for tensor, target, count in held:
+            for _ in range(count):
+                tensor.to(target)
+
+    return run
+
+
+def _timed(name: str, run: Callable[[], None], device: Device) -> Series:
+    from stepscope.measure.timer import Phase, time_step
+
+    timing = time_step((Phase(name, run),), device, warmup=1, steps=_SAMPLES)
+    series = min((s for s in timing.series if s.name == "step"), key=lambda s: s.clock)
+    return msgspec.structs.replace(series, name=name)
+
+
+def _table(
+    operators: Mapping[tuple[str, tuple[str, ...], tuple[str, ...]], int],
+) -> list[OperatorFormats]:
+    return [
+        OperatorFormats(operator=name, inputs=read, output=written, count=count)
+        for (name, read, written), count in sorted(operators.items())
+    ]
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _of(tensors: Any) -> str:
+    return ", ".join(sorted({_name(tensor) for tensor in tensors}))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _width(form: str) -> int:
+    import torch
+
+    return int(getattr(torch, form).itemsize)

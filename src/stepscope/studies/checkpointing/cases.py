@@ -1,0 +1,117 @@
+"""Flags, cases and strategies of the checkpointing study, and the best one under a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from stepscope.analysis.predict.fit import MARGIN
+from stepscope.analysis.predict.step import predict
+from stepscope.errors import UsageError
+from stepscope.model.checkpointing import NESTED, NONE, run_again, stretches
+from stepscope.studies.plans import plan_of
+from stepscope.studies.workload import Workload, WorkloadFlags, case_of, workloads
+
+_POWERS = (1, 2, 4, 8, 16, 32)
+_GIB = 2**30
+
+
+class CheckpointingFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """Which steps: each is run with every strategy."""
+
+    checkpoint: tuple[str, ...] = ()
+    """Strategies: no, stretches of 1, 2, 4, …, levels (8-1), nested. All, if none is named."""
+    budget_gib: float | None = None
+    """Memory that the step must fit into, in GiB: adds the best strategy under this limit."""
+    steps: int = 6
+    """Steps, at least 2: the first makes the optimizer state."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
+        if self.budget_gib is not None and not 0 < self.budget_gib < float("inf"):
+            raise UsageError(f"budget-gib is {self.budget_gib}", "give GiB, such as 80")
+
+
+class CheckpointingCase(Workload, frozen=True, kw_only=True):
+    """A step with one strategy; with a budget, the worker chooses the strategy."""
+
+    steps: int
+    budget_bytes: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def key(self) -> str:
+        if self.budget_bytes is msgspec.UNSET:
+            return super().key
+        # The bytes are truncated: half a byte more gives back the GiB that were asked for.
+        return f"{super().key}_budget={(self.budget_bytes + 0.5) / _GIB:g}"
+
+    @property
+    def budget(self) -> int | None:
+        return None if self.budget_bytes is msgspec.UNSET else self.budget_bytes
+
+
+def cases_of(flags: CheckpointingFlags) -> Iterator[CheckpointingCase]:
+    plain = msgspec.structs.replace(flags, checkpoint=(NONE,))
+    for workload in workloads(plain, ("train-step",)):
+        case = case_of(workload, CheckpointingCase, steps=flags.steps)
+        for strategy in flags.checkpoint or worth_running(workload.layers):
+            yield msgspec.structs.replace(case, checkpoint=strategy)
+        if flags.budget_gib is not None:
+            budget = int(flags.budget_gib * _GIB)
+            # Refused here if it fits nowhere; the strategy is chosen on the device, which knows
+            # how its allocator rounds.
+            refuse_what_fits_nowhere(workload, budget)
+            yield msgspec.structs.replace(case, budget_bytes=budget)
+
+
+def worth_running(layers: int) -> tuple[str, ...]:
+    """Nothing, stretches of each power of two, single blocks in stretches of √layers, halves."""
+    two_levels = f"{round(math.sqrt(layers))}-1" if layers >= 4 else ""
+    named = (NONE, *(str(size) for size in _POWERS if size <= layers), two_levels)
+    return (*filter(None, named), *([NESTED] if layers > 2 else []))
+
+
+def refuse_what_fits_nowhere(workload: Workload, budget: int) -> None:
+    """Before a device is known: to the byte, as no allocator gives less than is asked for."""
+    if workload.shape is None:
+        raise UsageError(f"the memory of {workload.own} cannot be predicted", "omit --budget-gib")
+    likely = sorted(worth_running(workload.layers), key=lambda name: name != "1")
+    peaks = {}
+    for strategy in likely:
+        peaks[strategy] = _peak(workload, strategy, "cpu")
+        if peaks[strategy] * MARGIN <= budget:
+            return
+    raise _too_little(workload, budget, peaks)
+
+
+W = TypeVar("W", bound=Workload)
+
+
+def chosen_for(workload: W, budget: int, device_kind: str) -> W:
+    """The strategy predicted to fit that runs the least again; of equal ones the smallest."""
+    layers = workload.layers
+    peaks = {name: _peak(workload, name, device_kind) for name in worth_running(layers)}
+    fitting = [name for name, peak in peaks.items() if peak * MARGIN <= budget]
+    if not fitting:
+        raise _too_little(workload, budget, peaks)
+    best = min(fitting, key=lambda name: (run_again(stretches(name, layers), layers), peaks[name]))
+    return msgspec.structs.replace(workload, checkpoint=best)
+
+
+def _peak(workload: Workload, strategy: str, device_kind: str) -> int:
+    one = msgspec.structs.replace(workload, checkpoint=strategy)
+    return predict(plan_of(one, device_kind)).peak.allocated
+
+
+def _too_little(workload: Workload, budget: int, peaks: dict[str, int]) -> UsageError:
+    strategy, peak = min(peaks.items(), key=lambda item: item[1])
+    return UsageError(
+        f"no strategy fits {workload.name} into {budget / _GIB:.4g} GiB:"
+        f" the least is {peak / _GIB:.4g} GiB with --checkpoint {strategy}",
+        f"allow at least {peak * MARGIN / _GIB:.4g}, or see what else helps with"
+        " `stepscope predict --budget`",
+    )

@@ -1,0 +1,92 @@
+"""Flags and cases of the compile study."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stepscope.errors import UsageError
+from stepscope.studies.attention.workload import AttentionWorkload
+from stepscope.studies.workload import Workload, WorkloadFlags
+
+Part = Literal["trace", "attention", "model"]
+PARTS: tuple[Part, ...] = ("trace", "attention", "model")
+
+
+class CompileFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to compile: every combination of the values is a case."""
+
+    part: tuple[Part, ...] = PARTS
+    """trace (graphs and breaks of a model, without compiling), attention (alone), model."""
+    compile: tuple[str, ...] = ("block", "model")
+    """What is compiled: block (each block alone), model (whole)."""
+    head: tuple[int, ...] = (16, 32, 64, 128)
+    """Head dimensions of attention alone."""
+    seq: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    """Its sequence lengths."""
+    sequences: int = 8
+    """Its batch, with one head each."""
+    causal: bool = False
+    """Attention alone with a causal mask."""
+    warmup: int = 3
+    """Steps before the first sample, after compiling."""
+    rounds: int = 10
+    """Samples of each, eager and compiled in turns."""
+    warm: bool = True
+    """Compile a second time in another process, from the cache that the first left."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.warmup < 1:
+            raise UsageError(
+                f"rounds is {self.rounds} and warmup {self.warmup}", "both must be at least 1"
+            )
+        if "no" in self.compile:
+            raise UsageError("compile is 'no'", "eager is measured beside: block, model or both")
+
+
+class TraceCase(Workload, frozen=True, kw_only=True, tag_field="kind", tag="trace"):
+    """A model that is traced and not compiled."""
+
+    warmup: int
+    rounds: int
+    warm: bool
+
+    @property
+    def key(self) -> str:
+        return f"trace_{super().key}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return super().needs[:1]
+
+
+class ModelCase(Workload, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+    """A training step, eager and compiled."""
+
+    warmup: int
+    rounds: int
+    warm: bool
+
+    @property
+    def key(self) -> str:
+        return f"model_{super().key}"
+
+
+class AttentionCase(
+    AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", tag="attention"
+):
+    """Attention alone, eager and compiled."""
+
+    warmup: int
+    rounds: int
+    warm: bool
+
+    @property
+    def key(self) -> str:
+        return f"attention_{super().key}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*super().needs, "compiler")
+
+
+CompileCase = TraceCase | AttentionCase | ModelCase

@@ -1,0 +1,260 @@
+"""Times steps with each strategy on ranks. Loads without torch."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
+from stepscope.studies.rank_subject import (
+    WARMUP,
+    Described,
+    Fed,
+    RankSubject,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+)
+from stepscope.studies.ranked import on_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stepscope.parallel import DDP, World
+
+_DRAWN = 3
+"""Steps that are tried for a picture."""
+Lanes = dict[str, list[tuple[float, float, str]]]
+
+
+class RankSteps(NamedTuple):
+    samples: Samples
+    gradient_bytes: int
+    reductions: dict[str, int]
+    lanes: dict[str, Lanes]
+    """By way: what one step did when, in ms from its start."""
+    backend: str
+
+
+class Way:
+    """One way to average gradients, with a model and an optimizer of its own."""
+
+    def __init__(
+        self, name: str, model: nn.Module, parameters: nn.Module, dtype: str = "float32"
+    ) -> None:
+        import torch
+
+        self.name = name
+        self.autocast = dtype == "bfloat16"
+        self.model = model
+        self.optimizer = torch.optim.AdamW(parameters.parameters())
+        self.averages_itself = hasattr(model, "finish_gradient_synchronization")
+
+
+def measure_case(study: str, case: DDPCase, bench: Bench) -> Measurement:
+    ranks: list[RankSteps] = on_ranks(study, case, bench, time_ways)
+    first = ranks[0]
+    return Measurement(
+        series=series_of([result.samples for result in ranks]),
+        quantities=(
+            Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
+            *(
+                Quantity(name="reductions", variant=way, value=count, unit="messages")
+                for way, count in first.reductions.items()
+            ),
+        ),
+        notes={"backend": first.backend},
+        attachments={"timeline": first.lanes},
+    )
+
+
+def time_ways(world: World, case: DDPCase) -> RankSteps:
+    """On each rank."""
+    import torch
+    import torch.distributed as dist
+
+    model, fed = make_model(world, case, case.batch // world.size, case.dtype)
+    ways = make_ways(model, case.dtype, case.bucket_mb)
+    gradient_bytes = sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
+    samples = interleaved(
+        world, {way.name: partial(one_step, world, way, fed) for way in ways}, case.rounds, 0
+    )
+    step = len(ways) * (WARMUP + case.rounds)
+    reductions = {}
+    for way in ways:
+        if not way.averages_itself:
+            continue
+        sizes: Any = way.model.message_bytes
+        reductions[way.name] = len(sizes)
+        dtype = next(way.model.parameters()).dtype
+        messages = [
+            torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
+        ]
+        alone = samples[way.name, "communication"] = []
+        for _ in range(case.rounds):
+            world.step(step)
+            step += 1
+            alone.append(_alone(world, way, messages))
+    lanes = {
+        way.name: _typical_lanes(world, way, fed, statistics.median(samples[way.name, "step"]))
+        for way in ways
+        if way.averages_itself
+    }
+    dist.barrier()
+    return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
+
+
+def make_model(world: World, case: Described, share: int, dtype: str) -> RankSubject:
+    import torch
+
+    pure = torch.bfloat16 if dtype == "bfloat16-pure" else torch.float32
+    return make_subject(world, case, share, world.device, pure)
+
+
+def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[Way]:
+    """Without communication first, then our four, then torch's."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from stepscope.parallel import DDP
+
+    def model() -> nn.Module:
+        # Copying is faster than drawing weights again.
+        return copy.deepcopy(alone)
+
+    def ours(name: str, wrapped: DDP) -> Way:
+        return Way(name, wrapped, wrapped.module, dtype)
+
+    ways = [Way(ALONE, alone, alone, dtype)]
+    for strategy in ("naive", "flat", "overlap"):
+        ways.append(ours(strategy, DDP(model(), strategy)))
+    for size in bucket_mb:
+        ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
+    theirs = model()
+    wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+    ways.append(Way(TORCH, wrapped, theirs, dtype))
+    return ways
+
+
+def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
+    """Times of the phases in ms; the device is idle at each mark."""
+    import torch
+    import torch.distributed as dist
+
+    settle(world)
+    dist.barrier()
+    began = time.perf_counter()
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=way.autocast):
+        loss = fed.loss_of(way.model)
+    settle(world)
+    forward = time.perf_counter()
+    loss.backward()  # type: ignore[no-untyped-call]
+    # On a GPU this waits for the backward, and for what it overlaps with, like the ones below.
+    settle(world)
+    backward = time.perf_counter()
+    marks = {}
+    if way.averages_itself:
+        way.model.finish_gradient_synchronization()  # type: ignore[operator]
+        settle(world)
+        timing: Any = way.model.timing
+        marks = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
+    waited = time.perf_counter()
+    way.optimizer.step()
+    way.optimizer.zero_grad()
+    settle(world)
+    ended = time.perf_counter()
+    return {
+        "step": (ended - began) * 1e3,
+        "forward": (forward - began) * 1e3,
+        "backward": (backward - forward) * 1e3,
+        "waited": (waited - backward) * 1e3,
+        "optimizer": (ended - waited) * 1e3,
+        **marks,
+    }
+
+
+def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
+    """The reductions of a step with nothing to hide behind, in ms."""
+    import torch.distributed as dist
+
+    settle(world)
+    dist.barrier()
+    began = time.perf_counter()
+    flying = []
+    for message in messages:
+        work = dist.all_reduce(message, async_op=True)
+        if way.name == "naive":
+            work.wait()
+        else:
+            flying.append(work)
+    for work in flying:
+        work.wait()
+    settle(world)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _typical_lanes(world: World, way: Way, fed: Fed, median_ms: float) -> Lanes:
+    """Of a few more steps the one nearest to what they take."""
+    tried = [_lanes(world, way, fed) for _ in range(_DRAWN)]
+    return min(tried, key=lambda lanes: abs(lanes["compute"][-1][1] - median_ms))
+
+
+def _lanes(world: World, way: Way, fed: Fed) -> Lanes:
+    """One more step, with every reduction's start and end."""
+    now, ms_before = _clock(world)
+    flights: list[list[Any]] = []
+
+    def observer(size: int, work: Any) -> None:
+        flight = [now(), None, size]
+        flights.append(flight)
+
+        def landed(_: Any) -> None:
+            flight[1] = now()
+
+        work.get_future().then(landed)
+
+    observed = getattr(way.model, "observed", lambda _: nullcontext())
+    with observed(observer):
+        marks = one_step(world, way, fed)
+    # The step began after a barrier; its end is what both clocks share.
+    end = now()
+    settle(world)
+    phases, at = [], 0.0
+    for name in ("forward", "backward", "waited", "optimizer"):
+        phases.append((at, at + marks[name], name))
+        at += marks[name]
+    in_flight = [
+        (
+            max(0.0, marks["step"] - ms_before(left, end)),
+            marks["step"] - ms_before(landed, end),
+            f"{size / 2**20:.3g} MiB",
+        )
+        for left, landed, size in flights
+        if landed is not None
+    ]
+    return {"compute": phases, "reductions": in_flight}
+
+
+def _clock(world: World) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """A moment, and the ms between two. NCCL's ends are known to the device's queue alone: a
+    callback runs when a reduction is issued, on a stream that waits for it."""
+    import torch
+
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        made.record()
+        return made
+
+    if world.backend == "nccl":
+        return event, lambda earlier, later: float(earlier.elapsed_time(later))
+    return time.perf_counter, lambda earlier, later: (later - earlier) * 1e3

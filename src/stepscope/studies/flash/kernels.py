@@ -1,0 +1,325 @@
+"""Our kernels: which ran, what the compiler made of each, and every tile of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from stepscope.analysis.foreign_kernels import SEPARATOR, owner
+from stepscope.analysis.kernel_names import describe
+from stepscope.attention.tiles import Pass
+from stepscope.report.blocks import Cell, Finding, Table
+from stepscope.report.format import duration, number, percent
+from stepscope.report.tables import Declared, col, table
+from stepscope.studies.flash.cases import CHOSEN, PASSES
+from stepscope.studies.flash.rows import OURS, GridRow, Tiles, whole
+
+_LONGEST_NAME = 48
+_MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
+_RESULTS: dict[Pass, tuple[str, ...]] = {
+    "forward": ("output",), "key_value": ("dk", "dv"), "query": ("dq",),
+}  # fmt: skip
+_NOT_SLOWER = 1.02
+"""Times in two dtypes that differ by less are equal."""
+_LITTLE = 0.05
+"""So much may a chosen tile lose at one shape."""
+
+
+def kernels_seen(row: GridRow, mode: str) -> str | None:
+    """The attention kernels among those that ran, else how many there were."""
+    text = row.kernels.get(mode)
+    if not text:
+        return None
+    names = text.split(SEPARATOR)
+    fused = [_shortened(describe(name).short) for name in names if owner(name)]
+    return ", ".join(fused) or f"{len(names)} unfused"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+def kernels_table(rows: Sequence[GridRow]) -> Iterator[Table]:
+    """One row for each set of attention kernels that an implementation ran."""
+
+    def kernels(row: GridRow, mode: str) -> str | None:
+        seen = kernels_seen(row, mode)
+        return "none: products and a softmax" if seen and seen.endswith(" unfused") else seen
+
+    seen = Counter(
+        (row.attention, row.case.dtype, kernels(row, "forward"), kernels(row, "backward"))
+        for row in rows
+        if row.kernels.get("forward")
+    )
+    columns = [
+        col("attention", lambda r: r[0][0]),
+        col("dtype", lambda r: r[0][1]),
+        col("forward", lambda r: r[0][2]),
+        col("backward", lambda r: r[0][3]),
+        col("cells", lambda r: r[1], "count"),
+    ]
+    if seen:
+        yield table(
+            "flash-kernels",
+            "Kernels that ran",
+            sorted(seen.items(), key=lambda item: item[0][:2]),
+            columns,
+            caption="Kernels of attention by their names, shortened. The full names of all are in"
+            " the records.",
+        )
+
+
+class _Card(NamedTuple):
+    """One of our kernels in one dtype at one head dimension."""
+
+    kernel: Pass
+    longest: GridRow
+    exact: GridRow | None
+    """The longest whose error is known."""
+    wide: GridRow | None
+    """The same as `longest` in float32."""
+
+    def fact(self, name: str) -> int | None:
+        return whole(self.longest.record, self.kernel, name)
+
+    @property
+    def tile(self) -> str | None:
+        m, n, warps, stages = map(self.fact, ("tile_m", "tile_n", "warps", "stages"))
+        if None in (m, n, warps, stages):
+            return None
+        return f"{m} × {n}, {warps} warps, {stages} stages"
+
+    @property
+    def skipped(self) -> float | None:
+        m, n, case = self.fact("tile_m"), self.fact("tile_n"), self.longest.case
+        return skipped_tiles(case.seq, m, n) if m and n and case.causal else None
+
+    @property
+    def error(self) -> float | None:
+        return self.exact and self.exact.error_ratio(*_RESULTS[self.kernel])
+
+    @property
+    def not_slower(self) -> str | None:
+        """A 16-bit dtype that is slower than float32 does not use what the GPU has for it."""
+        if self.wide is None or self.longest.case.dtype == "float32":
+            return None
+        mode = _MODE[self.kernel]
+        here, there = self.longest.time(mode), self.wide.time(mode)
+        if here is None or there is None:
+            return None
+        ratio = there.median / here.median
+        return f"{'yes' if ratio * _NOT_SLOWER >= 1.0 else 'no'}: {number(ratio, 3)}× as fast"
+
+
+def skipped_tiles(seq: int, rows: int, columns: int) -> float:
+    """Share of a causal square's tiles that hold no visible score: a kernel skips them."""
+    across, down = math.ceil(seq / columns), math.ceil(seq / rows)
+    seen = sum(math.ceil(min(seq, (row + 1) * rows) / columns) for row in range(down))
+    return 1.0 - seen / (across * down)
+
+
+def _cards(rows: Sequence[GridRow]) -> Iterator[_Card]:
+    ours = [
+        row
+        for row in rows
+        if row.attention == OURS and row.case.is_single and row.record.status == "ok"
+    ]
+    wide = {(row.case.head, row.case.seq): row for row in ours if row.case.dtype == "float32"}
+    groups: dict[tuple[int, str], list[GridRow]] = {}
+    for row in sorted(ours, key=lambda row: row.case.seq, reverse=True):
+        groups.setdefault((row.case.head, row.case.dtype), []).append(row)
+    # By head dimension, then kernel, then dtype.
+    for (head, _), kernel, members in sorted(
+        ((group, kernel, members) for group, members in groups.items() for kernel in PASSES),
+        key=lambda card: (card[0][0], PASSES.index(card[1]), card[0][1]),
+    ):
+        known = (row for row in members if row.error_ratio(*_RESULTS[kernel]) is not None)
+        longest = members[0]
+        yield _Card(kernel, longest, next(known, None), wide.get((head, longest.case.seq)))
+
+
+def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
+    skipped = "not visited under the causal mask, at the length in the next column"
+    slower = "the pass in float32 over the same in this format, at that length"
+    error = "largest error against float64, over that of the reference in this format"
+    columns = [
+        col("kernel", lambda r: r.kernel.replace("_", "-")),
+        col("d", lambda r: r.longest.case.head, "count"),
+        col("dtype", lambda r: r.longest.case.dtype),
+        col("tile", lambda r: r.tile, hint="query rows × key rows, warps, stages"),
+        col(
+            "registers",
+            lambda r: r.fact("registers"),
+            "count",
+            hint="of each thread; 255 is the most",
+        ),
+        col("spills", lambda r: r.fact("spills"), "count", hint="registers that went to memory"),
+        col("shared memory", lambda r: r.fact("shared_bytes"), "bytes", hint="of each block"),
+        col("skipped tiles", lambda r: r.skipped, "percent", hint=skipped),
+        col("at length", lambda r: r.longest.case.seq, "count"),
+        col("16-bit not slower?", lambda r: r.not_slower, hint=slower),
+        col("error", lambda r: r.error, unit="×", hint=error),
+        col("error at length", lambda r: r.exact and r.exact.case.seq, "count"),
+    ]
+    cards = list(_cards(rows))
+    if cards:
+        yield table("flash-health", "Health card of our kernels", cards, columns)
+
+
+def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
+    """The chosen tiles against the fastest."""
+    chosen = _chosen(studies)
+    if not chosen:
+        return
+    beaten = [study for study in chosen if study.lost > _LITTLE]
+    text = (
+        f"The chosen tiles of {len(chosen)} kernels against {len(chosen[0].names)} sizes with"
+        f" {chosen[0].case.warps} warps: at most {percent(_LITTLE)} slower than the"
+        f" fastest in {len(chosen) - len(beaten)}"
+    )
+    for study in beaten:
+        text += (
+            f"; at {study.case.sizes} the {study.kernel} kernel takes"
+            f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen one and"
+            f" {duration(study.timed[study.fastest])} with {_sized(study.fastest)}"
+        )
+    yield Finding(
+        code="flash.tile-choice",
+        values={
+            "kernels": len(chosen), "beaten": len(beaten),
+            "most_lost": max(study.lost for study in chosen),
+        },
+        records=tuple(study.record.id for study in chosen),
+        text=text + ".",
+        tone="warn" if beaten else "good",
+    )  # fmt: skip
+
+
+def _chosen(studies: Sequence[Tiles]) -> list[Tiles]:
+    return [study for study in studies if study.ms(CHOSEN) is not None and study.timed]
+
+
+class _Tile(NamedTuple):
+    """One tile of a kernel."""
+
+    study: Tiles
+    name: str
+
+    def fact(self, what: str) -> int | None:
+        return self.study.fact(self.name, what)
+
+    @property
+    def ms(self) -> float | None:
+        return self.study.ms(self.name)
+
+    @property
+    def blocks(self) -> int | None:
+        return self.study.blocks(self.name)
+
+    @property
+    def size(self) -> str:
+        return f"{self.fact('tile_m')} × {self.fact('tile_n')}"
+
+    def with_keys(self, times: float) -> Cell:
+        """The cell of the same tile with more or fewer keys."""
+        keys = int(times * (self.fact("tile_n") or 0))
+        return _cell(self.study, f"{self.fact('tile_m')}x{keys}")
+
+
+def tile_tables(studies: Sequence[Tiles]) -> Iterator[Table]:
+    chosen = _chosen(studies)
+    if chosen:
+        yield _choices(chosen)
+    for study in studies:
+        yield _square(study)
+    columns = [
+        col("kernel", lambda r: r.study.kernel),
+        col("d", lambda r: r.study.case.head, "count"),
+        col("tile", lambda r: _sized(r.name), hint="query rows × key rows"),
+        col("time", lambda r: r.ms, unit="ms"),
+        *_compiled("stages", "registers", "spills"),
+        col("otherwise", lambda r: r.study.refused.get(r.name)),
+    ]
+    tiles = [_Tile(study, name) for study in studies for name in (CHOSEN, *study.names)]
+    if tiles:
+        yield table("flash-tile-facts", "What the compiler made of each tile", tiles, columns)
+
+
+def _compiled(*counts: str) -> Iterator[Declared]:
+    for what in counts:
+        yield col(what, partial(_Tile.fact, what=what), "count")
+    yield col("shared memory", lambda r: r.fact("shared_bytes"), "bytes")
+    held = "that one multiprocessor holds at a time"
+    yield col("blocks", lambda r: r.blocks, "count", hint=held)
+
+
+def _choices(studies: Sequence[Tiles]) -> Table:
+    def timed(study: Tiles, name: str) -> str:
+        return _unbroken(f"{_sized(name)}, {number(study.timed[name], 3)}")
+
+    def spilling(study: Tiles) -> int:
+        return sum(bool(study.fact(name, "spills")) for name in study.timed)
+
+    columns = [
+        col("kernel", lambda r: r.study.kernel),
+        col("d", lambda r: r.study.case.head, "count"),
+        col("chosen", lambda r: _unbroken(r.size), hint="query rows × key rows"),
+        col("time", lambda r: r.ms, unit="ms"),
+        *_compiled("warps", "stages", "registers", "spills"),
+        col("twice the keys", lambda r: r.with_keys(2), unit="ms"),
+        col("half the keys", lambda r: r.with_keys(0.5), unit="ms"),
+        col("fastest, ms", lambda r: timed(r.study, r.study.fastest)),
+        col("slowest, ms", lambda r: timed(r.study, [*r.study.timed][-1])),
+        col("spilling", lambda r: spilling(r.study), "count", hint="how many of the sizes spill"),
+        col(
+            "did not run",
+            lambda r: len(r.study.names) - len(r.study.timed),
+            "count",
+            hint="do not fit or do not compile",
+        ),
+    ]
+    shapes = dict.fromkeys(study.case.sizes for study in studies)
+    return table(
+        "flash-tile-choice",
+        "The chosen tiles, and what surrounds them",
+        [_Tile(study, CHOSEN) for study in studies],
+        columns,
+        caption=f"bfloat16, causal, at {' and '.join(shapes)}. A choice also has to hold at other"
+        " lengths.",
+    )
+
+
+def _square(study: Tiles) -> Table:
+    case = study.case
+    return table(
+        f"flash-tiles-{study.kernel}-d{case.head}",
+        f"Tiles of the {study.kernel} kernel, d {case.head}",
+        case.tile_sizes,
+        [
+            col("query rows", lambda m: m, "count"),
+            *(
+                col(f"{n} keys", partial(lambda n, m: _cell(study, f"{m}x{n}"), n), unit="ms")
+                for n in case.tile_sizes
+            ),
+        ],
+        caption=f"Median time of the kernel alone at {case.sizes} {case.dtype}, causal,"
+        f" {case.warps} warps; with fewer stages where the chosen tile's do not fit.",
+    )
+
+
+def _cell(study: Tiles, name: str) -> Cell:
+    ms, spills = study.ms(name), study.fact(name, "spills")
+    if ms is None:
+        return study.refused.get(name, "").partition(":")[0] or None
+    return f"{number(ms)} (spills {spills})" if spills else ms
+
+
+def _unbroken(text: str) -> str:
+    return text.replace(" ", "\u00a0")
+
+
+def _sized(name: str) -> str:
+    return name.replace("x", " × ")

@@ -1,0 +1,59 @@
+"""Flags and cases of the levers study."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.errors import UsageError, unknown_name
+from stepscope.studies.base import Case
+from stepscope.studies.levers.catalog import LEVERS
+
+CARD = "card"
+NAMES = (CARD, *LEVERS)
+_LARGEST_MIB = 8192
+_ROWS_STEP = 256
+
+
+class LeversFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What to try."""
+
+    lever: tuple[str, ...] = NAMES
+    """card, divergence, precision, fusion, recomputation, coalescing, tiling."""
+    mib: int = 0
+    """Size of an array that streams through memory, in MiB; 0: 512 on a GPU, 32 on a CPU. It shows
+    the memory only where it is larger than the caches."""
+    rows: int = 0
+    """Rows of the matrices, a multiple of 256; 0: 4096 on a GPU (tiling takes half of them), 512 on
+    a CPU."""
+    warmup: int = 1
+    """Rounds before the first sample."""
+    rounds: int = 20
+    """Samples of each form."""
+
+    def __post_init__(self) -> None:
+        for name in self.lever:
+            if name not in NAMES:
+                raise unknown_name("lever", name, NAMES)
+        if not 0 <= self.mib <= _LARGEST_MIB:
+            raise UsageError(f"mib is {self.mib}", f"give at most {_LARGEST_MIB}, or 0")
+        if self.rows < 0 or self.rows % _ROWS_STEP:
+            raise UsageError(f"rows is {self.rows}", f"give a multiple of {_ROWS_STEP}")
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+
+
+class LeverCase(Case, frozen=True, kw_only=True, omit_defaults=True):
+    """A lever in its two forms, or the card of the device, which has no sizes."""
+
+    lever: str
+    mib: int | None = None
+    rows: int | None = None
+    warmup: int | None = None
+    rounds: int | None = None
+
+    @property
+    def key(self) -> str:
+        sizes = (("m", self.mib), ("r", self.rows))
+        return self.lever + "".join(f"_{name}{value}" for name, value in sizes if value)

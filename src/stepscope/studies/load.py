@@ -1,0 +1,73 @@
+"""The load that other processes put on this machine, and waiting for it to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+SHORT_BY = 0.10
+"""Share of the cores that a case needs and other work has, from which on times are too long: as
+much as the lint `busy-machine` allows."""
+_FIRST_LOOK_S, _LOOK_S = 0.25, 1.0
+_NOT_WORK = ("idle", "iowait", "guest", "guest_nice")
+"""Time of guests is part of `user` already."""
+
+
+def other_work(seconds: float) -> float:
+    """Cores that processes other than this one and its children use, over so many seconds."""
+    before, begun = _used_s(), time.monotonic()
+    time.sleep(seconds)
+    after, elapsed = _used_s(), time.monotonic() - begun
+    return max(0.0, after - before) / elapsed
+
+
+def _used_s() -> float:
+    """CPU seconds of all other processes so far."""
+    spent = psutil.cpu_times()._asdict()
+    everybody = sum(value for name, value in spent.items() if name not in _NOT_WORK)
+    return float(everybody - _own_s())
+
+
+def _own_s() -> float:
+    this = psutil.Process()
+    total = 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Wait:
+    """A number of seconds that one command may spend on waiting for other work to end."""
+
+    def __init__(
+        self, seconds: float, needed: int, look: Callable[[float], float] = other_work
+    ) -> None:
+        """`needed` cores are to be free; `look` says how many are in use over some seconds."""
+        self.left_s = seconds
+        self._cores = psutil.cpu_count() or 1
+        self._needed = min(max(1, needed), self._cores)
+        self._look = look
+
+    def until_quiet(self, announce: Callable[[float, float, int], None]) -> bool:
+        """Whether the needed cores are free, now or after waiting. `announce` gets the seconds
+        that are left, the cores that other work uses, and the cores there are."""
+        if self.left_s <= 0:
+            return False
+        used = self._look(_FIRST_LOOK_S)
+        if not self._busy(used):
+            return True
+        announce(self.left_s, used, self._cores)
+        while self._busy(used) and self.left_s > 0:
+            begun = time.monotonic()
+            used = self._look(min(_LOOK_S, self.left_s))
+            self.left_s -= max(time.monotonic() - begun, 1e-3)
+        return not self._busy(used)
+
+    def _busy(self, used: float) -> bool:
+        lacking = self._needed - (self._cores - used)
+        return lacking > SHORT_BY * self._needed

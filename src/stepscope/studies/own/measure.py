@@ -1,0 +1,77 @@
+"""Measures one case: timed as it is, FLOPs and storages counted once, then traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.records.memory import INPUTS
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.own.cases import OwnCase
+from stepscope.studies.own.step import UserStep, own_step
+from stepscope.studies.step_peaks import account
+from stepscope.studies.timed_step import time_steps
+from stepscope.studies.traced import trace_step
+
+if TYPE_CHECKING:
+    from stepscope.measure.ledger import StorageLedger
+
+_MOST_SAVED = 200
+
+
+def measure_own(case: OwnCase, bench: Bench) -> Measurement:
+    from stepscope.measure.energy import energy_quantities, measure_energy
+
+    device = bench.device
+    step = own_step(case, device)
+    # While it is eager: the FLOPs are those of its attention too, fused or not.
+    found = [
+        msgspec.structs.replace(one, name="batch") if one.name == "samples" else one
+        for one in step.quantities()
+    ]
+    step.compile()
+    device.reset_peak()
+    timing = time_steps(step, bench, case.config)
+    peak = device.peak_bytes()
+    bench.progress(0, 1, "energy")
+    attachments: dict[str, Any] = {}
+    energy, notes = energy_quantities(
+        measure_energy(step.run, device), step.token_count(), case.batch
+    )
+    bench.progress(0, 1, "memory")
+    if case.compile == "no":
+        ledger = _account(step)
+        largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MOST_SAVED]
+        attachments = {"ledger": ledger.peaks, "saved": largest}
+        if device.kind == "cpu":
+            peak = max(each.allocated for each in ledger.peaks)
+    else:
+        notes["memory_missing"] = (
+            "the model is compiled: what its kernels keep is not seen from outside"
+        )
+    if peak is not None:
+        found.append(Quantity(name="peak_bytes", value=peak, unit="B"))
+    bench.progress(0, 1, "trace")
+    with step.named_parts():
+        traced = trace_step(step, device, case.key, steps=case.traced)
+    return Measurement(
+        series=(*timing.series, traced.series),
+        quantities=(*found, *energy),
+        readings=timing.readings,
+        notes=notes | traced.notes,
+        attachments=attachments | traced.attachments,
+    )
+
+
+def _account(step: UserStep) -> StorageLedger:
+    from stepscope.measure.allocator import CudaAllocator
+    from stepscope.measure.ledger import StorageLedger
+
+    place = step.device.torch_device
+    allocator = CudaAllocator(place) if step.device.kind == "cuda" else None
+    ledger = StorageLedger(place, allocator)
+    ledger.count(step.inputs, INPUTS)
+    account(ledger, step)
+    return ledger

@@ -1,0 +1,364 @@
+"""Records a step, and runs it on real ranks interleaved with samples of their links.
+
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stepscope.analysis.rehearsal.recording import NOTE, ReadyTimes, Recording
+from stepscope.analysis.rehearsal.replay import name_of
+from stepscope.records.schema import Clock, Series
+from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.ddp import measure as ddp
+from stepscope.studies.ddp.cases import ALONE, TORCH
+from stepscope.studies.ranked import patience
+from stepscope.studies.rehearsal.cases import CheckCase, RehearsalCase, Sampled, strategies
+from stepscope.studies.training_step import make_step
+from stepscope.studies.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stepscope.measure.device import Device
+    from stepscope.parallel import World
+
+WARMUP = 2
+BURST = 8
+"""Small messages at once, to see how they hold each other up; of large ones there are two."""
+LARGEST_BURST = 2**21
+REPEATS = 4
+"""Messages one after the other, of the sizes of which there are several."""
+SMALLEST = 2**12
+REST_S = 0.01
+"""Before each start: in a step, too, reductions begin on ranks that were busy with other things."""
+SPIN_S = 2e-4
+"""A sleep may end late by about this; the rest is spent awake."""
+
+
+Step = Callable[[], float]
+"""Runs one step; its time in ms."""
+Samples = dict[Sampled, list[float]]
+"""Of one rank, in ms."""
+
+
+def measure_case(case: RehearsalCase, bench: Bench) -> Measurement:
+    def record() -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+        return record_step(
+            case,
+            bench.device,
+            case.steps,
+            lambda done, total: bench.progress(done, total, "steps recorded"),
+        )
+
+    if not isinstance(case, CheckCase):
+        series, times = record()
+        return Measurement(series=series, quantities=case.quantities(), attachments={NOTE: times})
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // case.ranks)
+    with _threads(threads):
+        series, times = record()
+    if case.compute == "auto":
+        enough = bench.device.kind == "cpu" and cores >= 2 * case.ranks
+        case = msgspec.structs.replace(case, compute="real" if enough else "waits")
+    bench.progress(0, 1, f"{case.ranks} ranks")
+    return Measurement(
+        series=(*series, *_run_on_ranks(case, Recording.of_samples(series, times), threads)),
+        quantities=case.quantities(),
+        notes={"compute": case.compute, "backend": "gloo"},
+        attachments={NOTE: times},
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with as many threads as one of the ranks will have."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def record_step(
+    workload: Workload, device: Device, steps: int, progress: Callable[[int, int], None]
+) -> tuple[tuple[Series, ...], tuple[ReadyTimes, ...]]:
+    from stepscope.measure.gradients import record_gradients
+
+    if workload.graph or workload.fuses_loss:
+        raise CaseSkipped("a rehearsal needs forward, loss and backward one by one")
+    step = make_step(workload, device)
+    forward, loss, backward, optimizer = step.phases()
+
+    def compute_loss() -> None:
+        forward.run()
+        loss.run()
+
+    named = [(name, p) for name, p in step.model.named_parameters() if p.requires_grad]
+    times = record_gradients(
+        [parameter for _, parameter in named],
+        compute_loss,
+        backward.run,
+        optimizer.run,
+        device,
+        steps=steps,
+        before=step.reset,
+        progress=progress,
+    )
+    missing = [name for (name, _), ready in zip(named, times.ready, strict=True) if not ready]
+    if missing:
+        raise CaseSkipped(f"the backward does not reach {missing[0]}")
+    ready_times = tuple(
+        ReadyTimes(
+            name=name,
+            elements=parameter.numel(),
+            element_bytes=parameter.element_size(),
+            kind=f"{parameter.dtype} {parameter.device}",
+            ready_ms=tuple(ready),
+        )
+        for (name, parameter), ready in zip(named, times.ready, strict=True)
+    )
+    clock: Clock = "device" if device.kind == "cuda" else "host"
+    whole = [sum(parts) for parts in zip(*times[:3], strict=True)]
+    phases = {"step": whole, "forward": times.forward, "backward": times.backward,
+              "optimizer": times.optimizer}  # fmt: skip
+    series = tuple(
+        Series(name=name, unit="ms", clock=clock, values=tuple(values))
+        for name, values in phases.items()
+    )
+    return series, ready_times
+
+
+def _run_on_ranks(case: CheckCase, recording: Recording, threads: int) -> tuple[Series, ...]:
+    from stepscope.parallel import launch
+
+    results = launch(
+        run_ways,
+        (recording, case),
+        ranks=case.ranks,
+        backend="gloo",
+        device="cpu",
+        limits=patience(),
+        threads=threads,
+    )
+    return series_of(results)
+
+
+def series_of(results: Sequence[Samples]) -> tuple[Series, ...]:
+    """From what `run_ways` returned on each rank."""
+    return tuple(
+        Series(**what._asdict(), unit="ms", rank=rank, values=tuple(samples[what]))
+        for what in results[0]
+        for rank, samples in enumerate(results)
+    )
+
+
+def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
+    """On each rank. A round has a step of each way, in an order that changes, and a sample of the
+    channel."""
+    import torch.distributed as dist
+
+    ways = (
+        computing_ways(world, case)
+        if case.compute == "real"
+        else waiting_ways(recording, case.bucket_mb)
+    )
+    probe = Probe(world, recording.gradient_bytes)
+    samples: Samples = {Sampled("step", name): [] for name in ways}
+    shuffle = random.Random(0).shuffle
+    order = list(ways)
+    number = 0
+    for taken in range(-WARMUP, case.rounds):
+        shuffle(order)
+        found: dict[Sampled, float] = {}
+        for name in order:
+            world.step(number)
+            number += 1
+            found[Sampled("step", name)] = ways[name]()
+        world.step(number)
+        number += 1
+        found |= probe.sample()
+        for what, ms in found.items() if taken >= 0 else ():
+            samples.setdefault(what, []).append(ms)
+    dist.barrier()
+    return samples
+
+
+def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
+    """Reductions are real, compute is waited for as long as it was recorded to take."""
+    from stepscope.measure.waiting import Due, WaitingStep
+    from stepscope.parallel import DDP
+
+    gradients = [
+        Due(g.item.elements, g.item.kind.split()[0].removeprefix("torch."), g.ready)
+        for g in recording.gradients
+    ]
+
+    def make(like: WaitingStep | None = None) -> WaitingStep:
+        return WaitingStep(
+            recording.forward_ms, gradients, recording.backward_ms, recording.optimizer_ms, like
+        )
+
+    def way(own: WaitingStep, model: Any) -> Step:
+        def step() -> float:
+            began = start_together()
+            model().backward()
+            if model is not own:
+                model.finish_gradient_synchronization()
+            own.optimize(synchronized=model is not own)
+            return _since(began)
+
+        return step
+
+    plain = make()
+    ways = {ALONE: way(plain, plain)}
+    for strategy, size in strategies(bucket_mb):
+        own = make(plain)
+        wrapped = DDP(own, strategy, size)
+        own.count_hooks()
+        ways[name_of(strategy, size)] = way(own, wrapped)
+    return ways
+
+
+def computing_ways(world: World, case: CheckCase) -> dict[str, Step]:
+    """The recorded model itself on every rank, each with the recorded batch."""
+    model, fed = ddp.make_model(world, case, case.batch, case.dtype)
+    return {
+        way.name: lambda way=way: ddp.one_step(world, way, fed)["step"]  # type: ignore[misc]
+        for way in ddp.make_ways(model, case.dtype, case.bucket_mb)
+        if way.name != TORCH
+    }
+
+
+def start_together() -> float:
+    """A moment at which every rank goes on; all are on one machine and share its clock.
+
+    Ranks leave a barrier one after the other, as far apart as a small message takes, and the first
+    would count its wait for the last.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    arrived = time.monotonic()
+    latest = torch.tensor([arrived], dtype=torch.float64)
+    dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+    # As long again as that exchange took is left for the ranks that hear of it last.
+    took = torch.tensor([time.monotonic() - float(latest)], dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    start = float(latest) + 4 * float(took) + REST_S
+    while (left := start - time.monotonic()) > 0:
+        time.sleep(max(0.0, left - SPIN_S))
+    return start
+
+
+class Probe:
+    """Samples of the channel that the steps use, at sizes between 4 KiB and all gradients."""
+
+    def __init__(self, world: World, most_bytes: int) -> None:
+        import torch
+
+        self._world = world
+        self.sizes = probe_sizes(most_bytes)
+        self._messages: dict[int, list[Tensor]] = {
+            size: [torch.zeros(size // 4) for _ in range(_at_once(size, self.sizes[-1]))]
+            for size in self.sizes
+        }
+        self._buckets = {size: torch.zeros(size // 4) for size in self.sizes}
+
+    def sample(self) -> dict[Sampled, float]:
+        import torch.distributed as dist
+
+        found: dict[Sampled, float] = {}
+        for size, messages in self._messages.items():
+            began = start_together()
+            for message in messages[:REPEATS]:
+                dist.all_reduce(message)
+            found[Sampled("alone", size=size)] = _since(began) / len(messages[:REPEATS])
+            found[Sampled("pack", size=size)] = self._pack(size, messages[:REPEATS])
+            if len(messages) > 1:
+                issued, done = self._burst(messages)
+                found[Sampled("burst", str(len(messages)), size)] = done
+                if size == self.sizes[0]:
+                    found[Sampled("issue")] = issued / len(messages)
+            packed, both = self._beside(size, messages[:REPEATS])
+            found[Sampled("packed", str(REPEATS), size)] = packed
+            found[Sampled("beside", str(REPEATS), size)] = both
+        found[Sampled("agree")] = self._agree()
+        return found
+
+    def _pack(self, size: int, messages: list[Tensor]) -> float:
+        """Scaling new gradients into a bucket, as all ranks do at the same time, for each."""
+        import torch
+
+        made = [message.clone() for message in messages]
+        began = start_together()
+        for gradient in made:
+            torch.mul(gradient, 0.5, out=self._buckets[size])
+        return _since(began) / len(made)
+
+    def _burst(self, messages: list[Tensor]) -> tuple[float, float]:
+        """All at once: until they are issued, and until they are done."""
+        import torch.distributed as dist
+
+        began = start_together()
+        works = [dist.all_reduce(message, async_op=True) for message in messages]
+        issued = _since(began)
+        for work in works:
+            work.wait()
+        return issued, _since(began)
+
+    def _beside(self, size: int, messages: list[Tensor]) -> tuple[float, float]:
+        """Scaling gradients while a reduction is under way: until that is done, and until both."""
+        import torch
+        import torch.distributed as dist
+
+        made = [message.clone() for message in messages]
+        began = start_together()
+        work = dist.all_reduce(messages[0], async_op=True)
+        for number in range(REPEATS):
+            torch.mul(made[number % len(made)], 0.5, out=self._buckets[size])
+        packed = _since(began)
+        work.wait()
+        return packed, _since(began)
+
+    def _agree(self) -> float:
+        """The exchange that ends a backward: a small all-gather."""
+        import torch
+        import torch.distributed as dist
+
+        own = torch.zeros(64, dtype=torch.int64)
+        held = [torch.empty_like(own) for _ in range(self._world.size)]
+        began = start_together()
+        dist.all_gather(held, own)
+        return _since(began)
+
+
+def probe_sizes(most_bytes: int) -> tuple[int, ...]:
+    """From 4 KiB on by factors of sixteen; half of the largest message there can be, and that."""
+    sizes = [SMALLEST]
+    while sizes[-1] * 16 < most_bytes // 4:
+        sizes.append(sizes[-1] * 16)
+    half = max(most_bytes // 8 * 4, 2 * sizes[-1])
+    return (*sizes, half, max(most_bytes // 4 * 4, 2 * half))
+
+
+def _at_once(size: int, largest: int) -> int:
+    if size <= LARGEST_BURST and size < largest:
+        return BURST
+    return 2 if size < largest else 1
+
+
+def _since(began: float) -> float:
+    return (time.monotonic() - began) * 1e3

@@ -1,0 +1,270 @@
+"""Memory and times of each way on ranks. Loads without torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from stepscope.parallel.errors import ParallelError, RankFailed
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.own.changing import blocks_of
+from stepscope.studies.rank_subject import (
+    Fed,
+    RankedStep,
+    Samples,
+    interleaved,
+    make_subject,
+    series_of,
+    settle,
+    tokens_fed,
+)
+from stepscope.studies.ranked import on_ranks
+from stepscope.studies.sharding.cases import (
+    FULLY,
+    PEERS,
+    SCATTER,
+    TORCH,
+    TORCH_FULLY,
+    WHOLE,
+)
+from stepscope.studies.sharding.traffic import counted
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stepscope.parallel import World
+
+
+class RankResult(NamedTuple):
+    samples: Samples
+    held: list[Quantity]
+    """Bytes of each way: parameters, gradients, state; on a GPU also what its counters say."""
+    backend: str
+    refused: dict[str, str]
+    """Ways of torch's that cannot run here, and why."""
+
+
+class Trained(NamedTuple):
+    name: str
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def measure_case(study: str, case: RankedStep, bench: Bench, ways: tuple[str, ...]) -> Measurement:
+    """Memory and times of these ways, from every rank."""
+    lost: dict[str, str] = {}
+    ranks: list[RankResult]
+    try:
+        ranks = on_ranks(study, case, bench, measure_ways, ways)
+    except ParallelError as error:
+        peer = crashed_peer(error, ways)
+        if peer is None:
+            raise
+        lost[peer] = str(error)
+        left = tuple(way for way in ways if way != peer)
+        ranks = on_ranks(study, case, bench, measure_ways, left)
+    return Measurement(
+        series=series_of([result.samples for result in ranks]),
+        quantities=tuple(
+            msgspec.structs.replace(one, rank=rank)
+            for rank, result in enumerate(ranks)
+            for one in result.held
+        ),
+        notes={"backend": ranks[0].backend},
+        attachments={"refused": ranks[0].refused | lost},
+    )
+
+
+def crashed_peer(error: ParallelError, ways: tuple[str, ...]) -> str | None:
+    """The way of torch's whose first step ended a rank: some crash on a backend they cannot use."""
+    step = error.step if isinstance(error, RankFailed) else -1
+    way = ways[step] if 0 <= step < len(ways) else None
+    return way if way in PEERS else None
+
+
+def measure_ways(world: World, case: RankedStep, ways: tuple[str, ...]) -> RankResult:
+    """On each rank."""
+    origin, fed = make_subject(world, case, case.batch // world.size)
+    held: list[Quantity] = []
+    refused: dict[str, str] = {}
+    if world.device.type == "cuda":
+        _load_libraries(world)
+    for number, name in enumerate(ways):
+        world.step(number)
+        try:
+            held += _memory(world, name, origin, fed)
+        except Exception as error:
+            # A peer that cannot use this backend or device is left out, with its reason.
+            if name not in PEERS:
+                raise
+            refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
+        _let_go(world)
+    ways = tuple(name for name in ways if name not in refused)
+    trained = [make(world, name, origin) for name in ways]
+    samples = interleaved(
+        world,
+        {way.name: partial(timed_step, world, way, fed) for way in trained},
+        case.rounds,
+        len(ways),
+    )
+    return RankResult(samples, held, world.backend, refused)
+
+
+def make(world: World, name: str, origin: nn.Module) -> Trained:
+    """Every way has the same kernel for its update: what differs is the sharding."""
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from stepscope.parallel import DDP, FSDP, ShardedOptimizer
+
+    module = copy.deepcopy(origin).to(world.device)
+    if name in (FULLY, TORCH_FULLY):
+        model = FSDP(module) if name == FULLY else _torch_fully_sharded(world, module)
+        return Trained(name, model, module, torch.optim.AdamW(module.parameters(), fused=True))
+    model = module if name == SCATTER else DDP(module, "bucketed")
+    optimizer: torch.optim.Optimizer
+    if name == WHOLE:
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    elif name == TORCH:
+        optimizer = ZeroRedundancyOptimizer(
+            module.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, fused=True
+        )
+    else:
+        form: Any = name
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, form=form, fused=True)
+    return Trained(name, model, module, optimizer)
+
+
+def _torch_fully_sharded(world: World, module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in blocks_of(module):
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _average(way: Trained) -> None:
+    finish = getattr(way.model, "finish_gradient_synchronization", None)
+    if finish is not None:
+        finish()
+
+
+def _load_libraries(world: World) -> None:
+    """A tiny step: what libraries keep from their first call on belongs to no way."""
+    import torch
+
+    from stepscope.model import TransformerLM, find_size, with_overrides
+
+    origin = TransformerLM(with_overrides(find_size("tiny"), context=16))
+    way = make(world, WHOLE, origin)
+    tokens = torch.zeros((1, 17), dtype=torch.int64, device=world.device)
+    timed_step(world, way, tokens_fed(tokens))
+    del way
+    _let_go(world)
+
+
+def _let_go(world: World) -> None:
+    """The next way starts with an empty allocator: hooks keep what they belong to in cycles."""
+    import torch
+
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _memory(world: World, name: str, origin: nn.Module, fed: Fed) -> list[Quantity]:
+    """What the tensors of a way take after one step; on a GPU its counters at each station."""
+    import torch
+    import torch.distributed as dist
+
+    found: list[Quantity] = []
+
+    def count(kind: str, size: float, where: str = "") -> None:
+        found.append(Quantity(name=kind, variant=name, phase=where, value=size, unit="B"))
+
+    on_gpu = world.device.type == "cuda"
+
+    def station(where: str) -> None:
+        if on_gpu:
+            torch.cuda.synchronize(world.device)
+            count("allocated", torch.cuda.memory_allocated(world.device), where)
+            count("reserved", torch.cuda.memory_reserved(world.device), where)
+            # The driver's figure is of all ranks on the GPU: they stand still while it is read.
+            dist.barrier()
+            free, total = torch.cuda.mem_get_info(world.device)
+            count("driver", total - free, where)
+            dist.barrier()
+
+    way = make(world, name, origin)
+    station("after model")
+    loss = fed.loss_of(way.model)
+    station("after forward")
+    loss.backward()  # type: ignore[no-untyped-call]
+    _average(way)
+    station("after backward")
+    way.optimizer.step()
+    station("after step")
+    count("parameters", _bytes(list(way.module.parameters())))
+    count("gradients", _bytes([p.grad for p in way.module.parameters()]))
+    count("state", _state_bytes(way.optimizer))
+    # A second step, because the first one makes what later ones find.
+    way.optimizer.zero_grad()
+    del loss
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(world.device)
+    with counted(world.size) as traffic:
+        fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
+        _average(way)
+        way.optimizer.step()
+    count("sent", traffic.sent)
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
+        count("allocated", torch.cuda.max_memory_allocated(world.device), "peak")
+        count("reserved", torch.cuda.max_memory_reserved(world.device), "peak")
+    return found
+
+
+def _state_bytes(optimizer: Any) -> float:
+    if hasattr(optimizer, "state_bytes"):
+        return float(optimizer.state_bytes())
+    inner = getattr(optimizer, "optim", optimizer)
+    return _bytes([value for held in inner.state.values() for value in held.values()])
+
+
+def _bytes(tensors: list[Any]) -> float:
+    """Of what is on this rank."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return float(sum(t.numel() * t.element_size() for t in local if hasattr(t, "numel")))
+
+
+def timed_step(world: World, way: Trained, fed: Fed) -> dict[str, float]:
+    import torch.distributed as dist
+
+    def now() -> float:
+        settle(world)
+        return time.perf_counter()
+
+    dist.barrier()
+    began = now()
+    fed.loss_of(way.model).backward()  # type: ignore[no-untyped-call]
+    _average(way)
+    averaged = now()
+    way.optimizer.step()
+    stepped = now()
+    way.optimizer.zero_grad()
+    return {
+        "step": (stepped - began) * 1e3,
+        "backward": (averaged - began) * 1e3,
+        "optimizer": (stepped - averaged) * 1e3,
+    }

@@ -1,0 +1,97 @@
+"""Findings as far as their records can be trusted.
+
+A study's view writes what its records say. Here, once for all studies and surfaces, a finding that
+rests on a record which is not good loses what it may not claim: the tone of a success and its
+conclusion (a cause, a ranking, a recommendation). Its sentence says what was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from stepscope.analysis.trust import trust_of
+from stepscope.records.schema import Record
+from stepscope.records.trust import Trust, reason
+from stepscope.report.blocks import Block, Finding
+from stepscope.report.format import counted
+
+_IDS_SHOWN = 3
+_ENDS = ".!"
+
+
+def tempered(blocks: Sequence[Block], records: Sequence[Record]) -> tuple[Block, ...]:
+    """The blocks of a section, given all records of its study."""
+    found = {record.id: trust_of(record) for record in records if record.status == "ok"}
+    if all(one.good for one in found.values()):
+        return tuple(blocks)
+    return tuple(temper(block, found) if isinstance(block, Finding) else block for block in blocks)
+
+
+def temper(finding: Finding, trusts: Mapping[str, Trust]) -> Finding:
+    """The finding given the trust in records by their id. One that names no records rests on all
+    of them; one that rests on no times is only affected by records that are invalid."""
+    named = [one for one in finding.records if one in trusts]
+    used = {one: trusts[one] for one in (named if finding.records else trusts)}
+    doubted = {
+        one: trust
+        for one, trust in used.items()
+        if trust.level == "invalid" or (finding.timed and not trust.good)
+    }
+    if not doubted:
+        return finding
+    why = doubt(list(used.values()), list(doubted.values()))
+    shown = named and len(named) > len(doubted) and len(doubted) <= _IDS_SHOWN
+    which = f" ({', '.join(doubted)})" if shown else ""
+    return msgspec.structs.replace(
+        finding,
+        text=f"{finding.text.rstrip().rstrip(_ENDS)}; inconclusive: {why}{which}.",
+        tone="warn" if finding.tone == "good" else finding.tone,
+        conclusion="",
+    )
+
+
+def doubt(all_of: Sequence[Trust], doubted: Sequence[Trust]) -> str:
+    """The most frequent complaint about records that are not good, as a clause with its count."""
+    reasons = [reason(one.codes[0]) for one in doubted]
+    most = max(dict.fromkeys(reasons), key=reasons.count)
+    if len(all_of) == 1:
+        return most
+    return f"{most} in {reasons.count(most)} of {counted(len(all_of), 'measurement')}"
+
+
+def all_good(records: Iterable[Record]) -> bool:
+    """Whether a view may fit, rank or extrapolate from these records."""
+    return all(trust_of(record).good for record in records)
+
+
+def banner(records: Sequence[Record]) -> str:
+    """One sentence for the top of a page; empty where every measurement is good."""
+    trusts = [trust_of(record) for record in records if record.status == "ok"]
+    doubted = [one for one in trusts if not one.good]
+    if not doubted:
+        return ""
+    noisy = [one for one in doubted if one.level == "noisy"]
+    parts = []
+    if noisy:
+        parts.append(
+            f"{_sentence(doubt(trusts, noisy))}; times are unreliable: end other work on this"
+            " machine and measure again."
+        )
+    if invalid := [one for one in doubted if one.level == "invalid"]:
+        parts.append(f"{_sentence(doubt(trusts, invalid))}; its numbers do not count.")
+    return " ".join(parts)
+
+
+def _sentence(clause: str) -> str:
+    return clause[0].upper() + clause[1:]
+
+
+def tally(records: Sequence[Record]) -> dict[str, int]:
+    """How many measurements have each level of trust, for programs."""
+    found = {"good": 0, "noisy": 0, "invalid": 0}
+    for record in records:
+        if record.status == "ok":
+            found[trust_of(record).level] += 1
+    return found

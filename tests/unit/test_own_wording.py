@@ -1,0 +1,129 @@
+"""The sentence of each finding about a watched program or a trial that no other test reads."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from own_records import attached, coded, inspected_record, tried
+from stepscope.analysis.advice.unjudged import MEMORY, Unjudged
+from stepscope.analysis.lints import lint_record
+from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.records.schema import Ceiling, Quantity, Record
+from stepscope.report.blocks import Finding
+from stepscope.studies.advice.view import not_judged
+from stepscope.studies.inspected import STUDY as INSPECT
+from stepscope.studies.inspected.setting import OptimizerSetting, Setting
+from stepscope.studies.registry import viewables
+
+OPTIMIZER = OptimizerSetting(
+    name="AdamW", of_torch=True, tensors=2, fused=False, foreach=None, knows_fused=True
+)
+SETTING = Setting(
+    models=("Net",), optimizers=(OPTIMIZER, OPTIMIZER), compiled=False,
+    parameter_formats={"float32": 10}, matmul_precision="highest", distributed=False,
+)  # fmt: skip
+
+
+def busy_device() -> Record:
+    """A step whose kernels are launched in time."""
+    made = inspected_record()
+    lines = (Line(phase="forward", kind="matmul", ms=1.0),)
+    summary = made.required("profile", Summary)
+    return attached(made, profile=msgspec.structs.replace(summary, lines=lines))
+
+
+NOTES = (
+    "trace_missing", "traced_fewer", "memory_missing", "snapshot_missing", "recording_failed",
+)  # fmt: skip
+
+
+def with_notes() -> Record:
+    return inspected_record(notes=dict.fromkeys(NOTES, "why"))
+
+
+def loop() -> Record:
+    forwards = Quantity(name="forwards", value=4, unit="forwards")
+    return attached(inspected_record(quantities=(forwards,)), setting=SETTING)
+
+
+def above_its_rate() -> Record:
+    ceiling = Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured")
+    flops = Quantity(name="flops", value=2e9, unit="FLOP")
+    return inspected_record(step=1.0, quantities=(flops,), ceilings=(ceiling,))
+
+
+SENTENCES = {
+    "inspect.not-launch-bound": (
+        [busy_device()],
+        "This step is not launch-bound: its 10 kernels are launched in time for 100.0 % of it.",
+    ),
+    "inspect.ranks-missing": (
+        [inspected_record(0, 3)],
+        "Of 3 ranks there is nothing from 1, 2.",
+    ),
+    "inspect.no-collectives": (
+        [inspected_record(rank, 2) for rank in range(2)],
+        "The ranks made no collectives that could be compared.",
+    ),
+    "inspect.no-ceilings": (
+        [inspected_record(ceilings=())],
+        "The matmul rates and the bandwidth of this machine have not been measured yet, so the"
+        " least time of this step is not known: `stepscope advise` of these records, or of the"
+        " script, measures them once.",
+    ),
+    "inspect.loop": (
+        [loop()],
+        "What counts as a step here is one turn of the loop: 4 forwards in each step; 2 optimizers"
+        " (AdamW, AdamW).",
+    ),
+    "inspect.trace-missing": ([with_notes()], "The steps were not traced: why."),
+    "inspect.traced-fewer": ([with_notes()], "Fewer steps were traced than asked for: why."),
+    "inspect.memory-missing": ([with_notes()], "The memory was not accounted for: why."),
+    "inspect.snapshot-missing": ([with_notes()], "No snapshot of the allocator was taken: why."),
+    "inspect.recording-failed": ([with_notes()], "The recording broke off: why."),
+    "inspect.rate-too-low": (
+        [above_its_rate()],
+        "Matmuls at the limit would take 2.00 ms by the rates measured here, and took 160 µs:"
+        " these rates were measured too low, perhaps on a busy machine (`stepscope run` with"
+        " --new-ceilings measures them again), or the FLOPs are counted too high. What it took"
+        " stands for its least time.",
+    ),
+    "advise.timed-apart": (
+        [tried(notes={"apart": "they do not fit"})],
+        "bfloat16: timed one after the other, as it is, changed, changed, as it is, and not in"
+        " turns: they do not fit. What the machine did meanwhile is in the interval only in part.",
+    ),
+}
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_wording(code: str) -> None:
+    records, sentence = SENTENCES[code]
+    found = coded(viewables()[records[0].study].view(records), code)
+    assert found.sentence == sentence
+    assert {*found.records} <= {record.id for record in records}
+    assert found.records
+
+
+def test_rules_without_an_input_are_named_with_what_supplies_it() -> None:
+    left_out = [Unjudged(code="x", title="a change", missing=MEMORY)]
+    found = coded(not_judged(left_out), "advice.not-judged")
+    assert found.values == {"changes": "a change", "missing": MEMORY}
+    assert found.text.startswith(f"Not judged: a change. The records have no {MEMORY}: ")
+
+
+def test_each_lint_of_a_record_is_a_finding() -> None:
+    made = inspected_record()
+    (step, *_) = made.series
+    uneven = msgspec.structs.replace(step, values=(1.0, 9.0, 1.0, 8.0, 1.0, 30.0))
+    made = msgspec.structs.replace(made, series=(uneven,))
+    lints = lint_record(made)
+    assert lints
+    found = [
+        block
+        for block in INSPECT.view([made])
+        if isinstance(block, Finding) and block.code == "inspect.lint"
+    ]
+    assert [one.values["lint"] for one in found] == [lint.code for lint in lints]
+    assert [one.text.lower() for one in found] == [f"{lint.message}.".lower() for lint in lints]

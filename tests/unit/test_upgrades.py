@@ -1,0 +1,371 @@
+"""Records of schemas 1 and 2: their names become dimensions, their JSON notes attachments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stepscope.studies.step.goals import Heat
+
+from sample_records import record
+from stepscope.analysis.rehearsal.recording import ReadyTimes
+from stepscope.errors import StepscopeError
+from stepscope.records.memory import Peaks, Saved
+from stepscope.records.schema import SCHEMA_VERSION, decode, encode
+from stepscope.studies.autocast.cases import Formats, Operators
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+COMMITTED = sorted(RESULTS.glob("*.jsonl"))
+Json = dict[str, Any]
+
+
+def old(study: str = "benchmark", **parts: Any) -> Json:
+    """The JSON of a record of schema 2."""
+    raw: Json = json.loads(encode(record(study=study, series=(), ceilings=())))
+    del raw["attachments"]
+    return raw | {"version": 2, "quantities": {}, "notes": {}} | parts
+
+
+def upgraded(raw: Json) -> Any:
+    return decode(json.dumps(raw))
+
+
+def dimensions(one: Any) -> Json:
+    """The name, and every dimension that is not the default."""
+    named = {"variant": one.variant, "phase": one.phase, "rank": one.rank, "size": one.size}
+    return {"name": one.name} | {key: value for key, value in named.items() if value}
+
+
+QUANTITIES: dict[str, dict[str, Json]] = {
+    "benchmark": {"flops": {"name": "flops"}, "peak.forward": {"name": "peak.forward"}},
+    "advise": {
+        "peak.base": {"name": "peak_bytes", "variant": "base"},
+        "peak.changed": {"name": "peak_bytes", "variant": "changed"},
+        "loss_lost.changed": {"name": "loss_lost", "variant": "changed"},
+    },
+    "allreduce": {"wrong.1024": {"name": "wrong", "size": 1024}},
+    "autocast": {
+        "casts": {"name": "casts"},
+        "norm_error.bfloat16": {"name": "norm_error", "variant": "bfloat16"},
+    },
+    "checkpointing": {
+        "peak_bytes": {"name": "peak_bytes"},
+        "peak.backward": {"name": "peak_bytes", "phase": "backward"},
+        "predicted.model built": {"name": "predicted_bytes", "phase": "model built"},
+    },
+    "compile": {
+        "cold_s": {"name": "cold_s"},
+        "eager.before_backward": {"name": "before_backward", "variant": "eager"},
+        "compiled.peak_bytes": {"name": "peak_bytes", "variant": "compiled"},
+    },
+    "ddp": {
+        "gradient_bytes": {"name": "gradient_bytes"},
+        "reductions.bucketed 0.1 MiB": {"name": "reductions", "variant": "bucketed 0.1 MiB"},
+    },
+    "flash": {
+        "flops": {"name": "flops"},
+        "flops.forward": {"name": "flops", "phase": "forward"},
+        "error.dq": {"name": "error", "variant": "dq"},
+        "reference_error.output": {"name": "reference_error", "variant": "output"},
+        "last_place.dk": {"name": "last_place", "variant": "dk"},
+        "forward.tile_m": {"name": "tile_m", "variant": "forward"},
+        "key_value.registers": {"name": "registers", "variant": "key_value"},
+        "sm.count": {"name": "count", "variant": "sm"},
+        "64x128.spills": {"name": "spills", "variant": "64x128"},
+    },
+    "fsdp": {
+        "FSDP.state.rank1": {"name": "state", "variant": "FSDP", "rank": 1},
+        "torch fully_shard.sent.rank0": {"name": "sent", "variant": "torch fully_shard"},
+    },
+    "levers": {
+        "work": {"name": "work"},
+        "moved.slow": {"name": "moved", "variant": "slow"},
+        "kept.fast": {"name": "kept", "variant": "fast"},
+    },
+    "memory": {
+        "peak.loss": {"name": "peak_bytes", "phase": "loss"},
+        "predicted.optimizer": {"name": "predicted_bytes", "phase": "optimizer"},
+        "largest_bytes": {"name": "largest_bytes"},
+    },
+    "sharding": {
+        "broadcast.gradients.rank2": {"name": "gradients", "variant": "broadcast", "rank": 2},
+        "scatter.after step.driver.rank1": {
+            "name": "driver", "variant": "scatter", "phase": "after step", "rank": 1,
+        },
+        "unsharded.peak.allocated.rank0": {
+            "name": "allocated", "variant": "unsharded", "phase": "peak",
+        },
+    },
+    "step": {
+        "entropy": {"name": "entropy"},
+        "ours.joules": {"name": "joules", "variant": "ours"},
+        "narrow.sm_clock_mhz": {"name": "sm_clock_mhz", "variant": "narrow"},
+    },
+}  # fmt: skip
+
+SERIES: dict[str, dict[str, Json]] = {
+    "benchmark": {"step": {"name": "step"}, "forward": {"name": "forward"}},
+    "advise": {
+        "base": {"name": "step", "variant": "base"},
+        "loss.changed": {"name": "loss", "variant": "changed"},
+    },
+    "allreduce": {"4194304": {"name": "collective", "size": 4194304}},
+    "compile": {
+        "eager.step": {"name": "step", "variant": "eager"},
+        "compiled.backward": {"name": "backward", "variant": "compiled"},
+        "first": {"name": "first"},
+    },
+    "ddp": {
+        "no communication.step": {"name": "step", "variant": "no communication"},
+        "bucketed 0.1 MiB.waited": {"name": "waited", "variant": "bucketed 0.1 MiB"},
+    },
+    "flash": {
+        "both": {"name": "both"},
+        "forward": {"name": "forward"},
+        "sdpa_cudnn": {"name": "step", "variant": "sdpa_cudnn"},
+        "sdpa_cudnn.wall": {"name": "wall", "variant": "sdpa_cudnn"},
+        "64x128": {"name": "step", "variant": "64x128"},
+    },
+    "fsdp": {"torch fully_shard.step": {"name": "step", "variant": "torch fully_shard"}},
+    "inspect": {
+        "issue.forward": {"name": "issue", "phase": "forward"},
+        "issue": {"name": "issue"},
+    },
+    "levers": {"slow": {"name": "step", "variant": "slow"}},
+    "parallel-against-torch": {
+        "ours.step": {"name": "step", "variant": "ours"},
+        "theirs.cpu": {"name": "cpu", "variant": "theirs"},
+    },
+    "rehearsal": {
+        "step": {"name": "step"},
+        "step.bucketed 2 MiB": {"name": "step", "variant": "bucketed 2 MiB"},
+        "alone.4096": {"name": "alone", "size": 4096},
+        "burst.4096.8": {"name": "burst", "variant": "8", "size": 4096},
+        "agree": {"name": "agree"},
+    },
+    "sharding": {"torch ZeRO.optimizer": {"name": "optimizer", "variant": "torch ZeRO"}},
+    "step": {
+        "step": {"name": "step"},
+        "ours: eager auto": {"name": "step", "variant": "ours: eager auto"},
+        "peer: block.consecutive": {"name": "consecutive", "variant": "peer: block"},
+        "loss": {"name": "loss"},
+    },
+}
+
+
+@pytest.mark.parametrize("study", QUANTITIES)
+def test_names_of_quantities_become_dimensions(study: str) -> None:
+    names = QUANTITIES[study]
+    held = {name: {"value": place, "unit": "B"} for place, name in enumerate(names)}
+    made = upgraded(old(study, quantities=held))
+    assert [dimensions(one) for one in made.quantities] == list(names.values())
+    assert [(one.value, one.unit) for one in made.quantities] == [
+        (place, "B") for place in range(len(names))
+    ]
+    for place, wanted in enumerate(names.values()):
+        assert made.quantity(**wanted) == place
+
+
+@pytest.mark.parametrize("study", SERIES)
+def test_names_of_series_become_dimensions(study: str) -> None:
+    names = SERIES[study]
+    series = [
+        {"name": name, "unit": "ms", "values": [place, 1], "clock": "device", "rank": 3}
+        for place, name in enumerate(names)
+    ]
+    made = upgraded(old(study, series=series))
+    assert [dimensions(one) for one in made.series] == [
+        wanted | {"rank": 3} for wanted in names.values()
+    ]
+    for place, wanted in enumerate(names.values()):
+        found = made.find(**wanted)
+        assert found is not None
+        assert found.values == (place, 1)
+        assert found.clock == "device"
+
+
+PEAK = {"phase": "loss", "allocated": 7, "lines": {"parameters": 4}, "operator": "aten.mm"}
+SAVED = {
+    "module": "head", "operator": "mm", "shape": [2, 3], "dtype": "float32", "bytes": 24,
+    "code": "a.py:1",
+}  # fmt: skip
+READY = {
+    "name": "w", "elements": 4, "element_bytes": 4, "kind": "torch.float32 cpu",
+    "ready_ms": [1.0, 2.0],
+}  # fmt: skip
+OPERATOR = {"operator": "mm", "inputs": ["float16"], "output": ["float16"], "count": 2}
+
+
+def test_notes_of_json_become_attachments_of_their_types() -> None:
+    notes = {
+        "ledger": json.dumps([PEAK]), "saved": json.dumps([SAVED]),
+        "recording": json.dumps([READY]),
+        "formats": json.dumps({"logits": "float16"}), "forward": json.dumps([OPERATOR]),
+        "largest": "aten.bmm at reference.py:31", "backend": "gloo",
+    }  # fmt: skip
+    made = upgraded(old("memory", notes=notes))
+    (peak,) = made.required("ledger", Peaks)
+    assert (peak.phase, peak.allocated, peak.residual) == ("loss", 7, 3)
+    (saved,) = made.required("saved", Saved)
+    assert (saved.shape, saved.bytes) == ((2, 3), 24)
+    (ready,) = made.required("recording", tuple[ReadyTimes, ...])
+    assert ready.ready_ms == (1.0, 2.0)
+    assert made.required("formats", Formats) == {"logits": "float16"}
+    (operator,) = made.required("forward", Operators)
+    assert operator.count == 2
+    assert made.notes == {"largest": "aten.bmm at reference.py:31", "backend": "gloo"}
+
+
+def test_notes_with_a_prefix_are_collected_by_what_follows_it() -> None:
+    heat = {"ms": 4.0, "first_s": 10.0, "peak_bytes": 5.0}
+    notes = {
+        "best.ours": "ours: eager auto", "best.peer": "peer: block",
+        "heat.ours: eager auto": json.dumps(heat),
+        "out.peer: model": "failed: RuntimeError", "no_turns.peer": "MemoryError",
+        "kernels.forward": "forward_kernel; [x]", "refused.torch ZeRO": "no such collective",
+        "format.slow": "float32", "card.name": "NVIDIA H200",
+        "64x128": "does not fit", "chosen": "does not compile",
+        "break.1": "2x print", "break.2": "1x item", "recompiled.1": "size mismatch",
+    }  # fmt: skip
+    made = upgraded(old("step", notes=notes))
+    assert made.notes == {}
+    assert made.attachments.keys() == {
+        "best", "heats", "excluded", "no_run_off", "kernels", "refused", "dtypes", "card",
+        "breaks", "recompiled",
+    }  # fmt: skip
+    assert made.attachments["best"] == {"ours": "ours: eager auto", "peer": "peer: block"}
+    (of_ours,) = made.required("heats", dict[str, Heat]).values()
+    assert (of_ours.ms, of_ours.peak_bytes) == (4.0, 5.0)
+    assert made.attachments["excluded"] == {"peer: model": "failed: RuntimeError"}
+    assert made.attachments["no_run_off"] == {"peer": "MemoryError"}
+    assert made.attachments["kernels"] == {"forward": "forward_kernel; [x]"}
+    assert made.attachments["refused"] == {
+        "torch ZeRO": "no such collective", "64x128": "does not fit", "chosen": "does not compile",
+    }  # fmt: skip
+    assert made.attachments["dtypes"] == {"slow": "float32"}
+    assert made.attachments["card"] == {"name": "NVIDIA H200"}
+    assert made.attachments["breaks"] == ["2x print", "1x item"]
+    assert made.attachments["recompiled"] == ["size mismatch"]
+
+
+@pytest.mark.parametrize("text", ['"quoted" by the library', '["x"]', "{}", "3", "null"])
+def test_text_that_looks_like_json_stays_text(text: str) -> None:
+    made = upgraded(old("flash", notes={"out.flex": text, "kernels.flex": text}))
+    assert made.required("excluded", dict[str, str]) == {"flex": text}
+    assert made.required("kernels", dict[str, str]) == {"flex": text}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "not JSON", "[" * 100_000, '[{"phase": 1}]', '{"a": 1}', "null", "7"]
+)
+def test_a_damaged_note_of_json_is_reported_where_it_is_read(text: str) -> None:
+    made = upgraded(old("memory", notes={"ledger": text}))
+    with pytest.raises(
+        StepscopeError, match=r"attachment 'ledger' of record .* is invalid"
+    ) as said:
+        made.required("ledger", Peaks)
+    assert "\n" not in str(said.value)
+    assert decode(encode(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("study", "parts"),
+    [
+        ("benchmark", {"quantities": [1]}),
+        ("benchmark", {"quantities": [{"value": 1, "unit": "B"}]}),
+        ("benchmark", {"quantities": "flops"}),
+        ("benchmark", {"quantities": 7}),
+        ("benchmark", {"quantities": {"flops": 7}}),
+        ("benchmark", {"quantities": {"flops": {"value": "7", "unit": "B"}}}),
+        ("benchmark", {"quantities": {"flops": {"name": 3, "value": 7, "unit": "B"}}}),
+        ("benchmark", {"quantities": {"flops": {"value": 7, "unit": "B", "novel": 1}}}),
+        ("allreduce", {"quantities": {"wrong.9999999999999999999": {"value": 0, "unit": "1"}}}),
+        ("sharding", {"quantities": {"a.b.rank9999999999999999999": {"value": 0, "unit": "B"}}}),
+        ("benchmark", {"series": 7}),
+        ("benchmark", {"series": {"step": []}}),
+        ("benchmark", {"series": [7]}),
+        ("step", {"series": [{"unit": "ms", "values": [1]}]}),
+        ("step", {"series": [{"name": 7, "unit": "ms", "values": [1]}]}),
+        ("step", {"series": [{"name": ["ours: x"], "unit": "ms", "values": [1]}]}),
+        ("benchmark", {"notes": 7}),
+        ("benchmark", {"notes": ["ledger"]}),
+        ("benchmark", {"notes": {"trace": 7}}),
+        ("benchmark", {"study": 7}),
+        ("benchmark", {"study": ["step"], "quantities": {"ours.x": {"value": 1, "unit": "1"}}}),
+    ],
+)  # fmt: skip
+def test_a_malformed_record_is_refused_in_one_line(study: str, parts: Json) -> None:
+    for version in (1, 2):
+        with pytest.raises(StepscopeError, match="not a record") as said:
+            upgraded(old(study) | parts | {"version": version})
+        assert "\n" not in str(said.value)
+
+
+def test_a_note_of_another_type_is_reported_where_it_is_read() -> None:
+    made = upgraded(old("memory", notes={"ledger": 7, "out.flex": ["x"], "break.1": {}}))
+    for name, kind in (("ledger", Peaks), ("excluded", dict[str, str]), ("breaks", list[str])):
+        with pytest.raises(StepscopeError, match="is invalid"):
+            made.required(name, kind)
+
+
+def test_a_number_in_a_name_may_have_any_length() -> None:
+    """Python refuses to convert those of more than a few thousand digits."""
+    long = "9" * 5000
+    made = upgraded(
+        old(
+            "allreduce",
+            quantities={f"wrong.{long}": {"value": 0, "unit": "elements"}},
+            series=[{"name": long, "unit": "ms", "values": [1]}],
+        )
+    )
+    assert (made.quantities[0].name, made.quantities[0].size) == (f"wrong.{long}", 0)
+    assert (made.series[0].name, made.series[0].size) == (long, 0)
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    deep = "[" * 500 + "]" * 500
+    with pytest.raises(StepscopeError, match="attachments is nested more than 32 levels deep"):
+        upgraded(old("memory", notes={"ledger": deep}))
+    text = json.dumps(old() | {"version": SCHEMA_VERSION, "quantities": []})
+    with pytest.raises(StepscopeError, match="attachments is nested more than 32 levels deep"):
+        decode(text[:-1] + f', "attachments": {{"x": {deep}}}}}')
+
+
+def test_a_record_of_version_1_has_no_notes() -> None:
+    raw = old(quantities={"flops": {"value": 5, "unit": "FLOP"}}) | {"version": 1}
+    del raw["notes"]
+    made = upgraded(raw)
+    assert made.version == SCHEMA_VERSION
+    assert made.quantity("flops") == 5
+    assert (made.notes, made.attachments) == ({}, {})
+
+
+def test_a_record_of_this_version_is_not_upgraded() -> None:
+    raw = json.loads(encode(record(study="ddp", notes={"ledger": "[]", "best.ours": "x"})))
+    raw["series"][0]["name"] = "flat.step"
+    made = upgraded(raw)
+    assert made.series[0].name == "flat.step"
+    assert made.notes == {"ledger": "[]", "best.ours": "x"}
+    assert made.attachments == {}
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_records_upgrade_and_keep_every_value(path: Path) -> None:
+    for line in path.read_bytes().splitlines():
+        raw = json.loads(line)
+        if "run" not in raw:
+            continue
+        made = decode(line)
+        written = encode(made)
+        assert json.loads(written)["version"] == SCHEMA_VERSION
+        assert decode(written) == made
+        assert encode(decode(written)) == written
+        if raw["version"] == SCHEMA_VERSION:
+            continue
+        held = raw.get("quantities", {})
+        assert [one.value for one in made.quantities] == [one["value"] for one in held.values()]
+        assert [list(one.values) for one in made.series] == [one["values"] for one in raw["series"]]
+        assert len({json.dumps(dimensions(one)) for one in made.quantities}) == len(held)
+        assert not any("." in one.name for one in (*made.quantities, *made.series))
