@@ -221,30 +221,27 @@ class Step(Study[StepFlags, StepCase]):
 
     def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[StepCase, ...]:
         """A change that does not apply is not part of later rungs: it has a row of its own."""
-        absent = [n for n in RUNGS if not applies(n, lacks)]
+        every = self.cases(flags)
+        absent = {name for name in RUNGS if not applies(name, lacks)}
+        if not absent & {*flags.rungs, *flags.loss_rungs}:
+            return every
 
-        def with_rungs(present: bool, **fields: Any) -> tuple[StepCase, ...]:
-            chosen = {
-                name: tuple(n for n in getattr(flags, name) if (n in absent) is not present)
-                for name in ("rungs", "loss_rungs", "loss_only")
+        def sweep(skipped: bool, **fields: Any) -> Iterator[StepCase]:
+            rungs = {
+                name: tuple(rung for rung in getattr(flags, name) if (rung in absent) is skipped)
+                for name in ("rungs", "loss_rungs")
             }
-            return self.cases(msgspec.structs.replace(flags, **chosen, **fields))
+            for case in self.cases(msgspec.structs.replace(flags, loss_only=(), **rungs, **fields)):
+                only = flags.loss_only
+                if not only or not isinstance(case, LossCase) or case.rung in only:
+                    yield case
 
-        if not set(absent) & {*flags.rungs, *flags.loss_rungs}:
-            return self.cases(flags)
-        # An empty `loss_only` means all rungs, also where it only became empty here.
-        some, others = (
-            not flags.loss_only or any((n in absent) is here for n in flags.loss_only)
-            for here in (False, True)
+        parts = tuple(part for part in flags.part if part in ("ladder", "loss"))
+        rows = sweep(True, part=parts, how=("alone",), seeds=flags.seeds[:1])
+        return (
+            *sweep(False),
+            *(row for row in rows if isinstance(row, RungCase) and row.rung != START),
         )
-        made = with_rungs(True, part=tuple(p for p in flags.part if p != "loss" or some))
-        rows = [
-            with_rungs(False, part=(part,), how=("alone",), seeds=flags.seeds[:1])
-            for part in flags.part
-            if part == "ladder" or (part == "loss" and others)
-        ]
-        missing = (case for each in rows for case in each)
-        return (*made, *(c for c in missing if isinstance(c, RungCase) and c.rung != START))
 
     def measure(self, case: StepCase, bench: Bench) -> Measurement:
         from stepscope.studies.step.measure import measure_case

@@ -34,12 +34,12 @@ class Rung(NamedTuple):
 
     @property
     def step(self) -> Summary | None:
-        return step_ms(self.record) if self.record.status == "ok" else None
+        return step_ms(self.record)
 
     @property
     def host(self) -> HostShare | None:
         """How long the device waits for the host."""
-        return host_bound(self.record) if self.record.status == "ok" else None
+        return host_bound(self.record)
 
     @property
     def peak(self) -> float | None:
