@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,9 +13,14 @@ from own_models import causal_lm_flops, conv_net_flops
 from own_records import own_record
 from quiet_bench import QuietBench
 from stepscope.errors import UsageError
+from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Finding, Table
+from stepscope.studies.advice.cases import Trial
+from stepscope.studies.inspected.cases import InspectedCase
 from stepscope.studies.own import STUDY
 from stepscope.studies.own.cases import OwnFlags
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def measured(name: str, **changes: Any) -> Any:
@@ -148,3 +154,17 @@ def test_a_record_from_before_the_newest_settings_is_shown() -> None:
     table = STUDY.headline([msgspec.structs.replace(made, config=old)])
     assert table is not None
     assert table.rows[0][:5] == ("lab:build", 8, "float32", "no", "adamw")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("advise-*.jsonl")), ids=lambda path: path.stem)
+def test_a_recorded_case_decodes_to_the_config_that_it_came_from(path: Path) -> None:
+    kinds = {"inspect": InspectedCase, "advise": Trial}
+    for record in read_records(path):
+        case = msgspec.convert(record.config, kinds[record.study])
+        # Advice has had ranges since some of these were recorded.
+        made, recorded = (
+            msgspec.json.encode(config | {"advice": None})
+            for config in (case.config, record.config)
+        )
+        assert made == recorded
+        assert case.key == record.case

@@ -185,13 +185,11 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
     elif last is None:
         code, text = "ranks-late", _several_late(late, last_to_come(ranks))
     else:
-        code, text = (
-            "slowest-rank",
-            (
-                f"Rank {last.rank} is the slowest: it comes to a collective"
-                f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
-                " for it."
-            ),
+        code = "slowest-rank"
+        text = (
+            f"Rank {last.rank} is the slowest: it comes to a collective"
+            f" {duration(late[last.rank])} after the first rank, in the mean, and the others wait"
+            " for it."
         )
     yield Finding(
         code=f"inspect.{code}",
