@@ -16,7 +16,7 @@ from sample_records import environment, record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
@@ -43,7 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def cases(study: str, model: str, **flags: Any) -> tuple[PlannedCase, ...]:
     found = find_study(study)
     given = {"model": f"own_models:{model}", "batch": (2,)} | SMALL[study] | flags
-    return found.cases(found.flags(**given))
+    return found.planned(found.flags(**given))
 
 
 def workload_of(model: str, **changes: Any) -> Workload:
@@ -52,8 +52,13 @@ def workload_of(model: str, **changes: Any) -> Workload:
     return msgspec.structs.replace(made, **changes)
 
 
+def value(quantities: tuple[Quantity, ...], name: str) -> float:
+    return next(one.value for one in quantities if one.name == name)
+
+
 def measured(case: PlannedCase) -> Record:
-    found = find_study(case.study).measure(case.config, QuietBench())
+    study = find_study(case.study)
+    found = study.measure(study.decode(case.config), QuietBench())
     made = record(
         study=case.study, case=case.key, series=found.series,
         notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
@@ -108,7 +113,7 @@ def test_flops_are_counted_on_the_measured_model(
     monkeypatch.setattr(own_step, "build", lambda name: built.append(name) or build(name))
     made = workload_of("causal_lm", compile=compiled, checkpoint="1")
     step = make_step(made, CpuDevice())
-    assert step.quantities()["flops"].value == causal_lm_flops(2)
+    assert value(step.quantities(), "flops") == causal_lm_flops(2)
     assert built == ["own_models:causal_lm"]
 
 
@@ -232,4 +237,4 @@ def test_the_small_step_before_a_memory_measurement_is_of_the_same_model() -> No
     step = make_step(small, CpuDevice())
     step.run()
     assert isinstance(step, UserStep)
-    assert step.quantities()["samples"].value == 1
+    assert value(step.quantities(), "samples") == 1
