@@ -30,6 +30,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table
 from stepscope.report.text import markdown
+from stepscope.studies.benchmark import STUDY as BENCHMARK
 from stepscope.studies.benchmark.rows import Row, rows_of
 from stepscope.studies.registry import viewables
 
@@ -72,7 +73,7 @@ def _blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
 
 def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
     held = json.loads(PEERS.read_text())
-    rows = rows_of([record for record in records if record.study == "benchmark"])
+    rows = rows_of(BENCHMARK.results([record for record in records if record.study == "benchmark"]))
     cells: list[tuple[Cell, ...]] = []
     for peer in held["rows"]:
         row = next(row for row in rows if _same(row, peer))

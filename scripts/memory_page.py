@@ -17,8 +17,10 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Interval, Table
 from stepscope.report.text import markdown
-from stepscope.studies.benchmark.formats import formats_findings, formats_table
+from stepscope.studies.benchmark import STUDY as BENCHMARK
+from stepscope.studies.benchmark.findings import formats_findings
 from stepscope.studies.benchmark.rows import rows_of
+from stepscope.studies.benchmark.view import formats_table
 from stepscope.studies.registry import find_study
 
 PLANTED = "planted-ooms_h200.jsonl"
@@ -86,7 +88,7 @@ def _page(
 def _blocks(section: Section, records: Sequence[Record]) -> list[Block]:
     if section.study == "benchmark":
         # Times of every phase have a page of their own.
-        rows = rows_of(records)
+        rows = rows_of(BENCHMARK.results(records))
         return [*formats_findings(rows), *formats_table(rows)]
     return [
         block

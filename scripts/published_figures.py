@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.records.schema import Record
+from stepscope.studies.benchmark import STUDY as BENCHMARK
 from stepscope.studies.benchmark.rows import Row, rows_of
 
 KEYS = ("size", "context", "batch", "dtype", "attention", "compile", "optimizer")
@@ -20,7 +21,7 @@ PHASES = ("forward", "backward", "both", "step")
 def published_h200(records: Sequence[Record], peers: dict[str, Any]) -> str:
     """Medians and peaks of every step that ran, and of the peer that was timed beside them."""
     steps = [record for record in records if record.study == "benchmark"]
-    rows = rows_of(steps)
+    rows = rows_of(BENCHMARK.results(steps))
     first = steps[0]
     rates = {held.name: held.value for held in first.ceilings if held.source == "measured"}
     lines = [

@@ -40,7 +40,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: object) -> 
     monkeypatch.setenv("STEPSCOPE_TRACES", str(folder))
     study = find_study("profile")
     (case,) = study.cases(study.flags(**flags))
-    return study.measure(case.config, Bench())
+    return study.measure(case, Bench())
 
 
 def median(measurement: Measurement, name: str, clock: str = "device") -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,104 +19,120 @@ ON_CPU = environment(device_kind="cpu", device_name="Xeon")
 COLD = [300.0, 150.0, *[100.0] * 10]
 
 
-def findings(study: str, *records: Record) -> list[str]:
-    return [b.text for b in find_study(study).view(records) if isinstance(b, Finding)]
+def findings(study: str, *records: Record) -> list[Finding]:
+    return [b for b in find_study(study).view(records) if isinstance(b, Finding)]
 
 
-def said(study: str, start: str, *records: Record) -> str:
-    """The one finding that begins so."""
-    (text,) = [text for text in findings(study, *records) if text.startswith(start)]
-    return text
-
-
-def tone(start: str, *records: Record) -> str:
-    """Of the one finding of the benchmark that begins so."""
-    blocks = find_study("benchmark").view(records)
-    (found,) = [b.tone for b in blocks if isinstance(b, Finding) and b.text.startswith(start)]
+def benchmark(code: str, *records: Record) -> Finding:
+    """The one finding of the benchmark with that code."""
+    (found,) = (one for one in findings("benchmark", *records) if one.code == f"benchmark.{code}")
     return found
 
 
-def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
-    text = said(
-        "benchmark",
-        "Backward over forward",
-        benchmark_record("forward", step=10.0),
-        benchmark_record("forward-backward", step=31.0, phases={"forward": 9.0, "backward": 20.0}),
-        benchmark_record("forward", size="medium", step=20.0),
-        benchmark_record("forward-backward", size="medium", step=71.0, phases={"backward": 50.0}),
+def forward_and_backward(
+    forward: float = 10.0, backward: float = 20.0, **changes: Any
+) -> tuple[Record, Record]:
+    phases = {"forward": 0.9 * forward, "backward": backward}
+    both = benchmark_record(
+        "forward-backward", step=forward + backward + 1.0, phases=phases, **changes
     )
-    assert re.search(r"small 2(\.0+)?\b", text)
-    assert re.search(r"medium 2\.50?\b", text)
-    assert "For medium at context 512 in float32" in text
+    return benchmark_record("forward", step=forward, **changes), both
+
+
+def test_the_ratio_of_backward_to_forward_is_found_by_size() -> None:
+    small, medium = forward_and_backward(), forward_and_backward(20.0, 50.0, size="medium")
+    unused = benchmark_record(context=128)
+    found = benchmark("backward-over-forward", *small, *medium, unused)
+    assert found.values == pytest.approx({"small": 2.0, "medium": 2.5}, rel=0.01)
+    assert found.records == tuple(record.id for record in (*small, *medium))
+    assert found.text == "Backward over forward, where the FLOPs say 2: small 2.00, medium 2.50."
+    assert re.fullmatch(
+        r"For medium at context 512 in float32 the forward runs at [\d.]+ TFLOP/s and the backward"
+        r" at [\d.]+ TFLOP/s: the backward spends a larger share of its time outside of matrix"
+        r" products \(copies, elementwise work, memory that is touched for the first time\), the"
+        r" forward a smaller one\.",
+        found.conclusion,
+    )
 
 
 def test_a_ratio_of_two_is_explained_by_the_flops() -> None:
-    text = said(
-        "benchmark",
-        "Backward over forward",
-        benchmark_record("forward", step=10.0),
-        benchmark_record("forward-backward", step=31.0, phases={"backward": 20.0}),
-    )
-    assert text.endswith("The FLOPs explain it.")
+    found = benchmark("backward-over-forward", *forward_and_backward())
+    assert found.conclusion == "The FLOPs explain it."
 
 
 def test_a_bound_host_explains_the_ratio() -> None:
-    text = said(
-        "benchmark",
-        "Backward over forward",
-        benchmark_record("forward", step=10.0),
-        benchmark_record(
-            "forward-backward", step=21.0, phases={"backward": 10.0}, issue_share=0.99
-        ),
-    )
-    assert "the host is the limit" in text
-    assert "100.0 % of the step" in text
+    found = benchmark("backward-over-forward", *forward_and_backward(10.0, 10.0, issue_share=0.99))
+    assert "the host is the limit (100.0 % of the step" in found.conclusion
 
 
 def test_who_limits_is_told_from_the_share_of_issuing() -> None:
     free = benchmark_record(context=512, issue_share=0.4)
     bound = benchmark_record(context=128, issue_share=0.99)
-    assert said("benchmark", "The GPU, not the host, limits every step", free)
-    text = said("benchmark", "The host limits", free, bound)
-    assert text.startswith("The host limits 1 of 2 steps")
-    assert "small at context 128 in float32" in text
-    assert "context 512" not in text
+    device = benchmark("device-limits", free)
+    assert (device.values, device.records, device.tone) == ({"steps": 1}, (free.id,), "good")
+    assert device.sentence == (
+        "The GPU, not the host, limits every step: the launch queue never runs empty for most of"
+        " one."
+    )
+    host = benchmark("host-limits", free, bound)
+    assert host.values == {"steps": 1, "of": 2, "names": "small at context 128 in float32"}
+    assert host.records == (free.id, bound.id)
+    assert host.sentence == (
+        "The host limits 1 of 2 steps: their launch queue runs empty, so the GPU waits for the host"
+        " (small at context 128 in float32). A faster number format cannot help there; more work"
+        " per launch can (a larger batch or context, torch.compile, CUDA graphs)."
+    )
 
 
 def test_on_a_cpu_nothing_is_said_of_the_host() -> None:
     record = benchmark_record(environment=ON_CPU, issue_share=0.99)
-    assert not [text for text in findings("benchmark", record) if "host" in text]
+    assert not [one for one in findings("benchmark", record) if "host" in one.sentence]
 
 
 def test_the_distance_from_the_limit_is_that_of_the_best_step() -> None:
-    text = said(
-        "benchmark",
-        "The training step that comes nearest",
-        benchmark_record(step=100.0, flops=1e12, ceiling=50e12),
-        benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12),
+    near = benchmark_record(step=100.0, flops=1e12, ceiling=50e12)
+    far = benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12)
+    found = benchmark("distance-from-limit", near, far)
+    assert found.records == (near.id, far.id)
+    assert found.values["nearest"] == "small at context 512 in float32"
+    assert found.values["farthest"] == "small at context 128 in float32"
+    assert found.values["share"] == pytest.approx(0.2, rel=0.01)
+    assert found.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
+    assert found.text.startswith(
+        "The training step that comes nearest to the limit is small at context 512 in float32:"
+        " 100 ms (95 % interval "
     )
-    assert "small at context 512 in float32: 100 ms" in text
-    assert re.search(r"10(\.0)? TFLOP/s. That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s", text)
-    assert re.search(r"farthest is small at context 128 in float32 with 2(\.0+)? ?%", text)
+    assert re.search(r"10(\.0)? TFLOP/s\.$", found.text)
+    assert re.fullmatch(
+        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that matrix products alone reach here; the"
+        r" farthest is small at context 128 in float32 with 2(\.0+)? ?%\.",
+        found.conclusion,
+    )
 
 
-def test_a_faster_format_is_held_against_float32() -> None:
-    text = said(
-        "benchmark",
-        "bfloat16 against float32",
-        benchmark_record(step=100.0),
-        benchmark_record(step=40.0, dtype="bfloat16"),
+def test_a_faster_dtype_is_compared_with_float32() -> None:
+    base, faster = benchmark_record(step=100.0), benchmark_record(step=40.0, dtype="bfloat16")
+    found = benchmark("dtype-gain", base, faster)
+    assert found.values["dtype"] == "bfloat16"
+    assert found.values["most"] == pytest.approx(2.5, rel=0.01)
+    assert set(found.records) == {base.id, faster.id}
+    assert (found.tone, found.conclusion) == ("info", "")
+    assert found.sentence == (
+        "bfloat16 against float32 makes the step 2.50× as fast on small at context 512."
     )
-    assert re.search(r"2\.50?× as fast on small at context 512", text)
 
 
 def test_phases_are_held_against_the_step() -> None:
-    text = said(
-        "benchmark",
-        "The phases add up",
-        benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0}),
+    record = benchmark_record(step=100.0, phases={"forward": 40.0, "backward": 64.0})
+    found = benchmark("phases-sum", record)
+    assert found.values["worst"] == pytest.approx(0.04, abs=0.005)
+    assert found.values["case"] == "small at context 512 in float32, train-step"
+    assert found.records == (record.id,)
+    assert re.fullmatch(
+        r"The phases add up to the step that was timed as one: 4\.0 % apart in the middle of 1,"
+        r" 4\.0 % at most \(small at context 512 in float32, train-step\)\.",
+        found.sentence,
     )
-    assert re.search(r"4(\.0+)? ?% at most", text)
 
 
 def test_phases_that_do_not_add_up_are_not_said_to() -> None:
@@ -123,14 +140,12 @@ def test_phases_that_do_not_add_up_are_not_said_to() -> None:
     far = benchmark_record(
         context=128, step=10.0, phases={"forward": 40.0, "backward": 16.0}, flops=1e10
     )
-    text = said("benchmark", "The phases", close, far)
-    assert text.startswith(
-        "The phases add up to the step that was timed as one within 5.0 % in 1 of 2 cases:"
-    )
-    assert "460.0 % at most (small at context 128" in text
-    assert said("benchmark", "The phases", far).startswith("The phases do not add up to the step")
-    assert tone("The phases", close) == "good"
-    assert tone("The phases", close, far) == "info"
+    both = benchmark("phases-sum", close, far)
+    assert (both.values["close"], both.values["of"], both.tone) == (1, 2, "info")
+    assert both.values["worst"] == pytest.approx(4.6, abs=0.01)
+    assert "within 5.0 % in 1 of 2 cases" in both.text
+    assert benchmark("phases-sum", far).text.startswith("The phases do not add up to the step")
+    assert benchmark("phases-sum", close).tone == "good"
 
 
 def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
@@ -144,17 +159,17 @@ def test_samples_that_are_not_steady_get_no_praise_and_no_cause() -> None:
             )
             record = msgspec.structs.replace(record, series=series)
         praised = "info" if jumps else "good"
-        for start in ("The training step that comes", "The GPU, not the host", "The phases add up"):
-            assert tone(start, record) == praised
-        ratio = said("benchmark", "Backward over forward", record)
-        assert ("The FLOPs explain it" in ratio) is not jumps
-        assert ("small 2.00. The samples are not steady" in ratio) is jumps
+        for code in ("distance-from-limit", "device-limits", "phases-sum"):
+            assert benchmark(code, record).tone == praised
+        ratio = benchmark("backward-over-forward", record)
+        assert ratio.conclusion == ("" if jumps else "The FLOPs explain it.")
+        assert ("small 2.00. The samples are not steady" in ratio.text) is jumps
         other = benchmark_record(
             size="medium", step=100.0, phases={"forward": 30.0, "backward": 60.0}
         )
-        both = said("benchmark", "Backward over forward", record, other)
-        assert "The FLOPs explain it." in both
-        assert ("Not steady, so no cause is given: small 2.00." in both) is jumps
+        both = benchmark("backward-over-forward", record, other)
+        assert both.conclusion.startswith("The FLOPs explain it.")
+        assert ("Not steady, so no cause is given: small 2.00." in both.conclusion) is jumps
 
 
 def test_failures_are_told_with_the_first_reason() -> None:
@@ -162,9 +177,14 @@ def test_failures_are_told_with_the_first_reason() -> None:
         benchmark_record(size=size, status="oom", reason="CUDA out of memory")
         for size in ("large", "xl")
     ]
-    (text,) = [t for t in findings("benchmark", *lost) if "ran out of memory" in t]
-    assert text.startswith("2 cases ran out of memory: large at context 512")
-    assert "CUDA out of memory" in text
+    found = benchmark("failed", *lost)
+    assert found.values == {"status": "oom", "cases": 2, "reason": "CUDA out of memory"}
+    assert found.records == tuple(record.id for record in lost)
+    assert not found.timed
+    assert found.sentence == (
+        "2 cases ran out of memory: large at context 512 in float32 train-step, xl at context 512"
+        " in float32 train-step. The first said: CUDA out of memory"
+    )
 
 
 def test_doubts_are_told() -> None:
@@ -174,7 +194,38 @@ def test_doubts_are_told() -> None:
         )
         for size, f in (("small", 1e12), ("medium", 4e12))
     ]
-    assert any(text.startswith("Lint flat-in-size, 1×") for text in findings("benchmark", *flat))
+    found = benchmark("lint", *flat)
+    assert found.values == {"lint": "flat-in-size", "times": 1}
+    assert (len(found.records), found.timed, found.tone) == (1, False, "warn")
+    assert found.text.startswith("Lint flat-in-size, 1×, first: ")
+
+
+def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
+    lost = benchmark_record(status="oom", reason="out of memory")
+    tables = {
+        block.name: block
+        for block in find_study("benchmark").view([benchmark_record("forward", step=10.0), lost])
+        if isinstance(block, Table)
+    }
+    (times,) = tables["benchmark-times"].rows
+    titles = [column.title for column in tables["benchmark-times"].columns]
+    assert times[titles.index("forward mean")] == pytest.approx(10.0, rel=0.05)
+    assert times[titles.index("backward mean")] == times[titles.index("step std")] == "OOM"
+    assert times[titles.index("fwd+bwd mean")] is None
+    _, failed = tables["benchmark-throughput"].rows
+    assert failed == ("small", 512, "train-step", "OOM", *(None,) * 6, "out of memory")
+
+
+def test_energy_is_part_of_the_case_only_where_it_is_asked_for() -> None:
+    study = find_study("benchmark")
+    plain, measured = (
+        study.planned(study.flags(size=("small",), mode=("forward",), energy=energy))[0]
+        for energy in (False, True)
+    )
+    assert plain.key == measured.key
+    assert "energy" not in plain.config
+    assert measured.config == plain.config | {"energy": True}
+    assert study.decode(measured.config).energy is True
 
 
 def test_the_headline_has_the_train_steps_alone() -> None:
@@ -201,16 +252,34 @@ def test_phases_that_a_longer_step_has_fill_the_table() -> None:
 
 
 def test_the_first_steps_cost_is_found() -> None:
-    texts = findings("warmup", warmup_record(COLD), warmup_record(COLD, 2))
-    per_case, verdict = texts
-    assert "the first step takes 300 ms" in per_case
-    assert re.search(r"3(\.0+)?× a steady one \(100 ms\)", per_case)
-    assert "cost 250 ms extra" in per_case
-    # (300 + 150 + 10 × 100) / 12 = 120.83
-    assert re.search(r"the mean of 12 steps is 20\.8 ?% off", per_case)
-    assert verdict.startswith("This machine needs 2 warm-up steps")
-    assert "2 fresh processes" in verdict
-    assert "more than that changes nothing" in verdict
+    records = [warmup_record(COLD), warmup_record(COLD, 2)]
+    first, verdict = findings("warmup", *records)
+    assert first.code == "warmup.first-step"
+    assert first.values == pytest.approx(
+        {
+            "step": "small at context 256 in float32",
+            "processes": 2,
+            "first_ms": 300.0,
+            "steady_ms": 100.0,
+            "extra_ms": 250.0,
+            # (300 + 150 + 10 × 100) / 12 = 120.83
+            "cold_mean_off": 0.2083,
+        },
+        abs=1e-4,
+    )
+    assert first.records == verdict.records == tuple(record.id for record in records)
+    assert first.sentence == (
+        "small at context 256 in float32, by the medians of 2 fresh processes: the first step takes"
+        " 300 ms, 3.00× a steady one (100 ms), and the steps before steady state cost 250 ms extra."
+        " Without warm-up, in one process, the mean of 12 steps is 20.8 % off, with a standard"
+        " deviation of 58.2 ms."
+    )
+    assert verdict.code == "warmup.steps-needed"
+    assert verdict.values == {"steps": 2, "processes": 2, "at_least": False}
+    assert verdict.sentence == (
+        "This machine needs 2 warm-up steps before a step is steady, in the slowest of 2 fresh"
+        " processes; more than that changes nothing."
+    )
 
 
 def test_processes_that_disagree_need_no_number_of_warm_up_steps() -> None:
@@ -242,26 +311,43 @@ def test_steps_of_a_busy_machine_need_no_number_of_warm_up_steps() -> None:
 def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
     slow = warmup_record([900.0, *[100.0] * 9])
     others = [warmup_record([first, *[100.0] * 9], 1) for first in (200.0, 300.0)]
-    text = findings("warmup", slow, *others)[0]
-    assert "by the medians of 3 fresh processes" in text
-    assert "the first step takes 300 ms" in text
-    assert "cost 200 ms extra" in text
-    assert "in one process, the mean of" in text
-    assert "medians" not in findings("warmup", slow)[0]
+    first = findings("warmup", slow, *others)[0]
+    assert (first.values["processes"], first.values["first_ms"]) == (3, 300.0)
+    assert first.values["extra_ms"] == pytest.approx(200.0)
+    alone = findings("warmup", slow)[0]
+    assert "medians" not in alone.text
+    assert ", in its process:" in alone.text
 
 
 def test_where_steps_never_settle_no_number_of_them_is_said_to_be_enough() -> None:
-    falling = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
+    falling = warmup_record([140.0, 130.0, 120.0, 110.0, 100.0, 100.0, 100.0, 100.0])
     verdict = findings("warmup", falling)[-1]
-    assert "needs at least 4 warm-up steps" in verdict
-    assert "changes nothing" not in verdict
+    assert verdict.values == {"steps": 4, "processes": 1, "at_least": True}
+    assert "needs at least 4 warm-up steps" in verdict.text
+    assert "changes nothing" not in verdict.text
+    steep = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
+    assert findings("warmup", steep)[-1].code == "warmup.steps-unknown"
 
 
 def test_the_slowest_process_decides_how_many_steps_are_needed() -> None:
     quick, slow = warmup_record([150.0, *[100.0] * 9]), warmup_record(COLD, 1)
-    assert "needs 2 warm-up steps" in findings("warmup", quick, slow)[-1]
-    assert "needs 1 warm-up step " in findings("warmup", quick)[-1]
-    assert "needs no warm-up step " in findings("warmup", warmup_record([100.0] * 8))[-1]
+    steady = warmup_record([100.0] * 8)
+    for records, needed, words in (
+        ((quick, slow), 2, "2 warm-up steps "),
+        ((quick,), 1, "1 warm-up step "),
+        ((steady,), 0, "no warm-up step "),
+    ):
+        verdict = findings("warmup", *records)[-1]
+        assert verdict.values["steps"] == needed
+        assert f"needs {words}" in verdict.text
+
+
+def test_a_failed_process_fills_its_row_with_the_status() -> None:
+    lost = warmup_record(COLD, 2, status="oom", reason="out of memory")
+    *_, steps = find_study("warmup").view([warmup_record(COLD), lost])
+    assert isinstance(steps, Table)
+    assert steps.rows[0][4:6] == pytest.approx((300.0, 120.83), abs=0.01)
+    assert steps.rows[1] == ("small", 256, "float32", 2, "OOM", *(None,) * 6)
 
 
 def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> None:
@@ -277,10 +363,16 @@ def test_sizes_that_a_lower_format_does_not_help_are_named_with_the_reason() -> 
             context=1024, dtype="bfloat16", step=25.0, phases={"forward": 10.0, "backward": 14.0}
         ),
     ]
-    text = said("benchmark", "bfloat16 against float32", *records)
-    assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in text
-    assert "It does not help small at context 128: the host limits these steps" in text
-    assert "It does not help small at context 512, which the host does not limit" in text
+    found = benchmark("dtype-gain", *records)
+    assert (found.values["most_on"], found.values["least_on"], found.values["without_gain"]) == (
+        "small at context 1024", "small at context 128", 2,
+    )  # fmt: skip
+    assert "4.00× as fast on small at context 1024 (forward 3.00×, backward 5.00×)" in found.text
+    waiting, limited = found.conclusion.split(". ")
+    assert waiting.startswith("It does not help small at context 128: the host limits these steps")
+    assert limited.startswith(
+        "It does not help small at context 512, which the host does not limit"
+    )
     (table,) = (
         block
         for block in find_study("benchmark").view(records)

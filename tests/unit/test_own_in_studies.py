@@ -16,7 +16,7 @@ from sample_records import environment, record, value_of
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
-from stepscope.records.schema import Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
@@ -50,6 +50,10 @@ def workload_of(model: str, **changes: Any) -> Workload:
     flags = WorkloadFlags(model=f"own_models:{model}", batch=(2,))
     (made,) = workloads(flags, ("train-step",))
     return msgspec.structs.replace(made, **changes)
+
+
+def value(quantities: tuple[Quantity, ...], name: str) -> float:
+    return next(one.value for one in quantities if one.name == name)
 
 
 def measured(case: PlannedCase) -> Record:

@@ -14,38 +14,15 @@ from typing import Any
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
-from stepscope.studies.flag_checks import check_seconds
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags, step_cases
+from stepscope.studies.workload import case_of, workloads
 
 
-class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to measure: every combination of the values is a case."""
-
-    mode: tuple[Mode, ...] = MODES
-    """forward, forward-backward, train-step: each is timed as one and by its phases."""
-    warmup: int = 5
-    """Steps before the first sample."""
-    steps: int = 10
-    """Samples at least."""
-    min_seconds: float = 0.5
-    """Go on sampling until this much time has passed (at most 200 samples)."""
-    energy: bool = False
-    """Also joules of a step, by the device's own counter: some seconds more for each case."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"steps is {self.steps}", "it must be at least 1")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
-        check_seconds("min-seconds", self.min_seconds)
-
-
-class Benchmark(Study[BenchmarkFlags, Any]):
+class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     name = "benchmark"
     title = "Benchmark"
     question = (
@@ -58,33 +35,38 @@ class Benchmark(Study[BenchmarkFlags, Any]):
         "stepscope run benchmark --size small --layers 4 --mode train-step --device cpu",
     )
     flags = BenchmarkFlags
+    case = BenchmarkCase
 
-    def cases(self, flags: BenchmarkFlags) -> tuple[PlannedCase, ...]:
-        effort = {
-            "warmup": flags.warmup,
-            "steps": flags.steps,
-            "min_seconds": flags.min_seconds,
-            **({"energy": True} if flags.energy else {}),
-        }
-        return step_cases(self.name, flags, flags.mode, effort)
+    def cases(self, flags: BenchmarkFlags) -> tuple[BenchmarkCase, ...]:
+        return tuple(
+            case_of(
+                workload,
+                BenchmarkCase,
+                warmup=flags.warmup,
+                steps=flags.steps,
+                min_seconds=flags.min_seconds,
+                energy=flags.energy or msgspec.UNSET,
+            )
+            for workload in workloads(flags, flags.mode)
+        )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+    def measure(self, case: BenchmarkCase, bench: Bench) -> Measurement:
         from stepscope.studies.timed_step import measure_step
 
-        return measure_step(msgspec.convert(config, Workload), config, bench)
+        return measure_step(case, case.config, bench)
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(config, bench, said)
+    def post_mortem(self, case: BenchmarkCase, bench: Bench, said: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.benchmark.view import benchmark_blocks
 
-        return benchmark_blocks(records)
+        return benchmark_blocks(self.results(records))
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.benchmark.view import headline_table
 
-        return headline_table(records)
+        return headline_table(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[BenchmarkFlags]]:
         course = ("small", "medium", "large")

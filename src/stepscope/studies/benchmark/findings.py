@@ -1,9 +1,8 @@
-"""What the benchmark says, in sentences that carry their numbers."""
+"""Findings of the benchmark study."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.analysis.group_lints import lint_group
 from stepscope.analysis.limits import (
@@ -16,67 +15,73 @@ from stepscope.analysis.limits import (
     tokens_per_second,
 )
 from stepscope.analysis.lints import PHASES_OFF, lint_record
+from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
-from stepscope.studies.benchmark.formats import formats_findings
-from stepscope.studies.benchmark.rows import Row, is_steady
+from stepscope.studies.benchmark.rows import Pair, Row, is_steady, pairs_of
 from stepscope.studies.energy_view import energy_finding
 
-_AS_EXPECTED = 0.15
+_AS_EXPECTED = 0.3
 """A ratio this near to 2 needs no explanation."""
-_SEVERAL = 3
+_GAIN = 1.1
+"""From here on a dtype helps: less is within what two runs differ."""
+_FAILED = {"oom": "ran out of memory", "skipped": "skipped", "timeout": "timed out"}
 
 
-def benchmark_findings(rows: Sequence[Row]) -> tuple[Finding, ...]:
-    return tuple(
-        finding
-        for make in (
-            _distance_from_the_limit,
-            _backward_over_forward,
-            _who_limits,
-            formats_findings,
-            _energy,
-            _phases_against_whole,
-            _failures,
-            _doubts,
-        )
-        for finding in make(rows)
-    )
-
-
-def _energy(rows: Sequence[Row]) -> Iterator[Finding]:
+def benchmark_findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    yield from _distance_from_the_limit(rows)
+    yield from _backward_over_forward(rows)
+    yield from _who_limits(rows)
+    yield from formats_findings(rows)
     for row in rows:
         if row.step_record is not None:
             yield from energy_finding(row.step_record, row.name)
+    yield from _phases_against_whole(rows)
+    yield from _failures(rows)
+    yield from _lints(rows)
 
 
 def _distance_from_the_limit(rows: Sequence[Row]) -> Iterator[Finding]:
     """The step that comes nearest to the ceiling, and the one that stays farthest away."""
-    judged = [(mfu(row.step_record) or 0.0, row) for row in rows if row.step_record]
-    judged = [(share, row) for share, row in judged if share]
+    judged = [
+        (share, row, record)
+        for row in rows
+        if (record := row.step_record) is not None and (share := mfu(record))
+    ]
     if not judged:
         return
-    best, row = max(judged, key=lambda pair: pair[0])
-    record, step = row.step_record, row.step
-    assert record is not None
+    best, row, record = max(judged, key=lambda one: one[0])
+    worst, far, far_record = min(judged, key=lambda one: one[0])
+    step, ceiling, flops = row.step, matrix_ceiling(record), achieved_flops(record) or 0
     assert step is not None
-    ceiling = matrix_ceiling(record)
     assert ceiling is not None
     steady = is_steady(record)
-    text = (
-        f"The training step that comes nearest to the limit is {row.name}:"
+    farthest = ""
+    if far is not row:
+        doubt = "" if is_steady(far_record) else " (not steady)"
+        farthest = f"; the farthest is {far.name} with {percent(worst)}{doubt}"
+    yield Finding(
+        code="benchmark.distance-from-limit",
+        values={
+            "nearest": row.name,
+            "step_ms": step.median,
+            "flops_per_s": flops,
+            "ceiling": ceiling.value,
+            "share": best,
+            "steady": steady,
+            "farthest": far.name,
+            "farthest_share": worst,
+        },
+        records=_ids(one for _, _, one in judged),
+        text=f"The training step that comes nearest to the limit is {row.name}:"
         f" {duration(step.median)} (95 % interval {duration(step.low)} to {duration(step.high)},"
         f" {'steady' if steady else 'not steady'}),"
-        f" {count(tokens_per_second(record) or 0)} tokens/s,"
-        f" {rate(achieved_flops(record) or 0, 'FLOP/s')}. That is {percent(best)} of the"
-        f" {rate(ceiling.value, 'FLOP/s')} that matrix products alone reach here"
+        f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
+        conclusion=f"That is {percent(best)} of the {rate(ceiling.value, 'FLOP/s')} that matrix"
+        f" products alone reach here{farthest}.",
+        tone="good" if best >= 0.4 and steady else "info",
     )
-    worst, far = min(judged, key=lambda pair: pair[0])
-    if far is not row and far.step_record is not None:
-        doubt = "" if is_steady(far.step_record) else " (not steady)"
-        text += f"; the farthest is {far.name} with {percent(worst)}{doubt}"
-    yield Finding(text=text + ".", tone="good" if best >= 0.4 and steady else "info")
 
 
 def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -86,37 +91,44 @@ def _backward_over_forward(rows: Sequence[Row]) -> Iterator[Finding]:
         work = row.workload
         key = (f"{work.table} {work.size}" if work.table != "2025" else work.size, work.dtype)
         if row.ratio is not None and (
-            key not in by_size or row.workload.context > by_size[key].workload.context
+            key not in by_size or work.context > by_size[key].workload.context
         ):
             by_size[key] = row
     if not by_size:
         return
     several = len({dtype for _, dtype in by_size}) > 1
+    ratios = {
+        f"{size}{f' {dtype}' if several else ''}": row for (size, dtype), row in by_size.items()
+    }
 
     def listed(*, steady: bool) -> str:
         return ", ".join(
-            f"{size}{f' {dtype}' if several else ''} {number(row.ratio or 0, 3)}"
-            for (size, dtype), row in by_size.items()
+            f"{name} {number(row.ratio or 0, 3)}"
+            for name, row in ratios.items()
             if row.ratio_is_steady is steady
         )
 
-    text = "Backward over forward, where the FLOPs say 2:"
-    steady = [row for row in by_size.values() if row.ratio_is_steady]
-    shaky = listed(steady=False)
-    if not steady:
-        text += f" {shaky}. The samples are not steady, so no cause is given."
-    else:
-        off = max(steady, key=lambda row: abs((row.ratio or 2.0) - 2.0))
-        assert off.ratio is not None
-        expected = abs(off.ratio - 2.0) <= 2 * _AS_EXPECTED
-        why = "The FLOPs explain it." if expected else _why_the_ratio_departs(off)
-        text += f" {listed(steady=True)}. {why}"
-        text += f" Not steady, so no cause is given: {shaky}." if shaky else ""
-    yield Finding(text=text)
+    steady, shaky = listed(steady=True), listed(steady=False)
+    text, why = f"{shaky}. The samples are not steady, so no cause is given.", ""
+    if steady:
+        text, why = f"{steady}.", _why_the_ratio_departs(list(ratios.values()))
+        why += f" Not steady, so no cause is given: {shaky}." if shaky else ""
+    yield Finding(
+        code="benchmark.backward-over-forward",
+        values={name: row.ratio for name, row in ratios.items()},
+        records=_ids(
+            source[0]
+            for row in ratios.values()
+            for part in ("forward", "backward")
+            if (source := row.source(part)) is not None
+        ),
+        text=f"Backward over forward, where the FLOPs say 2: {text}",
+        conclusion=why.strip(),
+    )
 
 
 def _of_one_variant(rows: Sequence[Row]) -> list[Row]:
-    """Rows that differ in size, context and format alone: those like the first one."""
+    """Rows that differ in size, context and dtype alone: those like the first one."""
 
     def variant(row: Row) -> tuple[object, ...]:
         work = row.workload
@@ -125,12 +137,19 @@ def _of_one_variant(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if variant(row) == variant(rows[0])]
 
 
-def _why_the_ratio_departs(row: Row) -> str:
+def _why_the_ratio_departs(rows: Sequence[Row]) -> str:
     """The ratio of times is the ratio of FLOPs times that of the two efficiencies."""
+    row = max(
+        (row for row in rows if row.ratio_is_steady), key=lambda row: abs((row.ratio or 2.0) - 2.0)
+    )
+    backward = row.source("backward")
+    assert row.ratio is not None
     assert row.forward is not None
     assert row.backward is not None
-    record = next(record for record in row.records if record.status == "ok")
-    share = host_bound(row.by_mode.get("forward-backward", record))
+    assert backward is not None
+    if abs(row.ratio - 2.0) <= _AS_EXPECTED:
+        return "The FLOPs explain it."
+    share = host_bound(backward[0])
     if share is not None and share.bound:
         return (
             f"For {row.name} the host is the limit ({percent(share.fraction)} of the step ends with"
@@ -138,13 +157,14 @@ def _why_the_ratio_departs(row: Row) -> str:
         )
     if row.flops is None:
         return ""
-    forward = row.flops.forward / row.forward.median * 1e3
-    backward = row.flops.backward / row.backward.median * 1e3
-    better, worse = ("backward", "forward") if backward > forward else ("forward", "backward")
+    forward_rate = row.flops.forward / row.forward.median * 1e3
+    backward_rate = row.flops.backward / row.backward.median * 1e3
+    faster = backward_rate > forward_rate
+    better, worse = ("backward", "forward") if faster else ("forward", "backward")
     return (
-        f"For {row.name} the forward runs at {rate(forward, 'FLOP/s')} and the backward at"
-        f" {rate(backward, 'FLOP/s')}: the {worse} spends a larger share of its time outside of"
-        f" matrix products (copies, elementwise work, memory that is touched for the first time),"
+        f"For {row.name} the forward runs at {rate(forward_rate, 'FLOP/s')} and the backward at"
+        f" {rate(backward_rate, 'FLOP/s')}: the {worse} spends a larger share of its time outside"
+        " of matrix products (copies, elementwise work, memory that is touched for the first time),"
         f" the {better} a smaller one."
     )
 
@@ -154,40 +174,114 @@ def _who_limits(rows: Sequence[Row]) -> Iterator[Finding]:
     shares = [
         (share, row, record)
         for row in rows
-        for record in row.records
-        if record.status == "ok" and (share := host_bound(record)) is not None
+        for record in row.done
+        if (share := host_bound(record)) is not None
     ]
     if not shares:
         return
-    bound = [(row, record) for share, row, record in shares if share.bound]
+    records = _ids(record for _, _, record in shares)
+    bound = [row.name for share, row, _ in shares if share.bound]
     if not bound:
-        steady = all(is_steady(record) for _, _, record in shares)
         yield Finding(
+            code="benchmark.device-limits",
+            values={"steps": len(shares)},
+            records=records,
             text="The GPU, not the host, limits every step: the launch queue never runs empty for"
             " most of one.",
-            tone="good" if steady else "info",
+            tone="good" if all(is_steady(record) for _, _, record in shares) else "info",
         )
         return
-    names = list(dict.fromkeys(row.name for row, _ in bound))
+    names = _some(bound)
     yield Finding(
+        code="benchmark.host-limits",
+        values={"steps": len(bound), "of": len(shares), "names": names},
+        records=records,
         text=f"The host limits {len(bound)} of {len(shares)} steps: their launch queue runs empty,"
-        f" so the GPU waits for the host ({_some(names)}). A faster number format cannot help"
-        " there; more work per launch can (a larger batch or context, torch.compile, CUDA graphs).",
+        f" so the GPU waits for the host ({names}).",
+        conclusion="A faster number format cannot help there; more work per launch can (a larger"
+        " batch or context, torch.compile, CUDA graphs).",
         tone="warn",
     )
+
+
+def formats_findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The gain of each dtype over float32.
+
+    A step that the host limits takes as long in any dtype: the device waits for launches, and
+    autocast adds some.
+    """
+    by_dtype: dict[str, list[Pair]] = {}
+    for pair in pairs_of(rows):
+        by_dtype.setdefault(pair.workload.dtype, []).append(pair)
+    for dtype, pairs in by_dtype.items():
+        low = min(pairs, key=lambda pair: pair.whole or 0.0)
+        high = max(pairs, key=lambda pair: pair.whole or 0.0)
+        least = ""
+        if low is not high:
+            least = f" and {number(low.whole or 0.0, 3)}× on {low.name}{_by_phase(low)}"
+        useless = [pair for pair in pairs if (pair.whole or 0.0) < _GAIN]
+        yield Finding(
+            code="benchmark.dtype-gain",
+            values={
+                "dtype": dtype,
+                "most": high.whole,
+                "most_on": high.name,
+                "least": low.whole,
+                "least_on": low.name,
+                "without_gain": len(useless),
+            },
+            records=_ids(record for pair in pairs for row in pair for record in row.done),
+            text=f"{dtype} against float32 makes the step {number(high.whole or 0.0, 3)}× as fast"
+            f" on {high.name}{_by_phase(high)}{least}.",
+            conclusion=" ".join(_why_no_gain(useless)),
+            tone="warn" if useless else "info",
+        )
+
+
+def _by_phase(pair: Pair) -> str:
+    gains = [
+        f"{phase} {number(gain, 3)}×"
+        for phase in ("forward", "backward", "optimizer")
+        if (gain := pair.gain(phase)) is not None
+    ]
+    return f" ({', '.join(gains)})" if len(gains) > 1 else ""
+
+
+def _why_no_gain(useless: Sequence[Pair]) -> Iterator[str]:
+    """The sizes that a dtype does not help, by what limits them."""
+    waiting = {
+        pair: pair.host.fraction for pair in useless if pair.host is not None and pair.host.bound
+    }
+    others = [pair for pair in useless if pair not in waiting]
+    if waiting:
+        yield (
+            f"It does not help {_some((pair.name for pair in waiting), 8)}: the host limits these"
+            f" steps (at least {percent(min(waiting.values()))} of each ends with an empty launch"
+            " queue), so faster kernels only make the device wait longer, and autocast's casts are"
+            " launches more."
+        )
+    if others:
+        on_cpu = any(pair.row.records[0].environment.device_kind == "cpu" for pair in others)
+        why = (
+            ": this CPU has no faster unit for the format, or none at all."
+            if on_cpu
+            else ", which the host does not limit: what the products gain is lost in casts and in"
+            " operators that move as many bytes as before."
+        )
+        yield f"It does not help {_some((pair.name for pair in others), 8)}{why}"
 
 
 def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
     """Steps with marks between the phases against steps without."""
     off = [
-        (abs(summarize(sums).median / whole - 1.0), row, record)
+        (abs(summarize(sums).median / whole - 1.0), f"{row.name}, {mode}", record)
         for row in rows
-        for record in row.records
+        for mode, record in row.by_mode.items()
         if (whole := median_ms(record, "step")) and (sums := phase_sums(record))
     ]
     if not off:
         return
-    worst, row, record = max(off, key=lambda found: found[0])
+    worst, name, record = max(off, key=lambda one: one[0])
     middle = sorted(value for value, _, _ in off)[len(off) // 2]
     close = sum(value <= PHASES_OFF for value, _, _ in off)
     steady = all(is_steady(one) for _, _, one in off)
@@ -198,44 +292,59 @@ def _phases_against_whole(rows: Sequence[Row]) -> Iterator[Finding]:
         said += f" within {percent(PHASES_OFF)} in {close} of {len(off)} cases"
     doubt = "" if is_steady(record) else ", whose samples are not steady"
     yield Finding(
+        code="benchmark.phases-sum",
+        values={"close": close, "of": len(off), "middle": middle, "worst": worst, "case": name},
+        records=_ids(one for _, _, one in off),
         text=f"The phases {said}: {percent(middle)} apart in the middle of {len(off)},"
-        f" {percent(worst)} at most ({row.name}, {record.config['mode']}{doubt}).",
+        f" {percent(worst)} at most ({name}{doubt}).",
         tone="good" if close == len(off) and steady else "info",
     )
 
 
 def _failures(rows: Sequence[Row]) -> Iterator[Finding]:
-    failed = [(row, record) for row in rows for record in row.records if record.status != "ok"]
-    for status in dict.fromkeys(record.status for _, record in failed):
-        names = [
-            f"{row.name} {record.config['mode']}"
-            for row, record in failed
-            if record.status == status
-        ]
-        what = {"oom": "ran out of memory", "skipped": "skipped", "timeout": "timed out"}
-        noun = "case" if len(names) == 1 else "cases"
-        first = next(record.reason for _, record in failed if record.status == status)
+    failed: dict[str, list[tuple[str, Record]]] = {}
+    for row in rows:
+        for mode, record in row.by_mode.items():
+            if record.status != "ok":
+                failed.setdefault(record.status, []).append((f"{row.name} {mode}", record))
+    for status, cases in failed.items():
+        reason = cases[0][1].reason
         yield Finding(
-            text=f"{len(names)} {noun} {what.get(status, 'failed')}: {_some(names)}."
-            f" The first said: {first}",
+            code="benchmark.failed",
+            values={"status": status, "cases": len(cases), "reason": reason},
+            records=_ids(record for _, record in cases),
+            timed=False,
+            text=f"{len(cases)} {'case' if len(cases) == 1 else 'cases'}"
+            f" {_FAILED.get(status, 'failed')}: {_some((name for name, _ in cases), unique=False)}."
+            f" The first said: {reason}",
             tone="warn",
         )
 
 
-def _doubts(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Lints, by code: a number that breaks a law of physics is not to be believed."""
+def _lints(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Lints by code, checked again: a record may be older than a lint."""
     records = [record for row in rows for record in row.records]
     grouped = lint_group(records)
-    # Judged anew: a record may be older than a lint.
-    lints = [
-        lint for record in records for lint in (*lint_record(record), *grouped.get(record.id, ()))
-    ]
-    counted = Counter(lint.code for lint in lints)
-    for code, times in counted.items():
-        first = next(lint.message for lint in lints if lint.code == code)
-        yield Finding(text=f"Lint {code}, {times}×, first: {first}", tone="warn", timed=False)
+    found: dict[str, list[tuple[str, Record]]] = {}
+    for record in records:
+        for lint in (*lint_record(record), *grouped.get(record.id, ())):
+            found.setdefault(lint.code, []).append((lint.message, record))
+    for code, lints in found.items():
+        yield Finding(
+            code="benchmark.lint",
+            values={"lint": code, "times": len(lints)},
+            records=_ids(record for _, record in lints),
+            timed=False,
+            text=f"Lint {code}, {len(lints)}×, first: {lints[0][0]}",
+            tone="warn",
+        )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SEVERAL
-    return ", ".join(names[:_SEVERAL]) + (f" and {more} more" if more > 0 else "")
+def _ids(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.id for record in records))
+
+
+def _some(names: Iterable[str], most: int = 3, *, unique: bool = True) -> str:
+    listed = list(dict.fromkeys(names) if unique else names)
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")

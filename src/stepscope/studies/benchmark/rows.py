@@ -1,90 +1,78 @@
-"""Records of the same training step, brought together: one row for its three modes."""
+"""Rows of the benchmark's tables: one training step with its modes, or the same in two dtypes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
+from stepscope.analysis.limits import HostShare, host_bound
 from stepscope.analysis.lints import BUSY
-from stepscope.model.config import ModelConfig
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, stability, summarize
 from stepscope.report.blocks import Cell
-from stepscope.studies.workload import Workload
+from stepscope.report.tables import STATUS
+from stepscope.studies.base import Result
+from stepscope.studies.benchmark.cases import BenchmarkCase
 
-_STATUS_TEXT = {"oom": "OOM", "error": "error", "timeout": "timeout", "skipped": "skipped"}
-_WHOLE, _WITH_BACKWARD = "train-step", ("forward-backward", "train-step")
+_WHOLE, _WITH_BACKWARD = "train-step", "forward-backward"
+_SOURCES = {
+    "forward": (("forward", "step"), (_WITH_BACKWARD, "forward"), (_WHOLE, "forward")),
+    "backward": ((_WITH_BACKWARD, "backward"), (_WHOLE, "backward")),
+    "both": ((_WITH_BACKWARD, "step"),),
+    "optimizer": ((_WHOLE, "optimizer"),),
+    "step": ((_WHOLE, "step"),),
+}
+"""Modes and series that time a part of the step, the best one first: a mode of its own, else a
+phase of a longer one."""
+_BASE = "float32"
 
 
 class Row:
-    """One training step under study, with the records of its modes."""
+    """One training step, with the records of its modes."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.by_mode = {record.config["mode"]: record for record in records}
-        self.workload = msgspec.convert(records[-1].config, Workload)
-
-    @cached_property
-    def model(self) -> ModelConfig | None:
-        """None for a model of one's own, whose shape is not known."""
-        return self.workload.shape
+    def __init__(self, results: Sequence[Result[BenchmarkCase]]) -> None:
+        self.by_mode = {case.mode: record for record, case in results}
+        self.workload = results[-1].case
+        self.name = self.workload.name
+        self.records = tuple(self.by_mode.values())
+        self.forward, self.backward, self.both, self.optimizer, self.step = map(
+            self.summary, _SOURCES
+        )
 
     @cached_property
     def flops(self) -> Flops | None:
-        if self.model is None:
-            return None
-        return flops(self.model, self.workload.batch, self.workload.context)
+        """None for a user's model, whose shape is not known."""
+        model = self.workload.shape
+        return None if model is None else flops(model, self.workload.batch, self.workload.context)
 
     @property
-    def name(self) -> str:
-        return self.workload.name
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        return tuple(self.by_mode.values())
+    def done(self) -> list[Record]:
+        return [record for record in self.records if record.status == "ok"]
 
     @property
     def step_record(self) -> Record | None:
         """The train step's record, if it has samples."""
-        return self._ok(_WHOLE)
-
-    def _ok(self, mode: str) -> Record | None:
-        record = self.by_mode.get(mode)
+        record = self.by_mode.get(_WHOLE)
         return record if record is not None and record.status == "ok" else None
 
-    @cached_property
-    def forward(self) -> Summary | None:
-        """The forward alone, else as a phase of a longer step."""
-        alone = self._ok("forward")
-        return _summary(alone, "step") if alone else self._phase("forward", _WITH_BACKWARD)
+    def source(self, part: str) -> tuple[Record, str] | None:
+        """The record that times a part of the step, and the name of its series."""
+        for mode, name in _SOURCES[part]:
+            record = self.by_mode.get(mode)
+            series = record.find(name) if record is not None and record.status == "ok" else None
+            if record is not None and series is not None and series.values:
+                return record, name
+        return None
 
-    @cached_property
-    def backward(self) -> Summary | None:
-        return self._phase("backward", _WITH_BACKWARD)
-
-    @cached_property
-    def both(self) -> Summary | None:
-        """Forward, loss and backward timed as one."""
-        return _summary(self._ok("forward-backward"), "step")
-
-    @cached_property
-    def optimizer(self) -> Summary | None:
-        return self._phase("optimizer", (_WHOLE,))
-
-    @cached_property
-    def step(self) -> Summary | None:
-        return _summary(self._ok(_WHOLE), "step")
-
-    def _phase(self, name: str, modes: Sequence[str]) -> Summary | None:
-        return _summary(self._holder(name, modes), name)
-
-    def _holder(self, name: str, modes: Sequence[str] = _WITH_BACKWARD) -> Record | None:
-        """The record that a phase is taken from."""
-        held = (self._ok(mode) for mode in modes)
-        return next((record for record in held if _summary(record, name) is not None), None)
+    def summary(self, part: str) -> Summary | None:
+        source = self.source(part)
+        series = source[0].find(source[1]) if source else None
+        return summarize(series.values) if series else None
 
     @property
     def ratio(self) -> float | None:
@@ -96,36 +84,78 @@ class Row:
     @property
     def ratio_is_steady(self) -> bool:
         """Whether the samples of both of its parts are."""
-        alone = self._ok("forward")
-        parts = [
-            (alone, "step") if alone else (self._holder("forward"), "forward"),
-            (self._holder("backward"), "backward"),
-        ]
-        return all(record is not None and is_steady(record, name) for record, name in parts)
+        parts = (self.source("forward"), self.source("backward"))
+        return all(part is not None and is_steady(*part) for part in parts)
 
-    def cell(self, summary: Summary | None, what: str, *modes: str) -> Cell:
-        """One number of a summary, or what became of the mode that would have given it."""
+    def cell(self, part: str, what: str) -> Cell:
+        """One number of a summary, or the status of the mode that would have given it."""
+        summary = getattr(self, part)
         if summary is not None:
             return float(getattr(summary, what))
-        for mode in modes:
-            if mode in self.by_mode and self.by_mode[mode].status != "ok":
-                return _STATUS_TEXT[self.by_mode[mode].status]
-        return None
+        # A longer step that failed says nothing about the forward alone.
+        sources = _SOURCES[part][:1] if part == "forward" else _SOURCES[part]
+        tried = (self.by_mode[mode].status for mode, _ in sources if mode in self.by_mode)
+        return next((STATUS.get(one, one) for one in tried if one != "ok"), None)
 
 
-def rows_of(records: Sequence[Record]) -> tuple[Row, ...]:
+def rows_of(results: Sequence[Result[BenchmarkCase]]) -> tuple[Row, ...]:
     """A row for each train step; the modes without an optimizer serve all of them."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        workload = msgspec.convert(record.config, Workload)
-        alike = msgspec.structs.replace(workload, mode="forward", optimizer="torch")
-        groups.setdefault(alike.key, []).append(record)
+    groups: dict[str, list[Result[BenchmarkCase]]] = {}
+    for result in results:
+        alike = msgspec.structs.replace(result.case, mode="forward", optimizer="torch")
+        groups.setdefault(alike.key, []).append(result)
     rows = []
     for group in groups.values():
-        steps = [record for record in group if record.config["mode"] == _WHOLE]
-        others = [record for record in group if record.config["mode"] != _WHOLE]
+        steps = [result for result in group if result.case.mode == _WHOLE]
+        others = [result for result in group if result.case.mode != _WHOLE]
         rows += [Row([*others, step]) for step in steps] or [Row(others)]
     return tuple(rows)
+
+
+class Pair(NamedTuple):
+    """The same step in another dtype and in float32."""
+
+    row: Row
+    base: Row
+
+    @property
+    def workload(self) -> BenchmarkCase:
+        return self.row.workload
+
+    def gain(self, part: str) -> float | None:
+        mine: Summary | None = getattr(self.row, part)
+        theirs: Summary | None = getattr(self.base, part)
+        return theirs.median / mine.median if mine and theirs and mine.median else None
+
+    @property
+    def whole(self) -> float | None:
+        """Of the step, or of the longest part of it that was timed."""
+        return self.gain("step") or self.gain("both") or self.gain("forward")
+
+    @property
+    def host(self) -> HostShare | None:
+        modes = (self.row.by_mode.get(mode) for mode in (_WHOLE, _WITH_BACKWARD, "forward"))
+        record = next((one for one in modes if one is not None and one.status == "ok"), None)
+        return None if record is None else host_bound(record)
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.size} at context {self.workload.context}"
+
+
+def pairs_of(rows: Sequence[Row]) -> list[Pair]:
+    """Those that have a time in common."""
+
+    def key(row: Row) -> str:
+        return msgspec.structs.replace(row.workload, dtype=_BASE, mode="forward").key
+
+    base = {key(row): row for row in rows if row.workload.dtype == _BASE}
+    found = (
+        Pair(row, base[key(row)])
+        for row in rows
+        if row.workload.dtype != _BASE and key(row) in base
+    )
+    return [pair for pair in found if pair.whole is not None]
 
 
 def common_context(rows: Sequence[Row]) -> int:
@@ -141,8 +171,3 @@ def is_steady(record: Record, name: str = "step") -> bool:
         return False
     # As even as they may be: on a busy machine all of them are too long.
     return BUSY not in {lint.code for lint in record.lints}
-
-
-def _summary(record: Record | None, name: str) -> Summary | None:
-    series = record.find(name) if record is not None else None
-    return summarize(series.values) if series is not None and series.values else None

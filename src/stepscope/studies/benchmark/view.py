@@ -1,8 +1,9 @@
-"""Tables of the benchmark study, from its records alone."""
+"""Tables and figures of the benchmark study. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from stepscope.analysis.limits import (
     achieved_flops,
@@ -14,29 +15,39 @@ from stepscope.analysis.limits import (
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Cell, Column, Interval, Table
+from stepscope.report.blocks import Block, Curve, Figure, Interval, Mark, Table
 from stepscope.report.format import percent
-from stepscope.studies.benchmark.figures import benchmark_figures
+from stepscope.report.tables import col, table
+from stepscope.studies.base import Result
+from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.benchmark.findings import benchmark_findings
-from stepscope.studies.benchmark.formats import formats_table
-from stepscope.studies.benchmark.rows import (
-    Row,
-    common_context,
-    is_steady,
-    rows_of,
-)
-from stepscope.studies.identity import identity, identity_cells
+from stepscope.studies.benchmark.rows import Row, common_context, is_steady, pairs_of, rows_of
+from stepscope.studies.identity import step_columns
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12
 """More than these are a table, not a headline: then one context stands for all."""
+_HOST_BOUND = "share of the step in phases that end with an empty launch queue"
+_STEADY = "spread of the samples, and how many there are"
+_TIMED = {
+    "forward": ("forward", "alone, its graph kept"),
+    "backward": ("backward", "as a phase of forward-backward"),
+    "fwd+bwd": ("both", "forward, loss and backward timed as one"),
+    "optimizer": ("optimizer", "as a phase of the train step"),
+    "step": ("step", "the train step timed as one, no marks inside"),
+}
+"""Titles of the columns of times, with the part of the row that they show."""
+_VARIANT = ("table", "dtype", "attention", "compile", "optimizer", "checkpoint", "batch")
+_PLAIN = {"compile": "no", "optimizer": "torch", "checkpoint": "no"}
+"""What goes without saying in a label."""
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "torch-fused": "fused"}
 
 
-def benchmark_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    rows = rows_of(records)
+def benchmark_blocks(results: Sequence[Result[BenchmarkCase]]) -> tuple[Block, ...]:
+    rows = rows_of(results)
     return (
         *benchmark_findings(rows),
-        *benchmark_figures(rows),
+        *_figures(rows),
         *formats_table(rows),
         _times_table(rows),
         _throughput_table(rows),
@@ -46,178 +57,274 @@ def benchmark_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
 
 def _mine(row: Row) -> Iterator[Mine]:
     """This step in the words of published conditions, where it ran."""
-    done = [record for record in row.records if record.status == "ok"]
-    work = row.workload
-    values = {
-        name: None if held is None else held.median
-        for name, held in (
-            ("forward", row.forward), ("backward", row.backward), ("both", row.both),
-            ("step", row.step),
-        )
-    }  # fmt: skip
-    conditions = step_conditions(work)
-    if done and conditions is not None:
+    conditions = step_conditions(row.workload)
+    if row.done and conditions is not None:
         # The figures of a step are those of all its modes.
         conditions.pop("mode")
-        yield Mine(done[-1], conditions, values, f"matmul.{precision(work.dtype).compute}")
+        parts = {
+            "forward": row.forward, "backward": row.backward, "both": row.both, "step": row.step,
+        }  # fmt: skip
+        values = {name: one.median if one else None for name, one in parts.items()}
+        ceiling = f"matmul.{precision(row.workload.dtype).compute}"
+        yield Mine(row.done[-1], conditions, values, ceiling)
 
 
-def headline_table(records: Sequence[Record]) -> Table | None:
+class Timed(NamedTuple):
+    """One mode of a training step."""
+
+    workload: BenchmarkCase
+    mode: str
+    record: Record
+
+
+def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
     """The train steps: time, rate, distance from the limit."""
-    rows = [row for row in rows_of(records) if row.step_record]
+    rows = [row for row in rows_of(results) if row.step_record]
     if not rows:
         return None
     if len(rows) > _HEADLINE_ROWS:
         context = common_context(rows)
         rows = [row for row in rows if row.workload.context == context]
-    columns, shared = identity(rows)
-    cells = []
-    for row in rows:
-        record = row.step_record
-        assert record is not None
-        assert row.step is not None
-        cells.append(
-            (
-                *identity_cells(row, columns),
-                Interval(value=row.step.median, low=row.step.low, high=row.step.high),
-                _tokens(record),
-                mfu(record),
-                _verdict(record),
-            )
-        )
-    return Table(
-        name="headline",
-        title="One training step",
-        columns=(
-            *columns.values(),
-            Column(title="step", kind="number", unit="ms", hint="median with its 95 % interval"),
-            Column(title="tokens/s", kind="count"),
-            Column(
-                title="of the limit",
-                kind="percent",
+    timed = [Timed(row.workload, "train-step", row.step_record) for row in rows if row.step_record]
+    columns, shared = step_columns(rows)
+    return table(
+        "headline",
+        "One training step",
+        timed,
+        [
+            *columns,
+            col("step", _median, unit="ms", hint="median with its 95 % interval"),
+            col("tokens/s", _tokens, "count"),
+            col(
+                "of the limit", lambda r: mfu(r.record), "percent",
                 hint="model FLOPs per second over the matrix rate measured on this machine (MFU)",
             ),
-            Column(title="steady?", hint="spread of the samples, and how many there are"),
-        ),
-        rows=tuple(cells),
+            col("steady?", _verdict, hint=_STEADY),
+        ],
         caption=f"{shared}.",
-    )
+    )  # fmt: skip
+
+
+def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
+    pairs = pairs_of(rows)
+    if not pairs:
+        return
+    columns, shared = step_columns(pairs)
+    yield table(
+        "benchmark-formats",
+        "Number formats against float32",
+        pairs,
+        [
+            *(one for one in columns if one.column.title != "dtype"),
+            col("dtype", lambda pair: pair.workload.dtype),
+            *(
+                col(part, lambda pair, part=part: pair.gain(part), unit="× as fast")
+                for part in ("forward", "backward", "optimizer", "step")
+            ),
+            col("step in float32", lambda pair: pair.base.cell("step", "median"), unit="ms"),
+            col("step", lambda pair: pair.row.cell("step", "median"), unit="ms"),
+            col(
+                "host-bound", lambda pair: pair.host.fraction if pair.host else None, "percent",
+                hint=_HOST_BOUND,
+            ),
+        ],
+        caption=f"Medians of float32 over those of the format; {shared}.",
+    )  # fmt: skip
 
 
 def _times_table(rows: Sequence[Row]) -> Table:
     """The columns of the course's tables, and the optimizer."""
-    columns, shared = identity(rows)
+    (size, *columns), shared = step_columns(rows)
     shape = {"d_model": "d_model", "d_ff": "d_ff", "layers": "n_layers", "heads": "n_heads"}
-    timed = (
-        ("forward", "forward", ("forward",)),
-        ("backward", "backward", ("forward-backward", "train-step")),
-        ("fwd+bwd", "both", ("forward-backward",)),
-        ("optimizer", "optimizer", ("train-step",)),
-        ("step", "step", ("train-step",)),
-    )
-    hints = {
-        "forward": "alone, its graph kept",
-        "backward": "as a phase of forward-backward",
-        "fwd+bwd": "forward, loss and backward timed as one",
-        "optimizer": "as a phase of the train step",
-        "step": "the train step timed as one, no marks inside",
-    }
-    heads = [
-        Column(title=f"{title} {what}", kind="number", unit="ms", hint=hints[title])
-        for title, _, _ in timed
-        for what in ("mean", "std")
-    ]
-    names = list(columns)
-    cells = []
-    for row in rows:
-        known = identity_cells(row, columns)
-        sized: tuple[Cell, ...] = tuple(getattr(row.model, field, None) for field in shape.values())
-        numbers = tuple(
-            row.cell(getattr(row, attribute), what, *modes)
-            for _, attribute, modes in timed
-            for what in ("mean", "std")
-        )
-        cells.append((known[0], *sized, *known[1:], *numbers))
-    return Table(
-        name="benchmark-times",
-        title="Forward, backward and step",
-        columns=(
-            columns[names[0]],
-            *(Column(title=title, kind="count") for title in shape),
-            *(columns[name] for name in names[1:]),
-            *heads,
-        ),
-        rows=tuple(cells),
+    return table(
+        "benchmark-times",
+        "Forward, backward and step",
+        rows,
+        [
+            size,
+            *(
+                col(title, lambda r, name=name: getattr(r.workload.shape, name, None), "count")
+                for title, name in shape.items()
+            ),
+            *columns,
+            *(
+                col(
+                    f"{title} {what}",
+                    lambda row, part=part, what=what: row.cell(part, what),
+                    unit="ms",
+                    hint=hint,
+                )
+                for title, (part, hint) in _TIMED.items()
+                for what in ("mean", "std")
+            ),
+        ],
         caption=f"Mean and standard deviation of the samples; {shared}.",
     )
 
 
 def _throughput_table(rows: Sequence[Row]) -> Table:
-    columns, shared = identity(rows)
-    cells = []
-    for row in rows:
-        for mode, record in row.by_mode.items():
-            if record.status != "ok":
-                outcome: tuple[Cell, ...] = (row.cell(None, "", mode), *(None,) * 6, record.reason)
-                cells.append((*identity_cells(row, columns), mode, *outcome))
-                continue
-            step = step_ms(record)
-            assert step is not None
-            share = host_bound(record)
-            cells.append(
-                (
-                    *identity_cells(row, columns),
-                    mode,
-                    Interval(value=step.median, low=step.low, high=step.high),
-                    _tokens(record),
-                    achieved_flops(record),
-                    mfu(record),
-                    mfu(record, measured=False),
-                    share.fraction if share else None,
-                    record.quantity("peak_bytes"),
-                    _verdict(record),
-                )
-            )
-    return Table(
-        name="benchmark-throughput",
-        title="Rates, distance from the limit, memory",
-        columns=(
-            *columns.values(),
-            Column(title="mode"),
-            Column(
-                title="median", kind="number", unit="ms",
-                hint="with its 95 % interval",
+    columns, shared = step_columns(rows)
+    return table(
+        "benchmark-throughput",
+        "Rates, distance from the limit, memory",
+        [Timed(row.workload, *one) for row in rows for one in row.by_mode.items()],
+        [
+            *columns,
+            col("mode", lambda r: r.mode, key=True),
+            col("median", _median, unit="ms", hint="with its 95 % interval"),
+            col("tokens/s", _tokens, "count"),
+            col(
+                "rate", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s",
+                hint="model FLOPs over the median",
             ),
-            Column(title="tokens/s", kind="count"),
-            Column(title="rate", kind="rate", unit="FLOP/s", hint="model FLOPs over the median"),
-            Column(
-                title="MFU, measured", kind="percent",
+            col(
+                "MFU, measured", lambda r: mfu(r.record), "percent",
                 hint="of the matrix rate measured on this machine in that format",
             ),
-            Column(title="MFU, data sheet", kind="percent", hint="of the maker's dense peak"),
-            Column(
-                title="host-bound", kind="percent",
-                hint="share of the step in phases that end with an empty launch queue",
+            col(
+                "MFU, data sheet", lambda r: mfu(r.record, measured=False), "percent",
+                hint="of the maker's dense peak",
             ),
-            Column(title="peak memory", kind="bytes"),
-            Column(title="steady?", hint="spread of the samples, and how many there are"),
-        ),
-        rows=tuple(cells),
+            col("host-bound", _host_share, "percent", hint=_HOST_BOUND),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
+            col("steady?", _verdict, hint=_STEADY, key=True),
+        ],
         caption=f"{shared}.",
     )  # fmt: skip
 
 
-def _tokens(record: Record) -> int | None:
-    value = tokens_per_second(record)
+def _median(row: Timed) -> Interval | None:
+    step = step_ms(row.record)
+    return None if step is None else Interval(value=step.median, low=step.low, high=step.high)
+
+
+def _tokens(row: Timed) -> int | None:
+    value = tokens_per_second(row.record)
     return None if value is None else round(value)
 
 
-def _verdict(record: Record) -> str:
-    series = record.find("step")
-    assert series is not None
-    if is_steady(record):
+def _host_share(row: Timed) -> float | None:
+    share = host_bound(row.record)
+    return share.fraction if share else None
+
+
+def _verdict(row: Timed) -> str:
+    """Whether the samples are steady; of a failed case the reason."""
+    series = row.record.find("step")
+    if row.record.status != "ok" or series is None:
+        return row.record.reason
+    if is_steady(row.record):
         return "steady"
     if not stability(series.values):
         return "no: the machine is busy"
-    held = summarize(series.values)
-    return f"no: ± {percent(held.std / held.mean)} over {held.count}"
+    found = summarize(series.values)
+    return f"no: ± {percent(found.std / found.mean)} over {found.count}"
+
+
+def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
+    timed = [row for row in rows if row.step is not None]
+    variants: dict[str, list[Row]] = {}
+    varying = tuple(
+        name for name in _VARIANT if len({getattr(row.workload, name) for row in timed}) > 1
+    )
+    for row in timed:
+        variants.setdefault(_label(row, varying), []).append(row)
+    for place, (label, members) in enumerate(variants.items()):
+        if len({row.workload.context for row in members}) > 1:
+            yield _time_against_context(place, label, members)
+    if timed:
+        context = common_context(timed)
+        at_context = {
+            label: [row for row in members if row.workload.context == context]
+            for label, members in variants.items()
+        }
+        yield _time_against_size(at_context, context)
+        yield from _share_of_the_limit(at_context, context)
+
+
+def _label(row: Row, names: Sequence[str]) -> str:
+    words = []
+    for name in names:
+        value = getattr(row.workload, name)
+        if value != _PLAIN.get(name):
+            named = {
+                "compile": "compiled",
+                "batch": f"batch {value}",
+                "checkpoint": f"checkpoint {value}",
+            }.get(name, str(value))
+            words.append(_SHORT.get(named, named))
+    return " ".join(words) or "eager"
+
+
+def _time_against_context(place: int, label: str, rows: Sequence[Row]) -> Figure:
+    curves: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.workload.context):
+        curves.setdefault(row.workload.size, []).append(row)
+    suffix = f"-{place + 1}" if place else ""
+    return Figure(
+        name=f"benchmark-time{suffix}",
+        title="A training step against the context" + ("" if label == "eager" else f", {label}"),
+        kind="lines",
+        curves=tuple(
+            _curve(size, members, tuple(float(row.workload.context) for row in members))
+            for size, members in curves.items()
+        ),
+        x_label="context, tokens",
+        y_label="step, ms",
+        x_log=True,
+        y_log=True,
+        caption="Median of the samples; bars span the middle half of them.",
+    )
+
+
+def _time_against_size(variants: dict[str, list[Row]], context: int) -> Figure:
+    """At one context, so that the bars compare: the one that most rows have."""
+    return Figure(
+        name="benchmark-size",
+        title="A training step against the size",
+        kind="bars",
+        curves=tuple(
+            _curve(label, rows, tuple(row.workload.size for row in rows))
+            for label, rows in variants.items()
+            if rows
+        ),
+        x_label=f"size, at context {context}",
+        y_label="step, ms",
+        caption="Median of the samples; thin bars span the middle half of them.",
+    )
+
+
+def _curve(label: str, rows: Sequence[Row], x: tuple[str, ...] | tuple[float, ...]) -> Curve:
+    summaries = [row.step for row in rows if row.step is not None]
+    return Curve(
+        label=label,
+        x=x,
+        y=tuple(summary.median for summary in summaries),
+        low=tuple(summary.q1 for summary in summaries),
+        high=tuple(summary.q3 for summary in summaries),
+    )
+
+
+def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterator[Figure]:
+    bars: dict[str, dict[str, float]] = {}
+    for label, rows in variants.items():
+        for row in rows:
+            share = mfu(row.step_record) if row.step_record else None
+            if share is not None:
+                bars.setdefault(label, {})[row.workload.size] = 100 * share
+    if not bars:
+        return
+    yield Figure(
+        name="benchmark-ceiling",
+        title="How much of the machine's limit a training step reaches",
+        kind="bars",
+        curves=tuple(
+            Curve(label=label, x=tuple(shares), y=tuple(shares.values()))
+            for label, shares in bars.items()
+        ),
+        x_label=f"size, at context {context}",
+        y_label="MFU, %",
+        marks=(Mark(label="matrix products alone", value=100.0),),
+        caption="Model FLOPs per second over the matrix rate that this machine was measured at,"
+        " in the format of the step.",
+    )

@@ -1,0 +1,43 @@
+"""Flags and cases of the benchmark study."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.studies.flag_checks import check_seconds
+from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags
+
+
+class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case."""
+
+    mode: tuple[Mode, ...] = MODES
+    """forward, forward-backward, train-step: each is timed as one and by its phases."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples at least."""
+    min_seconds: float = 0.5
+    """Go on sampling until this much time has passed (at most 200 samples)."""
+    energy: bool = False
+    """Also joules of a step, by the device's own counter: some seconds more for each case."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"steps is {self.steps}", "it must be at least 1")
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        check_seconds("min-seconds", self.min_seconds)
+
+
+class BenchmarkCase(Workload, frozen=True, kw_only=True):
+    """One mode of a training step."""
+
+    warmup: int
+    steps: int
+    min_seconds: float
+    energy: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Left out of the config unless it is asked for: cases without it keep their identity."""

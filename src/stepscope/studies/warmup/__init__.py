@@ -1,0 +1,72 @@
+"""What do the first steps cost, and how many must be left out of a measurement?
+
+    stepscope run warmup --size small --context 256
+
+Every case starts in a fresh process: one that has already run a step shows no warm-up. Each step is
+timed with marks between its phases from the very first on; the first `warmup` of them are kept
+apart, as a benchmark with that many warm-up steps would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.post_mortem import step_post_mortem
+from stepscope.studies.warmup.cases import WarmupCase, WarmupFlags
+from stepscope.studies.workload import case_of, workloads
+
+
+class Warmup(Study[WarmupFlags, WarmupCase]):
+    name = "warmup"
+    title = "Warm-up"
+    question = "What do the first steps cost, and how many of them must a measurement leave out?"
+    examples = (
+        "stepscope run warmup --size small medium --context 256",
+        "stepscope run warmup --size xl --dtype bfloat16 --warmup 0 2 5 10",
+    )
+    fresh_process = True
+    flags = WarmupFlags
+    case = WarmupCase
+
+    def cases(self, flags: WarmupFlags) -> tuple[WarmupCase, ...]:
+        return tuple(
+            case_of(workload, WarmupCase, warmup=warmup, steps=flags.steps)
+            for workload in workloads(flags, ("train-step",))
+            for warmup in flags.warmup
+        )
+
+    def measure(self, case: WarmupCase, bench: Bench) -> Measurement:
+        from stepscope.studies.warmup.measure import measure_warmup
+
+        return measure_warmup(case, bench)
+
+    def post_mortem(self, case: WarmupCase, bench: Bench, said: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, said)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.warmup.view import warmup_blocks
+
+        return warmup_blocks(self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[WarmupFlags]]:
+        course = ("small", "medium", "large", "xl")
+        on_cpu = environment.device_kind == "cpu"
+        quick = WarmupFlags(
+            size=("mini",) if on_cpu else ("small",), context=(32,) if on_cpu else (256,), steps=8
+        )
+        seeds = WarmupFlags(size=(*course, "2.7b"), context=(256,))
+        course_2026 = WarmupFlags(size=(*course, "10b"), table="2026", context=(256,))
+        return {
+            "quick": (quick,),
+            "seeds": (seeds,),
+            "cs336-2026": (course_2026,),
+            "h200": (WarmupFlags(size=("small", "large", "2.7b"), context=(256,)),),
+            "full": (seeds, course_2026),
+        }
+
+
+STUDY = Warmup()

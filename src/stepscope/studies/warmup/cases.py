@@ -1,0 +1,33 @@
+"""Flags and cases of the warm-up study."""
+
+from __future__ import annotations
+
+from stepscope.errors import UsageError
+from stepscope.studies.flag_checks import check_each
+from stepscope.studies.workload import Workload, WorkloadFlags
+
+
+class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to measure: every combination of the values is a case."""
+
+    warmup: tuple[int, ...] = (0, 1, 2, 5)
+    """Numbers of warm-up steps to try."""
+    steps: int = 10
+    """Samples after them."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 4:
+            raise UsageError(f"steps is {self.steps}", "telling first from steady steps takes 4")
+        meant = "give numbers of steps, such as 0 1 2 5"
+        check_each("warmup", self.warmup, lambda steps: steps >= 0, meant)
+
+
+class WarmupCase(Workload, frozen=True, kw_only=True):
+    """A training step in a fresh process, after so many warm-up steps."""
+
+    warmup: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{super().key}_w{self.warmup}"

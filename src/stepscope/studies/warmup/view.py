@@ -1,0 +1,179 @@
+"""Findings, the curve of the first steps and the table of the warm-up study. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+
+from stepscope.analysis.steady import Settling, settling
+from stepscope.records.stats import summarize
+from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.format import counted, duration, number, percent
+from stepscope.report.tables import col, table
+from stepscope.studies.base import Result
+from stepscope.studies.trusted import all_good
+from stepscope.studies.warmup.cases import WarmupCase
+
+
+class Process:
+    """The steps of one fresh process."""
+
+    def __init__(self, result: Result[WarmupCase]) -> None:
+        self.record, self.case = result
+        # By the host's clock: the costs of first steps are mostly the host's.
+        series = self.record.find("step", "host")
+        self.steps = (*series.warmup, *series.values) if series and series.values else ()
+
+    @cached_property
+    def settling(self) -> Settling:
+        return settling(self.steps)
+
+
+def warmup_blocks(results: Sequence[Result[WarmupCase]]) -> tuple[Block, ...]:
+    processes = [Process(result) for result in results]
+    timed = [process for process in processes if process.steps]
+    return (*_findings(timed), *_figure(timed), _table(processes))
+
+
+def _ids(processes: Sequence[Process]) -> tuple[str, ...]:
+    return tuple(process.record.id for process in processes)
+
+
+def _findings(processes: Sequence[Process]) -> Iterator[Finding]:
+    groups: dict[str, list[Process]] = {}
+    for process in processes:
+        groups.setdefault(process.case.name, []).append(process)
+    for name, members in groups.items():
+        yield _first_step(name, members)
+    if processes:
+        yield _unlike(groups) or _needed(processes)
+
+
+def _first_step(name: str, processes: Sequence[Process]) -> Finding:
+    steady = summarize([process.settling.steady for process in processes]).median
+    first = summarize([process.steps[0] for process in processes]).median
+    extra = summarize([process.settling.extra for process in processes]).median
+    values = {"first_ms": first, "steady_ms": steady, "extra_ms": extra}
+    many = len(processes) > 1
+    where = f"by the medians of {len(processes)} fresh processes" if many else "in its process"
+    text = (
+        f"{name}, {where}: the first step takes {duration(first)},"
+        f" {number(first / steady, 3)}× a steady one ({duration(steady)}), and the steps before"
+        f" steady state cost {duration(extra)} extra."
+    )
+    cold = next((process for process in processes if process.case.warmup == 0), None)
+    if cold is not None:
+        biased = summarize(cold.steps[: cold.case.steps])
+        values["cold_mean_off"] = off = biased.mean / steady - 1
+        text += (
+            f" Without warm-up{', in one process,' * many} the mean of {biased.count} steps is"
+            f" {percent(off)} off, with a standard deviation of {duration(biased.std)}."
+        )
+    return Finding(
+        code="warmup.first-step",
+        values={"step": name, "processes": len(processes), **values},
+        records=_ids(processes),
+        text=text,
+    )
+
+
+def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
+    """Steady steps of fresh processes that differ from each other: none of them is steady."""
+    steady = {
+        name: [process.settling.steady for process in members] for name, members in groups.items()
+    }
+    unlike = {
+        name: (min(levels), max(levels))
+        for name, levels in steady.items()
+        if uncertainty(levels) >= MEDIAN_KNOWN_TO
+    }
+    if not unlike:
+        return None
+    name, (low, high) = max(unlike.items(), key=lambda one: one[1][1] / one[1][0])
+    return Finding(
+        code="warmup.unlike-processes",
+        values={"step": name, "fastest_ms": low, "slowest_ms": high},
+        records=_ids(groups[name]),
+        text=f"How many warm-up steps this machine needs cannot be told: after its first steps"
+        f" {name} takes {duration(low)} in one fresh process and {duration(high)} in another. End"
+        " other work on the machine and measure again.",
+        tone="warn",
+    )
+
+
+def _needed(processes: Sequence[Process]) -> Finding:
+    """How many steps the slowest process needs until it is steady."""
+    if not all_good(process.record for process in processes):
+        return Finding(
+            code="warmup.steps-unknown",
+            values={"processes": len(processes)},
+            records=_ids(processes),
+            text="How many warm-up steps this machine needs cannot be told.",
+            tone="warn",
+        )
+    most = max(process.settling.steps for process in processes)
+    at_least = any(process.settling.steps >= len(process.steps) // 2 for process in processes)
+    needed = counted(most, "warm-up step") if most else "no warm-up step"
+    return Finding(
+        code="warmup.steps-needed",
+        values={"steps": most, "processes": len(processes), "at_least": at_least},
+        records=_ids(processes),
+        text=f"This machine needs {'at least ' * at_least}{needed} before a step is steady, in the"
+        f" slowest of {len(processes)} fresh processes"
+        f"{'' if at_least else '; more than that changes nothing'}.",
+        tone="good" if most <= 5 else "warn",
+    )
+
+
+def _figure(processes: Sequence[Process]) -> Iterator[Figure]:
+    cold = [process for process in processes if process.case.warmup == 0]
+    if not cold:
+        return
+    yield Figure(
+        name="warmup-curve",
+        title="The first steps of a fresh process",
+        kind="lines",
+        curves=tuple(
+            Curve(
+                label=process.case.name,
+                x=tuple(float(i + 1) for i in range(len(process.steps))),
+                y=tuple(value / process.settling.steady for value in process.steps),
+            )
+            for process in cold
+        ),
+        x_label="step",
+        y_label="time, × a steady step",
+        y_log=True,
+        caption="No warm-up left out; 1 is the median of the second half.",
+    )
+
+
+def _table(processes: Sequence[Process]) -> Table:
+    return table(
+        "warmup-steps",
+        "The same step after 0, 1, 2, 5 warm-up steps",
+        processes,
+        [
+            col("size", lambda r: r.case.size, key=True),
+            col("context", lambda r: r.case.context, "count", key=True),
+            col("dtype", lambda r: r.case.dtype, key=True),
+            col("warm-up steps", lambda r: r.case.warmup, "count", key=True),
+            col(
+                "first step", lambda r: r.steps[0], unit="ms",
+                hint="the very first step of the process, whether left out or not",
+            ),
+            *(
+                col(f"{phase} {what}", partial(_statistic, phase, what), unit="ms")
+                for phase in ("forward", "backward", "step")
+                for what in ("mean", "std")
+            ),
+        ],
+        caption="Every row is a fresh process; mean and standard deviation of what comes after the"
+        " warm-up steps.",
+    )  # fmt: skip
+
+
+def _statistic(phase: str, what: str, process: Process) -> float | None:
+    series = process.record.find(phase)
+    return float(getattr(summarize(series.values), what)) if series else None
