@@ -31,7 +31,7 @@ from stepscope.records.stats import Ratio, Summary, summarize
 from stepscope.report.blocks import Interval
 from stepscope.report.format import number
 from stepscope.studies.base import results_of
-from stepscope.studies.ddp.cases import STUDY as DDP
+from stepscope.studies.ddp import STUDY as DDP
 from stepscope.studies.ddp.view import Ways, against_torch
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.flash.races import (
@@ -44,7 +44,7 @@ from stepscope.studies.flash.races import (
 from stepscope.studies.flash.rows import OURS
 from stepscope.studies.flash.rows import Race as AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
-from stepscope.studies.rehearsal.cases import STUDY as REHEARSAL
+from stepscope.studies.rehearsal import STUDY as REHEARSAL
 from stepscope.studies.rehearsal.cases import CheckCase
 from stepscope.studies.rehearsal.checks import Row, check_of
 from stepscope.studies.step import STUDY as STEP

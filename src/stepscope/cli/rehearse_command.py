@@ -18,7 +18,8 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Page, Section, Table
 from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
-from stepscope.studies.rehearsal.cases import STUDY, RecordingCase
+from stepscope.studies.rehearsal import STUDY
+from stepscope.studies.rehearsal.cases import RecordingCase
 from stepscope.studies.rehearsal.subject import (
     Network,
     Prediction,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -151,7 +152,7 @@ class Finding(Data, tag="finding", frozen=True):
     tone: Tone = "info"
     code: str = ""
     """What is said, for programs and tests: `memory.prediction-off`."""
-    values: dict[str, Value] = {}
+    values: Mapping[str, Value] = {}
     conclusion: str = ""
     records: tuple[str, ...] = ()
     timed: bool = True

@@ -25,7 +25,7 @@ class Declared(NamedTuple):
     """A column and where its cells come from."""
 
     column: Column
-    value: Callable[[Any], Cell]
+    value: Callable[..., Cell]
     key: bool
 
 
@@ -64,7 +64,7 @@ def interval(summary: Sampled | None) -> Interval | None:
 
 def col(
     title: str,
-    value: Callable[[Any], Cell],
+    value: Callable[..., Cell],
     kind: Kind | None = None,
     *,
     unit: str = "",

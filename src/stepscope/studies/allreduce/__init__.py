@@ -6,4 +6,77 @@ The ranks start once for a case; what is timed is one collective between two bar
 the whole program is flat at the seconds that processes take to start, for every size.)
 """
 
-from stepscope.studies.allreduce.cases import STUDY as STUDY
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stepscope.analysis.links import COLLECTIVES
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.allreduce.cases import AllReduceCase, AllReduceFlags
+from stepscope.studies.base import Bench, Measurement, Study
+
+
+class AllReduce(Study[AllReduceFlags, AllReduceCase]):
+    name = "allreduce"
+    title = "Collectives"
+    question = "How long do collectives take at each size, and what do the links carry?"
+    examples = (
+        "stepscope run allreduce --ranks 2 4 --sizes 1048576 67108864",
+        "stepscope run allreduce --collective all-gather reduce-scatter broadcast",
+    )
+    flags = AllReduceFlags
+    case = AllReduceCase
+    no_model = "it measures collectives alone"
+
+    def cases(self, flags: AllReduceFlags) -> tuple[AllReduceCase, ...]:
+        return tuple(
+            AllReduceCase(
+                collective=collective, ranks=ranks, backend=backend, sizes=flags.sizes,
+                rounds=flags.rounds,
+            )
+            for ranks in flags.ranks
+            for backend in flags.backend
+            for collective in flags.collective
+        )  # fmt: skip
+
+    def measure(self, case: AllReduceCase, bench: Bench) -> Measurement:
+        from stepscope.studies.allreduce.measure import measure_case
+
+        return measure_case(self.name, case, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.allreduce.view import collective_blocks
+
+        return collective_blocks(self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[AllReduceFlags]]:
+        seeds = (2**20, 2**22, 2**24, 2**26, 2**28, 2**30)
+        everything = COLLECTIVES
+        if environment.device_kind == "cpu":
+            quick = AllReduceFlags(ranks=(2,), sizes=(2**10, 2**14, 2**18, 2**22))
+        else:
+            quick = AllReduceFlags(ranks=(1,))
+        # On one GPU: NCCL with itself, and gloo between two ranks that share it.
+        short = tuple(2**power for power in range(10, 29, 6))
+        return {
+            "quick": (quick,),
+            "seeds": (AllReduceFlags(ranks=(1, 2), sizes=seeds),),
+            "cs336-2026": (AllReduceFlags(ranks=(2, 4, 6), sizes=seeds),),
+            "h200": (
+                AllReduceFlags(ranks=(1,), collective=everything, sizes=short),
+                AllReduceFlags(
+                    ranks=(2,), backend=("gloo",), collective=everything, sizes=short, rounds=5
+                ),
+            ),
+            "full": (
+                AllReduceFlags(
+                    ranks=(1, 2, 3, 4, 5, 6),
+                    collective=everything,
+                    sizes=tuple(2**power for power in range(10, 31, 2)),
+                ),
+            ),
+        }
+
+
+STUDY = AllReduce()

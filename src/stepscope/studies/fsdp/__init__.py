@@ -6,4 +6,27 @@ Measured as `sharding` is: each way first runs alone and its tensors are counted
 interleaved.
 """
 
-from stepscope.studies.fsdp.cases import STUDY as STUDY
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block
+from stepscope.studies.sharding import Sharding
+from stepscope.studies.sharding.cases import FULLY_WAYS
+
+
+class FullySharded(Sharding):
+    name = "fsdp"
+    title = "Fully sharded data parallelism"
+    question = "What does sharding parameters, gradients and state save, and what does it cost?"
+    examples = ("stepscope run fsdp --size small --ranks 2",)
+    ways = FULLY_WAYS
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.fsdp.view import fsdp_blocks
+
+        return fsdp_blocks(self.results(records))
+
+
+STUDY = FullySharded()

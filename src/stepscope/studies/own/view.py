@@ -100,7 +100,7 @@ def settings_table(results: Sequence[Own]) -> Table:
             col("dtype", lambda r: r.case.dtype, key=True),
             col("compile", lambda r: r.case.compile, key=True),
             col("optimizer", lambda r: r.case.optimizer, key=True),
-            *(col(name, lambda r, name=name: getattr(r.case, name), key=True) for name in changed),  # type: ignore[misc]
+            *(col(name, lambda r, name=name: getattr(r.case, name), key=True) for name in changed),
             col("step", timed, unit="ms", hint="median with its 95 % interval"),
             col("forward", lambda r: median_ms(r.record, "forward"), unit="ms"),
             col("backward", lambda r: median_ms(r.record, "backward"), unit="ms"),

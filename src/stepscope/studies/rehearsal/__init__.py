@@ -9,4 +9,83 @@ bucket size. With --check-ranks the replay is compared with real ranks of this m
 their links are measured, the step is predicted, then run.
 """
 
-from stepscope.studies.rehearsal.cases import STUDY as STUDY
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.rehearsal.cases import (
+    CheckCase,
+    RecordingCase,
+    RehearsalCase,
+    RehearsalFlags,
+)
+from stepscope.studies.workload import case_of, workloads
+
+
+class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
+    name = "rehearsal"
+    title = "Rehearsal for a cluster"
+    question = "What would this step take on ranks that one does not have, and what would bound it?"
+    examples = (
+        "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
+        "stepscope run rehearsal --size tiny --context 32 --check-ranks 2 4",
+    )
+    flags = RehearsalFlags
+    case = RehearsalCase
+    no_model = "its predictions come from the closed forms of the model here"
+
+    def cases(self, flags: RehearsalFlags) -> tuple[RehearsalCase, ...]:
+        made: list[RehearsalCase] = []
+        for workload in workloads(flags, ("train-step",)):
+            made.append(
+                case_of(
+                    workload, RecordingCase, steps=flags.steps, ranks=flags.ranks, link=flags.link
+                )
+            )
+            made += (
+                case_of(
+                    workload, CheckCase, steps=flags.steps, ranks=ranks, compute=flags.compute,
+                    bucket_mb=flags.bucket_mb, rounds=flags.rounds,
+                )
+                for ranks in flags.check_ranks
+            )  # fmt: skip
+        return tuple(made)
+
+    def measure(self, case: RehearsalCase, bench: Bench) -> Measurement:
+        from stepscope.studies.rehearsal.measure import measure_case
+
+        return measure_case(case, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.rehearsal.view import rehearsal_blocks
+
+        return rehearsal_blocks(records, self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[RehearsalFlags]]:
+        modern = RehearsalFlags(dtype=("bfloat16",), attention=("sdpa",))
+        change = msgspec.structs.replace
+        if environment.device_kind == "cpu":
+            quick = RehearsalFlags(
+                size=("tiny",), context=(16,), batch=(1,), steps=5, check_ranks=(2,),
+                bucket_mb=(1.0,), rounds=5, compute="waits",
+            )  # fmt: skip
+        else:
+            quick = modern
+        return {
+            "quick": (quick,),
+            "seeds": (change(modern, size=("medium",)),),
+            "cs336-2026": (change(modern, size=("xl",), table="2026"),),
+            "h200": (
+                change(modern, size=("small", "medium", "large", "xl")),
+                RehearsalFlags(size=("small",), check_ranks=(2, 4), bucket_mb=(4.0, 25.0)),
+            ),
+            "full": (RehearsalFlags(size=("small", "medium", "large"), check_ranks=(2, 4)),),
+        }
+
+
+STUDY = Rehearsal()

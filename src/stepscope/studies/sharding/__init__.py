@@ -5,4 +5,61 @@
 Each way first runs alone, and what its tensors take is counted by kind; then all run interleaved.
 """
 
-from stepscope.studies.sharding.cases import STUDY as STUDY
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from stepscope.records.schema import Environment, Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.rank_subject import RankedStep
+from stepscope.studies.sharding.cases import WAYS, ShardingFlags
+
+
+class Sharding(Study[ShardingFlags, RankedStep]):
+    name = "sharding"
+    title = "Sharded optimizer"
+    question = "What does dividing the optimizer's state among ranks save, and what does it cost?"
+    examples = ("stepscope run sharding --size small --ranks 2",)
+    flags = ShardingFlags
+    case = RankedStep
+    ways: ClassVar[tuple[str, ...]] = WAYS
+
+    def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
+        return tuple(
+            RankedStep(**subject, ranks=ranks, backend=flags.backend)
+            for subject in flags.subjects((flags.context,))
+            for ranks in flags.ranks
+        )
+
+    def measure(self, case: RankedStep, bench: Bench) -> Measurement:
+        from stepscope.studies.sharding.measure import measure_case
+
+        return measure_case(self.name, case, bench, self.ways)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.sharding.view import sharding_blocks
+
+        return sharding_blocks(self.results(records))
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
+        quick = (
+            ShardingFlags(size=("tiny",), context=32, rounds=5, ranks=(2,))
+            if environment.device_kind == "cpu"
+            else ShardingFlags(ranks=(1,))
+        )
+        return {
+            "quick": (quick,),
+            "seeds": (ShardingFlags(size=("medium",), ranks=(2,)),),
+            "cs336-2026": (ShardingFlags(size=("xl",), table="2026", ranks=(2,)),),
+            # Two ranks on one GPU go over gloo: memory is what it would be, time is not.
+            "h200": (
+                ShardingFlags(ranks=(1,), rounds=5),
+                ShardingFlags(ranks=(2,), backend="gloo", rounds=5),
+            ),
+            "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
+        }
+
+
+STUDY = Sharding()
