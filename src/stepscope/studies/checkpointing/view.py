@@ -141,7 +141,7 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     text = f"{sweep.name}: of the simple strategies {words} needs the least,"
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
-    values = {"step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms}
+    values: dict[str, Value] = {"step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms}
     kept = sweep.kept
     if kept is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
@@ -238,7 +238,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
 def _budget(sweep: Sweep, each: Tried) -> Finding:
     """The strategy that was chosen before, and whether it fitted when run."""
     assert each.budget is not None
-    values = {"step": sweep.name, "budget": each.budget}
+    values: dict[str, Value] = {"step": sweep.name, "budget": each.budget}
     if not each.ok:
         return Finding(
             code="checkpointing.budget-not-run",
