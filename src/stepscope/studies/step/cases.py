@@ -1,25 +1,21 @@
-"""Flags, cases and presets of the step study."""
+"""Flags and cases of the step study."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from stepscope.errors import unknown_name
-from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Case, Measurement, Study
+from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_each, check_seconds
 from stepscope.studies.step.ladder import (
     RUNGS,
-    START,
     How,
     Place,
-    applies,
     climbed,
     ladder,
     needs_of_kernels,
@@ -191,110 +187,13 @@ class RaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
 StepCase = LadderCase | LossCase | WaterfallCase | RaceCase
 
 
-class Step(Study[StepFlags, StepCase]):
-    name = "step"
-    title = "The fast step"
-    question = (
-        "What does each change bring on the way from the plainest step to the fastest,"
-        " does the model still learn the same, and what keeps the step from its limit?"
-    )
-    examples = (
-        "stepscope run step",
-        "stepscope run step --part ladder waterfall --size 2.7b --context 2048",
-        "stepscope run step --part race --race small-512 --modes default reduce-overhead",
-        "stepscope run step --part ladder waterfall --size tiny --context 64 --device cpu",
-    )
-    flags = StepFlags
-    case = StepCase
-    goes_on = True
-    on_cpu = "quick"
-    no_model = "its ladder swaps parts that only the model here has; use `compile` or `advise`"
-
-    def cases(self, flags: StepFlags) -> tuple[StepCase, ...]:
-        # The host's time counts in small races: they run before a profiler ever did.
-        return (
-            *(_races(flags) if "race" in flags.part else ()),
-            *(_ladder(flags) if "ladder" in flags.part else ()),
-            *(_losses(flags) if "loss" in flags.part else ()),
-            *(_waterfalls(flags) if "waterfall" in flags.part else ()),
-        )
-
-    def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[StepCase, ...]:
-        """A change that does not apply is not part of later rungs: it has a row of its own."""
-        every = self.cases(flags)
-        absent = {name for name in RUNGS if not applies(name, lacks)}
-        if not absent & {*flags.rungs, *flags.loss_rungs}:
-            return every
-
-        def sweep(skipped: bool, **fields: Any) -> Iterator[StepCase]:
-            rungs = {
-                name: tuple(rung for rung in getattr(flags, name) if (rung in absent) is skipped)
-                for name in ("rungs", "loss_rungs")
-            }
-            for case in self.cases(msgspec.structs.replace(flags, loss_only=(), **rungs, **fields)):
-                only = flags.loss_only
-                if not only or not isinstance(case, LossCase) or case.rung in only:
-                    yield case
-
-        parts = tuple(part for part in flags.part if part in ("ladder", "loss"))
-        rows = sweep(True, part=parts, how=("alone",), seeds=flags.seeds[:1])
-        return (
-            *sweep(False),
-            *(row for row in rows if isinstance(row, RungCase) and row.rung != START),
-        )
-
-    def measure(self, case: StepCase, bench: Bench) -> Measurement:
-        from stepscope.studies.step.measure import measure_case
-
-        return measure_case(case, bench)
-
-    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.step.view import step_blocks
-
-        return step_blocks(self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
-        if environment.device_kind == "cpu":
-            quick = [StepFlags(
-                part=PARTS, size=("tiny",), context=(64,), batch=(2,),
-                # Compiling would take longer than all others.
-                rungs=tuple(name for name in RUNGS if name != "compile"), race=("tiny-64",),
-                loss_size="tiny", loss_context=32, loss_steps=40, words=16,
-                loss_rungs=("flash", "fused-loss"), seeds=(0,), vocab=1024,
-                warmup=1, steps=5, min_seconds=0.0, rounds=5, blocks=6, block_seconds=0.1,
-            )]  # fmt: skip
-        else:
-            quick = [StepFlags(part=("ladder", "waterfall"))]
-        return {
-            "quick": quick,
-            "seeds": (StepFlags(part=("ladder",)),),
-            "cs336-2026": (StepFlags(part=("ladder",), table="2026"),),
-            "h200": published(),
-            "full": (*published(), StepFlags(part=("ladder",), size=("medium", "large"))),
-        }
-
-
-def published() -> tuple[StepFlags, ...]:
-    """What matters most first: a machine may be lent for minutes only."""
-    return (
-        StepFlags(part=("race",), race=("small-512", "xl-512")),
-        StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
-        # Compiled whole it would run out of the time of a case.
-        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
-                  rounds=3),
-        StepFlags(part=("ladder", "waterfall")),
-        StepFlags(part=("loss",)),
-        StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
-    )  # fmt: skip
-
-
-def _ladder(flags: StepFlags) -> Iterator[LadderCase]:
+def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
     for first in _starts(flags):
         for place in ladder(first, flags.rungs, flags.how):
             yield _case(LadderCase, place, **_effort(flags))
 
 
-def _losses(flags: StepFlags) -> Iterator[LossCase]:
+def loss_cases(flags: StepFlags) -> Iterator[LossCase]:
     first = start(flags.loss_size, flags.table, flags.loss_context, 4, _overrides(flags))
     for name in flags.loss_only:
         if name not in flags.loss_rungs:
@@ -305,7 +204,7 @@ def _losses(flags: StepFlags) -> Iterator[LossCase]:
         yield _case(LossCase, place, seed=seed, steps=flags.loss_steps, words=flags.words)
 
 
-def _waterfalls(flags: StepFlags) -> Iterator[WaterfallCase]:
+def waterfall_cases(flags: StepFlags) -> Iterator[WaterfallCase]:
     for first in _starts(flags):
         # Optimizer-in-backward would hide in the backward's kernels: it is traced after it.
         apart = [n for n in flags.rungs if n == "compile" or RUNGS[n].stays]
@@ -315,7 +214,7 @@ def _waterfalls(flags: StepFlags) -> Iterator[WaterfallCase]:
             yield _case(WaterfallCase, place, **_effort(flags))
 
 
-def _races(flags: StepFlags) -> Iterator[RaceCase]:
+def race_cases(flags: StepFlags) -> Iterator[RaceCase]:
     for name in flags.race:
         yield RaceCase(
             race=name,
@@ -350,6 +249,3 @@ def _overrides(flags: StepFlags) -> dict[str, int]:
 
 def _effort(flags: StepFlags) -> dict[str, Any]:
     return {"warmup": flags.warmup, "steps": flags.steps, "min_seconds": flags.min_seconds}
-
-
-STUDY = Step()
