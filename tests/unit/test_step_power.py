@@ -202,6 +202,7 @@ class TestBesideTheWaterfall:
     def test_most_readings_at_the_cap_are_one_finding(self) -> None:
         (found,) = self.capped(None, 1700.0, 1650.0, 1800.0)
         assert list(found.values.values()) == [1700.0]
+        assert found.records == (waterfall_record().id,)
         assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. There" in found.sentence
         assert found.conclusion.endswith("shortens the step by its energy, not by its time.")
 

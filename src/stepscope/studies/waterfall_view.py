@@ -37,7 +37,9 @@ class Fall(NamedTuple):
     workload: Workload
     water: Waterfall
     on_device: bool
-    capped: Capped | None = None
+    capped: Capped | None
+    record: str
+    """The id of its record."""
 
 
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
@@ -55,7 +57,7 @@ def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None
     )  # fmt: skip
     timed = median_ms(record, "replay") or median_ms(record, "step")
     water = waterfall(summary, step, rate.value, bandwidth.value, timed)
-    return Fall(workload, water, summary.on_device, power_capped(record))
+    return Fall(workload, water, summary.on_device, power_capped(record), record.id)
 
 
 def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
@@ -65,7 +67,10 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
     shown = _slowest_and_fastest(falls)
     return (
         *(finding for fall in shown for finding in _findings(fall)),
-        *capped_finding({fall.workload.name: fall.capped for fall in falls if fall.capped}),
+        *capped_finding(
+            {fall.workload.name: fall.capped for fall in falls if fall.capped},
+            tuple(fall.record for fall in falls if fall.capped),
+        ),
         *(
             picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
             for place, fall in enumerate(shown, start=1)

@@ -34,7 +34,6 @@ from stepscope.studies.step.cases import (
     StepFlags,
     ladder_cases,
     loss_cases,
-    published,
     race_cases,
     waterfall_cases,
 )
@@ -122,6 +121,20 @@ class Step(Study[StepFlags, StepCase]):
             "h200": published(),
             "full": (*published(), StepFlags(part=("ladder",), size=("medium", "large"))),
         }
+
+
+def published() -> tuple[StepFlags, ...]:
+    """What matters most first: a machine may be lent for minutes only."""
+    return (
+        StepFlags(part=("race",), race=("small-512", "xl-512")),
+        StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
+        # Compiled whole it would run out of the time of a case.
+        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
+                  rounds=3),
+        StepFlags(part=("ladder", "waterfall")),
+        StepFlags(part=("loss",)),
+        StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
+    )  # fmt: skip
 
 
 STUDY = Step()

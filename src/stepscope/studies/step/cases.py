@@ -1,4 +1,4 @@
-"""Flags, cases and presets of the step study."""
+"""Flags and cases of the step study."""
 
 from __future__ import annotations
 
@@ -185,20 +185,6 @@ class RaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
 
 
 StepCase = LadderCase | LossCase | WaterfallCase | RaceCase
-
-
-def published() -> tuple[StepFlags, ...]:
-    """What matters most first: a machine may be lent for minutes only."""
-    return (
-        StepFlags(part=("race",), race=("small-512", "xl-512")),
-        StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
-        # Compiled whole it would run out of the time of a case.
-        StepFlags(part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",),
-                  rounds=3),
-        StepFlags(part=("ladder", "waterfall")),
-        StepFlags(part=("loss",)),
-        StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
-    )  # fmt: skip
 
 
 def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
