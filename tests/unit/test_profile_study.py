@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -18,8 +19,13 @@ from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies.presets import preset_cases
-from stepscope.studies.profile.answers import attention_core, count_story, top_kernel
-from stepscope.studies.profile.rows import groups
+from stepscope.studies.profile.rows import (
+    Group,
+    attention_core,
+    count_story,
+    groups,
+    top_kernel,
+)
 from stepscope.studies.registry import find_study
 from stepscope.studies.subject import Subject
 from stepscope.studies.traced import trace_step
@@ -30,8 +36,14 @@ ON_CPU = environment(device_kind="cpu", device_name="Xeon", driver=None, power_l
 STUDY = find_study("profile")
 
 
-def findings(*records: Record) -> str:
-    return " ".join(b.text for b in STUDY.view(records) if isinstance(b, Finding))
+def grouped(*records: Record) -> list[Group]:
+    return groups(STUDY.results(records))
+
+
+def by_code(*records: Record) -> dict[str, Finding]:
+    found = [b for b in STUDY.view(records) if isinstance(b, Finding)]
+    assert all(one.code and one.records for one in found)
+    return {one.code.removeprefix("profile."): one for one in found}
 
 
 def table(name: str, *records: Record) -> list[dict[str, object]]:
@@ -74,22 +86,28 @@ def busy_step(blocks: int = 12) -> ChromeTrace:
 
 def test_modes_of_a_step_are_one_group() -> None:
     records = [profile_record(mode) for mode in ("forward", "forward-backward", "train-step")]
-    (group,) = groups([*records, profile_record(status="oom", reason="no")])
+    (group,) = grouped(*records, profile_record(status="oom", reason="no"))
     assert list(group.modes) == ["forward", "forward-backward", "train-step"]
     assert group.fullest().workload.mode == "train-step"
-    assert len(groups([*records, profile_record(batch=1), profile_record(dtype="tf32")])) == 3
+    assert len(grouped(*records, profile_record(batch=1), profile_record(dtype="tf32"))) == 3
 
 
 def test_the_count_of_a_kernel_is_explained_by_the_model() -> None:
     record = profile_record("forward", trace=busy_step())
-    (group,) = groups([record])
+    (group,) = grouped(record)
     top = top_kernel(group)
     assert top is not None
     assert (top.kernel, top.unit, top.calls) == (SGEMM, "FP32 cores", 85)
     assert top.story == "12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)"
     assert top.share == pytest.approx((84 * 100 + 400) / (84 * 100 + 400 + 12 * 80))
     assert top.also_first_in_backward is None
-    assert "in 85 calls = 12 blocks × 7" in findings(record)
+    said = by_code(record)["top-kernel"]
+    assert (said.values["kernel"], said.values["calls"]) == (SGEMM, 85)
+    assert said.sentence == (
+        f"In the forward of small at context 512 in float32, {SGEMM} (FP32 cores) takes the most"
+        " time: 90.2 %, in 85 calls = 12 blocks × 7 (attention/projections 4, feed-forward 3) + 1"
+        " (head)."
+    )
     assert count_story(group.fullest().summary, "no such kernel", 12) == ""
 
 
@@ -98,12 +116,18 @@ def test_the_first_kernel_of_the_backward_may_be_another() -> None:
     trace.operator("autograd::engine::evaluate_function: X", 800, 900, 101, sequence=0, back=1)
     trace.kernel(ADD, 810, 990, launch=(802, 804), thread=101)
     forward, both = profile_record("forward"), profile_record("forward-backward", trace=trace)
-    assert "With the backward, the first is another one." in findings(forward, both)
-    assert "With the backward, the first is the same." in findings(forward, profile_record())
+    for fuller, same, words in (
+        (both, False, "is another one"),
+        (profile_record(), True, "is the same"),
+    ):
+        said = by_code(forward, fuller)["top-kernel"]
+        assert said.values["also_first_in_backward"] is same
+        assert said.records == (forward.id, fuller.id)
+        assert said.conclusion == f"With the backward, the first {words}."
 
 
 def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> None:
-    (group,) = groups([profile_record("forward", trace=busy_step())])
+    (group,) = grouped(profile_record("forward", trace=busy_step()))
     core = attention_core(group)
     assert core is not None
     assert (core.matmul_ms, core.softmax_ms) == (pytest.approx(0.48), pytest.approx(0.24))
@@ -112,17 +136,23 @@ def test_the_softmax_is_held_against_the_products_in_time_flops_and_bytes() -> N
     assert core.softmax_flops == 5 * scores
     assert core.matmul_flops == 2 * 2 * 64 * scores
     assert core.softmax_bytes == 2 * 4 * scores
-    assert "0.50 times as long as the two matrix products with 2.0 % of their FLOPs" in findings(
-        profile_record("forward", trace=busy_step())
-    )
+    said = by_code(profile_record("forward", trace=busy_step()))["softmax"]
+    assert said.values["time"] == pytest.approx(0.5)
+    assert said.values["flops"] == pytest.approx(5 / 256)
     # 1.21 GB at 4 TB/s are 0.3 ms.
-    assert "takes 302 µs at the 4.00 TB/s" in findings(profile_record("forward", trace=busy_step()))
+    assert said.values["of_copy_rate"] == pytest.approx(0.302 / 0.24, rel=0.01)
+    assert said.sentence == (
+        "Inside attention of small at context 512 in float32 the softmax takes 0.50 times as long"
+        " as the two matrix products with 2.0 % of their FLOPs. To read and write every score takes"
+        " 302 µs at the 4.00 TB/s that a copy reaches here, longer than it takes: part of the"
+        " scores stays in the cache of the device."
+    )
 
 
 def test_without_an_attention_written_out_nothing_is_said_of_its_softmax() -> None:
-    (group,) = groups([profile_record()])
+    (group,) = grouped(profile_record())
     assert attention_core(group) is None
-    assert "softmax takes" not in findings(profile_record())
+    assert "softmax" not in by_code(profile_record())
 
 
 def test_timer_and_profiler_stand_side_by_side() -> None:
@@ -132,8 +162,16 @@ def test_timer_and_profiler_stand_side_by_side() -> None:
     assert row["backward, timer"] == pytest.approx(0.45)
     assert row["backward, profiler"] == pytest.approx(0.203)
     assert row["profiler adds"] == pytest.approx(1 / 0.9 - 1, rel=1e-3)
-    assert "(+3 %): they agree" in findings(profile_record("forward", step=0.180))
-    assert "(-54 %): they do not agree" in findings(profile_record("forward", step=0.4))
+    agrees = by_code(profile_record("forward", step=0.180))["timer-agrees"]
+    assert agrees.values["apart"] == pytest.approx(0.185 / 0.180 - 1, rel=1e-3)
+    assert (agrees.tone, agrees.sentence) == (
+        "good",
+        "The forward of small at context 512 in float32 takes 180 µs by the timer and 185 µs under"
+        " the profiler (+3 %): they agree.",
+    )
+    differs = by_code(profile_record("forward", step=0.4))["timer-differs"]
+    assert differs.values["apart"] == pytest.approx(0.185 / 0.4 - 1, rel=1e-3)
+    assert "(-54 %): they do not agree. The profiler lengthens what the host" in differs.sentence
 
 
 def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> None:
@@ -142,18 +180,24 @@ def test_the_host_is_blamed_with_both_experiments_and_only_where_it_limits() -> 
         "forward", trace=training_step(), experiments=tried,
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
-    said = findings(slow)
-    assert "the host limits this step; the device is idle for 76.0 % of it" in said
-    assert "nothing was launched in time for 28.0 %" in said
-    assert "4 times the batch takes 1.10 times as long" in said
-    assert "a graph replay takes 0.38 times as long" in said
+    said = by_code(slow)["host-limits"]
+    assert (said.records, said.tone) == ((slow.id,), "warn")
+    assert said.values["idle"] == pytest.approx(0.76)
+    assert said.values["late"] == pytest.approx(0.28)
+    assert said.values["larger_batch_ratio"] == pytest.approx(1.1)
+    assert said.values["graph_ratio"] == pytest.approx(0.38)
+    assert said.sentence == (
+        "small at context 512 in float32, forward: the host limits this step; the device is idle"
+        " for 76.0 % of it, and in the trace nothing was launched in time for 28.0 %. A lower"
+        " precision cannot help until there are fewer launches: 4 times the batch takes 1.10 times"
+        " as long, and a graph replay takes 0.38 times as long."
+    )
     (row,) = table("profile-ledger", slow)
     assert row["as a graph"] == pytest.approx(0.38)
-    assert "the host limits" not in findings(profile_record("forward", trace=busy_step()))
+    assert "host-limits" not in by_code(profile_record("forward", trace=busy_step()))
     # Only the profiler made it wait: without it the same kernels fill the step.
-    assert "the host limits" not in findings(
-        profile_record("forward", trace=training_step(), step=0.25)
-    )
+    filled = profile_record("forward", trace=training_step(), step=0.25)
+    assert "host-limits" not in by_code(filled)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +214,14 @@ def test_either_experiment_may_show_that_the_host_limits(
         experiments={name: ratio for name, ratio in tried.items() if ratio is not None},
         quantities=(Quantity(name="larger_batch", value=16, unit="sequences"),),
     )  # fmt: skip
-    (group,) = groups([record])
+    (group,) = grouped(record)
     assert group.fullest().experiments_say() is says
     # What the trace says counts unless both experiments are against it.
-    assert ("the host limits this step" in findings(record)) is (says is not False)
-    assert ("the host does not limit this step" in findings(record)) is (says is False)
+    said = by_code(record)
+    assert ("host-limits" in said) is (says is not False)
+    assert ("host-does-not-limit" in said) is (says is False)
+    if says is False:
+        assert "forward: the host does not limit this step" in said["host-does-not-limit"].text
 
 
 def test_of_many_steps_that_the_host_limits_the_clearest_is_told_in_full() -> None:
@@ -182,11 +229,13 @@ def test_of_many_steps_that_the_host_limits_the_clearest_is_told_in_full() -> No
     proven = profile_record(
         "forward", context=9, trace=training_step(), experiments={"graph_replay": 0.4}
     )
-    said = findings(*plain, proven)
-    assert "small at context 9 in float32, forward: the host limits this step" in said
-    assert "a graph replay takes 0.40 times as long." in said
-    assert "So it is for small at context 1 in float32, small at context 2" in said
-    assert "small at context 5 in float32 and 3 more, of 9." in said
+    said = by_code(*plain, proven)["host-limits"]
+    assert said.values["step"] == "small at context 9 in float32"
+    assert (said.values["others"], len(said.records)) == (8, 9)
+    assert "a graph replay takes 0.40 times as long. So it is for small at context 1" in (
+        said.conclusion
+    )
+    assert said.conclusion.endswith("small at context 5 in float32 and 3 more, of 9.")
 
 
 def test_rows_go_from_small_to_large_and_modes_from_forward_to_step() -> None:
@@ -227,6 +276,10 @@ def test_every_size_stands_in_one_table_with_profiler_beside_timer() -> None:
 
 def test_kernels_besides_matrix_products_have_their_share_and_calls() -> None:
     (row,) = table("profile-others", profile_record())
+    assert by_code(profile_record())["other-kernels"].sentence == (
+        "Besides matrix products in train-step of small at context 512 in float32:"
+        " vectorized_elementwise_kernel · add 20.8 %, multi_tensor_apply_kernel 12.5 %."
+    )
     # 2 + 1 + 2 additions of 10 µs and 30 µs of the optimizer, of 240.
     assert row["besides matrix products"] == (
         "vectorized_elementwise_kernel · add 20.8 % (5×), multi_tensor_apply_kernel 12.5 % (1×)"
@@ -234,41 +287,45 @@ def test_kernels_besides_matrix_products_have_their_share_and_calls() -> None:
 
 
 def test_where_blocks_differ_a_count_is_that_of_all() -> None:
-    (group,) = groups([profile_record("forward", trace=training_step(blocks=2))])
+    (group,) = grouped(profile_record("forward", trace=training_step(blocks=2)))
     assert count_story(group.fullest().summary, SGEMM, 12) == "2 in 12 blocks (attention 2)"
     assert count_story(group.fullest().summary, SGEMM, 2) == "2 blocks × 1 (attention 1)"
 
 
 def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
-    assert "longer than it takes: part of the scores stays in the cache" in findings(wide)
+    said = by_code(wide)["softmax"]
+    assert float(str(said.values["of_copy_rate"])) > 1
+    assert "longer than it takes: part of the scores stays in the cache" in said.conclusion
 
 
 def test_the_host_s_time_to_issue_stands_beside_the_device_s() -> None:
     record = profile_record("forward", trace=training_step())
     issue = times("issue", 0.9, "host")
     record = msgspec.structs.replace(record, series=(*record.series, issue))
-    assert "it takes the host 900 µs to issue what the device runs in 240 µs" in findings(record)
+    said = by_code(record)["host-limits"]
+    assert said.values["issue_ms"] == pytest.approx(0.9)
+    assert "it takes the host 900 µs to issue what the device runs in 240 µs." in said.text
 
 
 def test_how_much_is_told_apart_is_told() -> None:
-    said = findings(profile_record(), profile_record("forward", trace=busy_step()))
+    said = by_code(profile_record(), profile_record("forward", trace=busy_step()))["attributed"]
     # Of the 100 µs of the backward all belong to a block.
-    assert "every step at least 100.0 % has a class, and of every backward at least 100.0 %" in said
+    assert said.values == {"class": 1.0, "backward_part": 1.0}
+    assert said.sentence == (
+        "Of the work of every step at least 100.0 % has a class, and of every backward at least"
+        " 100.0 % a part of the model."
+    )
     odd = training_step()
     odd.kernel("mystery", 870, 930, launch=(860, 865))
-    (found,) = (
-        b
-        for b in STUDY.view([profile_record(trace=odd)])
-        if isinstance(b, Finding) and "has a class" in b.text
-    )
-    assert found.text.startswith("Of the work of every step at least 80.0 % has a class")
+    found = by_code(profile_record(trace=odd))["attributed"]
+    assert found.values["class"] == pytest.approx(0.8)
     assert found.tone == "warn"
 
 
 def test_a_graph_is_held_against_the_step_without_its_optimizer() -> None:
     record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
-    (group,) = groups([record])
+    (group,) = grouped(record)
     assert group.fullest().graph_ratio() == pytest.approx(0.5)
 
 
@@ -279,15 +336,31 @@ def test_the_share_of_products_falls_and_what_grew_is_named() -> None:
     assert row["whole step"] == pytest.approx(160 / 240)
     assert row["forward and backward"] is None
     assert str(row["grew instead"]).startswith("elementwise by")
+    said = by_code(forward, profile_record())["matmul-share"]
+    assert said.values["inference"] == pytest.approx(1 - 480 / 9760)
+    assert said.values["full"] == pytest.approx(160 / 240)
+    assert said.values["grew"] == "elementwise"
+    assert re.fullmatch(
+        r"Matrix products are 95\.1 % of the work in inference and 66\.7 % in train-step of"
+        r" small at context 512 in float32; elementwise grew most instead, by [\d.]+ points\.",
+        said.sentence,
+    )
 
 
 def test_an_open_ledger_is_told_for_the_step_that_has_it() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
-    said = findings(profile_record(), profile_record(context=128, trace=trace))
-    assert "The ledger of small at context 128 in float32 (train-step) does not close" in said
-    assert "is accounted for" not in said
-    assert "The time of all 1 traced steps is accounted for" in findings(profile_record())
+    sound, broken = profile_record(), profile_record(context=128, trace=trace)
+    said = by_code(sound, broken)
+    assert said["ledger-open"].records == (broken.id,)
+    assert said["ledger-open"].values["step"] == "small at context 128 in float32 (train-step)"
+    assert said["ledger-open"].text.startswith(
+        "The ledger of small at context 128 in float32 (train-step) does not close: "
+    )
+    assert "accounted" not in said
+    accounted = by_code(sound)["accounted"]
+    assert (accounted.values["steps"], accounted.tone) == (1, "good")
+    assert accounted.text.startswith("The time of all 1 traced steps is accounted for: what is not")
 
 
 def test_on_a_cpu_columns_of_a_device_are_left_out() -> None:
@@ -327,7 +400,7 @@ def test_a_real_step_is_timed_traced_and_kept(
         d_ff=64, heads=2, warmup=1, steps=2, traced=2,
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
-    measured = STUDY.measure(case.config, QuietBench())
+    measured = STUDY.measure(case, QuietBench())
     names = {series.name for series in measured.series}
     assert {"step", "forward", "loss", "backward", "optimizer", "traced"} <= names
     assert "graph_replay" not in names
@@ -347,7 +420,7 @@ def test_a_trace_is_not_kept_where_nobody_says_where(monkeypatch: pytest.MonkeyP
         d_ff=16, heads=2, warmup=0, steps=1, traced=1,
     )  # fmt: skip
     (case,) = STUDY.cases(flags)
-    measured = STUDY.measure(case.config, QuietBench())
+    measured = STUDY.measure(case, QuietBench())
     assert measured.notes == {}
     assert measured.attachments.keys() == {"profile"}
 

@@ -22,6 +22,7 @@ from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.profile.rows import groups
+from stepscope.studies.registry import find_study
 from stepscope.studies.waterfall_view import Fall, fall_of, remedy, waterfall_blocks
 from study_records import profile_record
 from trace_files import training_step
@@ -203,7 +204,7 @@ def _with_attention(fall: Any, share: float) -> Any:
 
 class TestView:
     def falls(self, **how: object) -> list:
-        found = groups([profile_record(**how)])
+        found = groups(find_study("profile").results([profile_record(**how)]))
         traced = found[0].fullest()
         return [fall_of(traced.record, traced.workload, traced.summary)]
 
@@ -219,7 +220,18 @@ class TestView:
         ends = [lane.stretches[0].end for lane in parts]
         assert ends[-1] == pytest.approx(20.0, rel=0.01)
         assert isinstance(finding, Finding)
-        assert "What recovers it: " in finding.text
+        assert finding.code == "waterfall.ideal"
+        assert finding.values["measured_ms"] == 20.0
+        assert finding.records == (fall.record,)
+        assert re.fullmatch(
+            r"small at context 512 in float32: the ideal time of its operations is [\d.]+ ms,"
+            r" [\d.]+ % of the 20\.0 ms that it takes\.",
+            finding.text,
+        )
+        assert finding.conclusion.startswith(
+            f"The largest recoverable part is {finding.values['largest']}: "
+        )
+        assert " What recovers it: " in finding.conclusion
         assert isinstance(shares, Table)
         told = [cell for cell in shares.rows[0] if isinstance(cell, float)]
         assert sum(told) == pytest.approx(1.0)
@@ -301,4 +313,4 @@ def test_an_ideal_above_the_measured_time_has_its_reason(
 
 def finding_text(fall: Fall) -> str:
     (found,) = (one for one in waterfall_blocks([fall], "x") if isinstance(one, Finding))
-    return found.text
+    return found.sentence

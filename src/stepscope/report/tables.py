@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from stepscope.report.blocks import Cell, Column, Interval, Kind, Table
 
 STATUS = {"oom": "OOM"}
@@ -110,6 +112,17 @@ def table(
         rows=tuple(tuple(_cells(row, columns)) for row in listed),
         caption=caption,
         details=() if details is None else tuple(details(row) for row in listed),
+    )
+
+
+def keep_columns(made: Table, keep: Callable[[Column, tuple[Cell, ...]], bool]) -> Table:
+    """The table with the columns for which that holds, given their cells."""
+    columns = list(zip(*made.rows, strict=True)) or [()] * len(made.columns)
+    kept = [at for at, one in enumerate(made.columns) if keep(one, columns[at])]
+    return msgspec.structs.replace(
+        made,
+        columns=tuple(made.columns[at] for at in kept),
+        rows=tuple(tuple(row[at] for at in kept) for row in made.rows),
     )
 
 

@@ -4,9 +4,8 @@ recovers it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-
-import msgspec
+from functools import partial
+from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms
 from stepscope.analysis.power import Capped, power_capped
@@ -16,6 +15,7 @@ from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
 from stepscope.report.format import duration, number, percent
+from stepscope.report.tables import Declared, col, keep_columns, table
 from stepscope.studies.energy_view import capped_finding
 from stepscope.studies.workload import Workload
 from stepscope.studies.workload_flags import WITHIN_BACKWARD
@@ -30,6 +30,11 @@ _KINDS = {
     "optimizer": "AdamW",
 }
 
+_STEP: list[Declared] = [
+    col("step", lambda fall: fall.workload.name),
+    col("mode", lambda fall: fall.workload.mode),
+]
+
 
 class Fall(NamedTuple):
     """The waterfall of one traced step."""
@@ -37,9 +42,9 @@ class Fall(NamedTuple):
     workload: Workload
     water: Waterfall
     on_device: bool
-    capped: Capped | None
-    record: str
-    """The id of its record."""
+    capped: Capped | None = None
+    record: str = ""
+    """The id of the record that it is of."""
 
 
 def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
@@ -65,12 +70,10 @@ def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
     if not falls:
         return ()
     shown = _slowest_and_fastest(falls)
+    capped = {fall.workload.name: fall.capped for fall in falls if fall.capped}
     return (
-        *(finding for fall in shown for finding in _findings(fall)),
-        *capped_finding(
-            {fall.workload.name: fall.capped for fall in falls if fall.capped},
-            tuple(fall.record for fall in falls if fall.capped),
-        ),
+        *(_finding(fall) for fall in shown),
+        *capped_finding(capped, tuple(fall.record for fall in falls if fall.capped)),
         *(
             picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
             for place, fall in enumerate(shown, start=1)
@@ -134,110 +137,120 @@ def _group(cause: Cause) -> str:
 
 
 def _shares_table(falls: Sequence[Fall], name: str) -> Table:
-    def row(fall: Fall) -> tuple[Cell, ...]:
-        water, w = fall.water, fall.workload
-        parts = (water.ideal_ms, *(water.parts[cause] for cause in CAUSES))
-        return (w.name, w.mode, *(ms / water.measured_ms for ms in parts))
+    def share(cause: Cause, fall: Fall) -> float:
+        return fall.water.parts[cause] / fall.water.measured_ms
 
-    table = Table(
-        name=f"{name}-waterfall-shares",
-        title="The same as shares of the measured time",
-        columns=(
-            Column(title="step"),
-            Column(title="mode"),
-            Column(title="ideal", kind="percent"),
-            *_cause_columns(kind="percent"),
-        ),
-        rows=tuple(row(fall) for fall in falls),
+    made = table(
+        f"{name}-waterfall-shares",
+        "The same as shares of the measured time",
+        falls,
+        [
+            *_STEP,
+            col("ideal", _of_the_limit, "percent"),
+            *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
+        ],
     )
-    return _without_idle_columns(table)
-
-
-def _cause_columns(**how: Any) -> Iterator[Column]:
-    return (Column(title=_SHORT_NAMES.get(cause, cause), **how) for cause in CAUSES)
+    return keep_columns(made, _tells)
 
 
 def _times_table(falls: Sequence[Fall], name: str) -> Table:
-    def row(fall: Fall) -> tuple[Cell, ...]:
-        water, w = fall.water, fall.workload
-        found = water.largest()
-        return (
-            w.name, w.mode, water.measured_ms, water.ideal_ms, water.ideal_ms / water.measured_ms,
-            *(water.parts[cause] for cause in CAUSES),
-            found[0] if found else None, remedy(found[0], fall) if found else None,
-        )  # fmt: skip
+    def part(cause: Cause, fall: Fall) -> float:
+        return fall.water.parts[cause]
 
-    table = Table(
-        name=f"{name}-waterfall-table",
-        title="Where the time beyond the ideal goes",
-        columns=(
-            Column(title="step"),
-            Column(title="mode"),
-            Column(title="measured", kind="number", unit="ms"),
-            Column(title="ideal", kind="number", unit="ms"),
-            Column(title="of the limit", kind="percent", hint="ideal over measured"),
-            *_cause_columns(kind="number", unit="ms"),
-            Column(title="largest"),
-            Column(title="what recovers it"),
-        ),
-        rows=tuple(row(fall) for fall in falls),
+    def largest(fall: Fall) -> Cause | None:
+        found = fall.water.largest()
+        return found[0] if found else None
+
+    def recovers(fall: Fall) -> str | None:
+        cause = largest(fall)
+        return remedy(cause, fall) if cause else None
+
+    made = table(
+        f"{name}-waterfall-table",
+        "Where the time beyond the ideal goes",
+        falls,
+        [
+            *_STEP,
+            col("measured", _taken, unit="ms"),
+            col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
+            col("of the limit", _of_the_limit, "percent", hint="ideal over measured"),
+            *(col(_short(cause), partial(part, cause), unit="ms") for cause in CAUSES),
+            col("largest", largest),
+            col("what recovers it", recovers),
+        ],
         caption="Beyond its ideal time each part takes so many milliseconds; below zero, a part is"
         " faster than its ideal, which happens where a measured ceiling is too low.",
     )
-    return _without_idle_columns(table)
+    return keep_columns(made, _tells)
 
 
-def _without_idle_columns(table: Table) -> Table:
+def _of_the_limit(fall: Fall) -> float:
+    return fall.water.ideal_ms / fall.water.measured_ms
+
+
+def _short(cause: Cause) -> str:
+    return _SHORT_NAMES.get(cause, cause)
+
+
+def _tells(column: Column, cells: tuple[Cell, ...]) -> bool:
     """A cause that takes no time in any step, and a mode that all have, need no column."""
-    kept = [
-        place
-        for place, column in enumerate(table.columns)
-        if not (column.title in (*CAUSES, *_SHORT_NAMES.values()) and _idle(table, place))
-        and not (column.title == "mode" and len({row[place] for row in table.rows}) == 1)
-    ]
-    return msgspec.structs.replace(
-        table,
-        columns=tuple(table.columns[place] for place in kept),
-        rows=tuple(tuple(row[place] for place in kept) for row in table.rows),
-    )
+    if column.title == "mode":
+        return len(set(cells)) > 1
+    if column.title in map(_short, CAUSES):
+        return not all(isinstance(cell, float) and abs(cell) < 1e-6 for cell in cells)
+    return True
 
 
-def _idle(table: Table, place: int) -> bool:
-    return all(isinstance(cell := row[place], float) and abs(cell) < 1e-6 for row in table.rows)
-
-
-def _findings(fall: Fall) -> tuple[Finding, ...]:
+def _finding(fall: Fall) -> Finding:
     water = fall.water
     found = water.largest()
+    lost = water.parts["unattributed"]
     faster = water.faster_ms > _FASTER_FROM * water.measured_ms
-    text = (
-        f"{fall.workload.name}: the ideal time of its operations is {duration(water.ideal_ms)},"
-        f" {percent(water.ideal_ms / water.measured_ms)} of the {duration(water.measured_ms)} that"
-        " it takes."
+    scaled = water.traced_over_timed > _SCALED_FROM
+    doubt = abs(lost) > 0.05 * water.measured_ms
+    return Finding(
+        code="waterfall.ideal",
+        values={
+            "step": fall.workload.name,
+            "ideal_ms": water.ideal_ms,
+            "measured_ms": water.measured_ms,
+            "largest": found[0] if found else None,
+            "largest_ms": found[1] if found else None,
+            "faster_ms": water.faster_ms,
+            "traced_over_timed": water.traced_over_timed,
+            "unattributed_ms": lost,
+        },
+        records=(fall.record,) if fall.record else (),
+        text=f"{fall.workload.name}: the ideal time of its operations is"
+        f" {duration(water.ideal_ms)}, {percent(_of_the_limit(fall))} of the"
+        f" {duration(water.measured_ms)} that it takes.",
+        conclusion=" ".join(_conclusions(fall, faster=faster, scaled=scaled, doubt=doubt)),
+        tone="warn" if doubt or faster or scaled else "info",
     )
-    if found:
+
+
+def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
+    water = fall.water
+    if found := water.largest():
         cause, ms = found
-        text += (
-            f" The largest recoverable part is {cause}: {duration(ms)},"
+        yield (
+            f"The largest recoverable part is {cause}: {duration(ms)},"
             f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
         )
     if faster:
-        text += (
-            f" Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
+        yield (
+            f"Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
             " were measured too low, perhaps on a busy machine, so that the ideal and the parts"
             " beyond it come to more than the step."
         )
-    lost = water.parts["unattributed"]
-    scaled = water.traced_over_timed > _SCALED_FROM
     if scaled:
-        text += (
-            f" The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
+        yield (
+            f"The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
             " step did without the profiler and are scaled to it, so read the parts with care."
         )
-    doubt = abs(lost) > 0.05 * water.measured_ms
     if doubt:
-        text += f" {duration(abs(lost))} have no cause, so read the parts with care."
-    return (Finding(text=text, tone="warn" if doubt or faster or scaled else "info"),)
+        lost = abs(water.parts["unattributed"])
+        yield f"{duration(lost)} have no cause, so read the parts with care."
 
 
 def remedy(cause: Cause, fall: Fall) -> str:

@@ -15,42 +15,15 @@ from typing import Any
 
 import msgspec
 
-from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
+from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import MODES, Mode, WorkloadFlags, step_cases
+from stepscope.studies.profile.cases import ProfileCase, ProfileFlags
+from stepscope.studies.workload import case_of, workloads
 
 
-class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to trace: every combination of the values is a case."""
-
-    mode: tuple[Mode, ...] = MODES
-    """forward (inference), forward-backward, train-step."""
-    warmup: int = 5
-    """Steps before the first sample."""
-    steps: int = 10
-    """Samples without the profiler."""
-    enough_seconds: float = 10.0
-    """After so many seconds one step of warm-up and three samples are enough."""
-    traced: int = 3
-    """Steps under the profiler."""
-    experiments: bool = True
-    """On a GPU: also a larger batch and a CUDA graph, to see whether the host limits."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.traced < 1:
-            raise UsageError(
-                f"steps is {self.steps} and traced {self.traced}", "both must be at least 1"
-            )
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
-        if not self.enough_seconds > 0:
-            raise UsageError(f"enough-seconds is {self.enough_seconds}", "it must be above 0")
-
-
-class Profile(Study[ProfileFlags, Any]):
+class Profile(Study[ProfileFlags, ProfileCase]):
     name = "profile"
     title = "Where the time goes"
     question = (
@@ -63,30 +36,35 @@ class Profile(Study[ProfileFlags, Any]):
         "stepscope run profile --size tiny --context 64 --device cpu",
     )
     flags = ProfileFlags
+    case = ProfileCase
     fresh_process = True
 
-    def cases(self, flags: ProfileFlags) -> tuple[PlannedCase, ...]:
-        effort = {
-            "warmup": flags.warmup,
-            "steps": flags.steps,
-            "enough_seconds": flags.enough_seconds,
-            "traced": flags.traced,
-            "experiments": flags.experiments,
-        }
-        return step_cases(self.name, flags, flags.mode, effort)
+    def cases(self, flags: ProfileFlags) -> tuple[ProfileCase, ...]:
+        return tuple(
+            case_of(
+                workload,
+                ProfileCase,
+                warmup=flags.warmup,
+                steps=flags.steps,
+                enough_seconds=flags.enough_seconds,
+                traced=flags.traced,
+                experiments=flags.experiments,
+            )
+            for workload in workloads(flags, flags.mode)
+        )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.studies.profile.tracing import measure_profile
+    def measure(self, case: ProfileCase, bench: Bench) -> Measurement:
+        from stepscope.studies.profile.measure import measure_profile
 
-        return measure_profile(config, bench)
+        return measure_profile(case, bench)
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(config, bench, said)
+    def post_mortem(self, case: ProfileCase, bench: Bench, said: str) -> dict[str, Any]:
+        return step_post_mortem(case.config, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.profile.view import profile_blocks
 
-        return profile_blocks(records)
+        return profile_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ProfileFlags]]:
         course = ("small", "medium", "large")

@@ -1,20 +1,23 @@
-"""Sentences that answer the study's question."""
+"""Findings of the profile study."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
-from stepscope.studies.profile.answers import (
+from stepscope.studies.profile.rows import (
     AGREES_WITHIN,
+    Group,
+    Traced,
     attention_core,
     grew_instead,
+    leading,
     matmul_share,
+    other_kernels,
     top_kernel,
 )
-from stepscope.studies.profile.rows import Group, Traced, leading
-from stepscope.studies.trace_findings import HOST_LIMITS_FROM, top_kernels
+from stepscope.studies.trace_findings import HOST_LIMITS_FROM
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
@@ -22,54 +25,76 @@ _MOST_NAMES = 5
 _CLASSED_FROM, _PLACED_FROM = 0.98, 0.95
 
 
-def profile_findings(found: Sequence[Group]) -> tuple[Finding, ...]:
+def profile_findings(found: Sequence[Group]) -> Iterator[Finding]:
     """Of the longest step that was traced, and of the steps that the host limits."""
     if not found:
-        return ()
+        return
     lead = leading(found)
-    return (
-        *_closing(found),
-        _told_apart(found),
-        *_host_limits(found),
-        *_agreement(lead),
-        *_top(lead),
-        *_others(lead),
-        *_shares(lead),
-        *_softmax(lead),
-    )
-
-
-def _closing(found: Sequence[Group]) -> Iterator[Finding]:
     traced = [one for group in found for one in group.modes.values()]
+    yield _closing(traced)
+    yield _attributed(traced)
+    yield from _host_limits([group.fullest() for group in found])
+    yield from _agreement(lead)
+    yield from _top(lead)
+    yield from _others(lead)
+    yield from _shares(lead)
+    yield from _softmax(lead)
+
+
+def _ids(traced: Iterable[Traced]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.record.id for one in traced))
+
+
+def _closing(traced: Sequence[Traced]) -> Finding:
+    def unexplained(one: Traced) -> float:
+        return one.summary.residual_ms / one.summary.wall_ms
+
     still_open = [one for one in traced if one.summary.doubt]
-    worst = max(one.summary.residual_ms / one.summary.wall_ms for one in traced)
     if not still_open:
-        yield Finding(
+        worst = max(map(unexplained, traced))
+        return Finding(
+            code="profile.accounted",
+            values={"steps": len(traced), "residual": worst},
+            records=_ids(traced),
             text=f"The time of all {len(traced)} traced steps is accounted for: what is not"
             f" explained is at most {percent(worst)} of a step.",
             tone="good",
         )
-        return
-    worst_open = max(still_open, key=lambda one: one.summary.residual_ms / one.summary.wall_ms)
+    worst_open = max(still_open, key=unexplained)
     named = [f"{one.workload.name} ({one.workload.mode})" for one in (worst_open, *still_open)]
     others = list(dict.fromkeys(named))[1:]
     more = f" Of {len(traced)} it is open for {_listed(others)} too." if others else ""
-    yield Finding(
+    return Finding(
+        code="profile.ledger-open",
+        values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
+        records=_ids(still_open),
         text=f"The ledger of {named[0]} does not close: {worst_open.summary.doubt}.{more}",
         tone="warn",
     )
 
 
-def _told_apart(found: Sequence[Group]) -> Finding:
+def _attributed(traced: Sequence[Traced]) -> Finding:
     """The least share of the work, over all steps, that is known by class and by part."""
-    traced = [one.summary for group in found for one in group.modes.values()]
-    kind = min(summary.shares.kind for summary in traced)
-    backward = [s.shares.backward_module for s in traced if s.phase_ms("backward") > 0]
+    kind = min(one.summary.shares.kind for one in traced)
+    backward = min(
+        (
+            one.summary.shares.backward_module
+            for one in traced
+            if one.summary.phase_ms("backward") > 0
+        ),
+        default=None,
+    )
     text = f"Of the work of every step at least {percent(kind)} has a class"
-    if backward:
-        text += f", and of every backward at least {percent(min(backward))} a part of the model"
-    good = kind >= _CLASSED_FROM and min(backward, default=1.0) >= _PLACED_FROM
-    return Finding(text=f"{text}.", tone="good" if good else "warn")
+    if backward is not None:
+        text += f", and of every backward at least {percent(backward)} a part of the model"
+    good = kind >= _CLASSED_FROM and (backward is None or backward >= _PLACED_FROM)
+    return Finding(
+        code="profile.attributed",
+        values={"class": kind, "backward_part": backward},
+        records=_ids(traced),
+        text=f"{text}.",
+        tone="good" if good else "warn",
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -77,36 +102,48 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
-def _host_limits(found: Sequence[Group]) -> Iterator[Finding]:
+def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
     """The step for which it is clearest in full, the others by name."""
-    limited = [group for group in found if group.fullest().host_limits(HOST_LIMITS_FROM)]
+    limited = [one for one in steps if one.host_limits(HOST_LIMITS_FROM)]
     if limited:
-        lead = min(limited, key=lambda group: _clearness(group.fullest()))
-        traced = lead.fullest()
-        bare = traced.idle_without_profiler
-        share = traced.host_share() if bare is None else bare
-        others = [group.name for group in limited if group is not lead]
+        lead = min(limited, key=_clearness)
+        bare, late = lead.idle_without_profiler, lead.host_share()
+        share = late if bare is None else bare
+        others = [one.workload.name for one in limited if one is not lead]
         yield Finding(
-            text=f"{lead.name}, {traced.workload.mode}: the host limits this step; the device is"
-            f" idle for {percent(share)} of it, and in the trace nothing was launched in time for"
-            f" {percent(traced.host_share())}{_issued(traced)}. A lower precision cannot help until"
-            f" there are fewer launches{_proof(traced)}."
-            + (f" So it is for {_listed(others)}, of {len(found)}." if others else ""),
+            code="profile.host-limits",
+            values={"step": lead.workload.name, "idle": share, "late": late, "others": len(others)}
+            | _experiments(lead),
+            records=_ids(limited),
+            text=f"{lead.workload.name}, {lead.workload.mode}: the host limits this step; the"
+            f" device is idle for {percent(share)} of it, and in the trace nothing was launched in"
+            f" time for {percent(late)}{_issued(lead)}.",
+            conclusion="A lower precision cannot help until there are fewer launches"
+            f"{_proof(lead)}."
+            + (f" So it is for {_listed(others)}, of {len(steps)}." if others else ""),
             tone="warn",
         )
-    free = [
-        group.fullest()
-        for group in found
-        if group not in limited and group.fullest().experiments_say() is False
-    ]
+    free = [one for one in steps if one not in limited and one.experiments_say() is False]
     if free:
-        lead_free = max(free, key=lambda one: one.summary.wall_ms)
-        others = [one.workload.name for one in free if one is not lead_free]
+        lead = max(free, key=lambda one: one.summary.wall_ms)
+        others = [one.workload.name for one in free if one is not lead]
         yield Finding(
-            text=f"{lead_free.workload.name}, {lead_free.workload.mode}: the host does not limit"
-            f" this step{_issued(lead_free)}{_proof(lead_free)}."
+            code="profile.host-does-not-limit",
+            values={"step": lead.workload.name, "others": len(others)} | _experiments(lead),
+            records=_ids(free),
+            text=f"{lead.workload.name}, {lead.workload.mode}: the host does not limit"
+            f" this step{_issued(lead)}{_proof(lead)}."
             + (f" Nor does it for {_listed(others)}." if others else ""),
         )
+
+
+def _experiments(traced: Traced) -> dict[str, float | None]:
+    return {
+        "graph_ratio": traced.graph_ratio(),
+        "larger_batch_ratio": traced.larger_batch_ratio(),
+        "larger_batch": traced.larger_batch(),
+        "issue_ms": traced.issue_ms(),
+    }
 
 
 def _issued(traced: Traced) -> str:
@@ -139,22 +176,24 @@ def _proof(traced: Traced) -> str:
 
 
 def _agreement(group: Group) -> Iterator[Finding]:
-    traced = group.modes.get("forward") or group.fullest()
-    timer, seen = traced.timer_ms("forward"), traced.traced_ms("forward")
+    timer, seen = group.forward.timer_ms("forward"), group.forward.traced_ms("forward")
     if not timer or not seen:
         return
     differ = seen / timer - 1
-    text = (
-        f"The forward of {group.name} takes {duration(timer)} by the timer and {duration(seen)}"
-        f" under the profiler ({round(differ * 100):+d} %)"
+    agree = abs(differ) < AGREES_WITHIN
+    yield Finding(
+        code="profile.timer-agrees" if agree else "profile.timer-differs",
+        values={"step": group.name, "timer_ms": timer, "profiler_ms": seen, "apart": differ},
+        records=_ids([group.forward]),
+        text=f"The forward of {group.name} takes {duration(timer)} by the timer and"
+        f" {duration(seen)} under the profiler ({round(differ * 100):+d} %):"
+        f" {'they agree' if agree else 'they do not agree'}.",
+        conclusion=""
+        if agree
+        else "The profiler lengthens what the host does for each operator, so the timer's is the"
+        " time to quote, and the profile's shares are.",
+        tone="good" if agree else "info",
     )
-    if abs(differ) < AGREES_WITHIN:
-        yield Finding(text=f"{text}: they agree.", tone="good")
-    else:
-        yield Finding(
-            text=f"{text}: they do not agree. The profiler lengthens what the host does for each"
-            " operator, so the timer's is the time to quote, and the profile's shares are.",
-        )
 
 
 def _top(group: Group) -> Iterator[Finding]:
@@ -165,26 +204,33 @@ def _top(group: Group) -> Iterator[Finding]:
     again = ""
     if top.also_first_in_backward is not None:
         same = "is the same" if top.also_first_in_backward else "is another one"
-        again = f" With the backward, the first {same}."
+        again = f"With the backward, the first {same}."
     yield Finding(
+        code="profile.top-kernel",
+        values={
+            "step": group.name,
+            "kernel": top.kernel,
+            "share": top.share,
+            "calls": top.calls,
+            "also_first_in_backward": top.also_first_in_backward,
+        },
+        records=_ids(group.modes.values()),
         text=f"In the forward of {group.name}, {top.kernel}{unit} takes the most time:"
-        f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.{again}"
+        f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.",
+        conclusion=again,
     )
 
 
 def _others(group: Group) -> Iterator[Finding]:
-    summary = group.fullest().summary
-    classes = {row.kernel: row.kind for row in summary.kernels}
-    total = sum(row.ms for row in summary.kernels)
-    others = [
-        f"{name} {percent(ms / total)}"
-        for name, ms, _ in top_kernels(summary)
-        if classes[name] != "matmul" and ms > _MATTERS * total
-    ]
+    full = group.fullest()
+    others = {name: share for name, share, _ in other_kernels(full) if share > _MATTERS}
     if others:
-        mode = group.fullest().workload.mode
+        listed = ", ".join(f"{name} {percent(share)}" for name, share in list(others.items())[:5])
         yield Finding(
-            text=f"Besides matrix products in {mode} of {group.name}: {', '.join(others[:5])}."
+            code="profile.other-kernels",
+            values={"step": group.name, **others},
+            records=_ids([full]),
+            text=f"Besides matrix products in {full.workload.mode} of {group.name}: {listed}.",
         )
 
 
@@ -192,13 +238,16 @@ def _shares(group: Group) -> Iterator[Finding]:
     forward, full = group.modes.get("forward"), group.fullest()
     less, more = matmul_share(forward), matmul_share(full)
     grew = grew_instead(forward, full)
-    if less is None or more is None or grew is None:
+    if forward is None or less is None or more is None or grew is None:
         return
     kind, by = grew
     yield Finding(
+        code="profile.matmul-share",
+        values={"step": group.name, "inference": less, "full": more, "grew": kind, "by": by},
+        records=_ids([forward, full]),
         text=f"Matrix products are {percent(less)} of the work in inference and {percent(more)} in"
         f" {full.workload.mode} of {group.name}; {kind} grew most instead,"
-        f" by {by * 100:.1f} points."
+        f" by {by * 100:.1f} points.",
     )
 
 
@@ -208,22 +257,27 @@ def _softmax(group: Group) -> Iterator[Finding]:
         return
     in_time = core.softmax_ms / core.matmul_ms
     in_flops = core.softmax_flops / core.matmul_flops
-    text = (
-        f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as long as"
-        f" the two matrix products with {percent(in_flops)} of their FLOPs"
-    )
-    record = (group.modes.get("forward") or group.fullest()).record
-    ceiling = record.ceiling("memory.copy")
+    values = {"time": in_time, "flops": in_flops}
+    limit = ""
+    ceiling = group.forward.record.ceiling("memory.copy")
     if ceiling is not None:
         least_ms = core.softmax_bytes / ceiling.value * 1e3
         share = least_ms / core.softmax_ms
-        text += (
-            f". To read and write every score takes {duration(least_ms)} at the"
+        values["of_copy_rate"] = share
+        limit = (
+            f"To read and write every score takes {duration(least_ms)} at the"
             f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
         if share > 1:
-            text += ", longer than it takes: part of the scores stays in the cache of the device"
+            limit += ", longer than it takes: part of the scores stays in the cache of the device."
         else:
-            text += f": {percent(share)} of its time"
-            text += ", so bytes set it and not FLOPs" if share >= _BYTES_SET_THE_TIME else ""
-    yield Finding(text=f"{text}.")
+            by_bytes = ", so bytes set it and not FLOPs" * (share >= _BYTES_SET_THE_TIME)
+            limit += f": {percent(share)} of its time{by_bytes}."
+    yield Finding(
+        code="profile.softmax",
+        values={"step": group.name, **values},
+        records=_ids([group.forward]),
+        text=f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as"
+        f" long as the two matrix products with {percent(in_flops)} of their FLOPs.",
+        conclusion=limit,
+    )

@@ -1,20 +1,28 @@
-"""Records of the profile study with what their traces say, grouped by training step."""
+"""Traced training steps, grouped by step, and the numbers that tables and findings show."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
+from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
 from stepscope.model.memory import ALL
 from stepscope.records.schema import Record
+from stepscope.studies.base import Result
+from stepscope.studies.profile.cases import ProfileCase
+from stepscope.studies.trace_findings import top_kernels
 from stepscope.studies.workload import MODES, Mode, Workload
 
+AGREES_WITHIN = 0.1
+"""The profiler's and the timer's forward agree if they differ by less than this."""
+
+SOFTMAX_FLOPS = 5
+"""For each score: find the largest, subtract it, exponentiate, add up, divide."""
 _GRAPH_HELPS = 0.9
 """A replay below this share of the step shows that launches held it up."""
 _BATCH_IS_FREE = 0.75
@@ -25,7 +33,7 @@ class Traced(NamedTuple):
     """One mode of a training step."""
 
     record: Record
-    workload: Workload
+    workload: ProfileCase
     summary: Summary
 
     def timer_ms(self, phase: str) -> float | None:
@@ -100,26 +108,12 @@ class Traced(NamedTuple):
 class Group(NamedTuple):
     """The modes of one training step that were traced."""
 
-    workload: Workload
+    workload: ProfileCase
     modes: dict[Mode, Traced]
 
     def key(self) -> tuple[str, int, int, str, str]:
         w = self.workload
-        extras = [
-            *([] if w.table == "2025" else [w.table]),
-            *([] if w.attention == "reference" else [w.attention]),
-            *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
-            *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
-            *([] if w.compile_mode == "default" else [w.compile_mode]),
-            *(["fused loss"] if w.loss == "fused" else []),
-            *(["fused pieces"] if w.fused else []),
-            *(["joined"] if w.joined else []),
-            *(["searched"] if w.searched else []),
-            *([] if w.keep == ALL else [f"keeps {w.keep}"]),
-            *(["graph"] if w.graph else []),
-            *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
-        ]
-        return w.size, w.context, w.batch, w.dtype, ", ".join(extras)
+        return w.size, w.context, w.batch, w.dtype, variant(w)
 
     def fullest(self) -> Traced:
         """The mode with the most phases."""
@@ -128,26 +122,45 @@ class Group(NamedTuple):
         )
 
     @property
+    def forward(self) -> Traced:
+        """The forward alone, else as a phase of a longer step."""
+        return self.modes.get("forward") or self.fullest()
+
+    @property
     def name(self) -> str:
         return self.workload.name
-
-    def layers(self) -> int:
-        return self.workload.layers
 
     def element_bytes(self) -> int:
         """Of what the softmax reads: autocast lets it compute in float32."""
         return 2 if precision(self.workload.dtype).weights == "bfloat16" else 4
 
 
-def groups(records: Sequence[Record]) -> list[Group]:
+def variant(w: Workload) -> str:
+    """What size, context, batch and dtype do not say."""
+    extras = [
+        *([] if w.table == "2025" else [w.table]),
+        *([] if w.attention == "reference" else [w.attention]),
+        *([] if w.compile == "no" else [f"compiled by {w.compile}"]),
+        *([] if w.optimizer == "torch" else [f"adamw {w.optimizer}"]),
+        *([] if w.compile_mode == "default" else [w.compile_mode]),
+        *(["fused loss"] if w.loss == "fused" else []),
+        *(["fused pieces"] if w.fused else []),
+        *(["joined"] if w.joined else []),
+        *(["searched"] if w.searched else []),
+        *([] if w.keep == ALL else [f"keeps {w.keep}"]),
+        *(["graph"] if w.graph else []),
+        *(f"{name} {value}" for name, value in sorted(w.overrides.items())),
+    ]
+    return ", ".join(extras)
+
+
+def groups(results: Sequence[Result[ProfileCase]]) -> list[Group]:
     found: dict[tuple[str, int, int, str, str], Group] = {}
-    for record in records:
-        if record.status != "ok" or "profile" not in record.attachments:
-            continue
-        workload = msgspec.convert(record.config, Workload)
-        traced = Traced(record, workload, record.required("profile", Summary))
-        group = Group(workload, {})
-        found.setdefault(group.key(), group).modes[workload.mode] = traced
+    for record, case in results:
+        if record.status == "ok" and "profile" in record.attachments:
+            group = Group(case, {})
+            traced = Traced(record, case, record.required("profile", Summary))
+            found.setdefault(group.key(), group).modes[case.mode] = traced
     ordered = sorted(found.values(), key=_order)
     return [Group(g.workload, {m: g.modes[m] for m in MODES if m in g.modes}) for g in ordered]
 
@@ -164,25 +177,20 @@ def _order(group: Group) -> tuple[Any, ...]:
     return total, w.size, w.context, -w.batch, group.key()[-1], w.dtype != "float32", w.dtype
 
 
-def pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Groups that differ in one thing only: the number format, or whether they are compiled."""
-    return [
-        (first, second)
-        for place, first in enumerate(found)
-        for second in found[place + 1 :]
-        if _differ_in(first.workload, second.workload) in (["dtype"], ["compile"])
-        and set(first.modes) & set(second.modes)
-    ]
-
-
 def telling_pairs(found: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """Of each size, and of each thing in which two differ, the pair with the longest step."""
+    """Groups that differ only in the dtype or in whether they are compiled: for each size, and for
+    each of the two, the pair with the longest step."""
     chosen: dict[tuple[str, ...], tuple[Group, Group]] = {}
-    for first, second in pairs(found):
-        key = (first.workload.size, *_differ_in(first.workload, second.workload))
-        held = chosen.get(key)
-        if held is None or _wall(first) > _wall(held[0]):
-            chosen[key] = (first, second)
+    for place, first in enumerate(found):
+        for second in found[place + 1 :]:
+            apart = _differ_in(first.workload, second.workload)
+            key = (first.workload.size, *apart)
+            if (
+                apart in (["dtype"], ["compile"])
+                and set(first.modes) & set(second.modes)
+                and (key not in chosen or _wall(first) > _wall(chosen[key][0]))
+            ):
+                chosen[key] = (first, second)
     return list(chosen.values())
 
 
@@ -193,10 +201,146 @@ def _wall(group: Group) -> float:
 def _differ_in(first: Workload, second: Workload) -> list[str]:
     return [
         name
-        for name in first.__struct_fields__
+        for name in Workload.__struct_fields__
         if name != "mode" and getattr(first, name) != getattr(second, name)
     ]
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
+
+
+class TopKernel(NamedTuple):
+    kernel: str
+    unit: str
+    share: float
+    calls: float
+    story: str
+    """Its calls, explained by the parts of the model."""
+    also_first_in_backward: bool | None
+
+
+class AttentionCore(NamedTuple):
+    """The scores, their softmax and the weighted values, of all layers in one forward."""
+
+    matmul_ms: float
+    softmax_ms: float
+    mask_ms: float
+    rest_ms: float
+    """The scale, and casts between formats."""
+    matmul_flops: float
+    softmax_flops: float
+    softmax_bytes: float
+
+    @property
+    def softmax_rate(self) -> float | None:
+        """Bytes per second that the softmax moves."""
+        return self.softmax_bytes / (self.softmax_ms / 1e3) if self.softmax_ms else None
+
+
+def top_kernel(group: Group) -> TopKernel | None:
+    """Which kernel takes most of the forward, how often it runs and why so often."""
+    traced = group.forward
+    ranked = top_kernels(traced.summary, "forward")
+    total = sum(one[1] for one in ranked)
+    if total <= 0:
+        return None
+    name, ms, calls = ranked[0]
+    about = next(row for row in traced.summary.kernels if row.kernel == name)
+    fuller = group.modes.get("forward-backward") or group.modes.get("train-step")
+    same = None if fuller is None else top_kernels(fuller.summary)[0][0] == name
+    story = count_story(traced.summary, name, group.workload.layers)
+    return TopKernel(name, about.unit, ms / total, calls, story, same)
+
+
+def count_story(summary: Summary, kernel: str, layers: int) -> str:
+    """`12 blocks × 7 (attention/projections 4, feed-forward 3) + 1 (head)`; where blocks differ,
+    what all of them have."""
+    blocks: dict[str, float] = {}
+    rest: dict[str, float] = {}
+    for use in summary.uses:
+        if use.kernel == kernel and use.phase == "forward":
+            first, _, part = use.module.partition("/")
+            within = first == "block *"
+            held, name = (blocks, part) if within else (rest, use.module or "no range")
+            held[name or "block"] = held.get(name or "block", 0.0) + use.count
+    told = []
+    if blocks:
+        alike = all(calls % layers == 0 for calls in blocks.values())
+        each = {part: calls / layers if alike else calls for part, calls in blocks.items()}
+        parts = ", ".join(f"{part} {calls:g}" for part, calls in each.items())
+        total = f"{sum(each.values()):g}"
+        times = f"{layers} blocks × {total}" if alike else f"{total} in {layers} blocks"
+        told.append(f"{times} ({parts})")
+    told += [f"{calls:g} ({name})" for name, calls in rest.items()]
+    return " + ".join(told)
+
+
+def other_kernels(traced: Traced) -> Iterator[tuple[str, float, float]]:
+    """Kernels other than matmuls, the longest first: name, share of all kernel time, calls."""
+    classes = {row.kernel: row.kind for row in traced.summary.kernels}
+    total = sum(row.ms for row in traced.summary.kernels)
+    for name, ms, calls in top_kernels(traced.summary):
+        if classes[name] != "matmul":
+            yield name, ms / total if total else 0.0, calls
+
+
+def matmul_share(traced: Traced | None) -> float | None:
+    """Of the time in which something runs."""
+    if traced is None or traced.summary.busy_ms <= 0:
+        return None
+    return traced.summary.class_ms("matmul") / traced.summary.busy_ms
+
+
+def grew_instead(less: Traced | None, more: Traced | None) -> tuple[str, float] | None:
+    """The class whose share of the work grew most from one mode to a fuller one."""
+    if less is None or more is None or less is more:
+        return None
+    if less.summary.busy_ms <= 0 or more.summary.busy_ms <= 0:
+        return None
+    changes = {
+        kind: more.summary.class_ms(kind) / more.summary.busy_ms
+        - less.summary.class_ms(kind) / less.summary.busy_ms
+        for kind in CLASSES
+        if kind != "matmul"
+    }
+    kind = max(changes, key=lambda one: changes[one])
+    return kind, changes[kind]
+
+
+def attention_core(group: Group) -> AttentionCore | None:
+    """None where the attention is one kernel, or where no range says what belongs to it."""
+    model, w = group.workload.shape, group.workload
+    if model is None:
+        return None
+    traced = group.forward
+    times: dict[str, float] = defaultdict(float)
+    for use in traced.summary.uses:
+        times[_core_part(use)] += use.ms
+    if not (times["matmul"] and times["softmax"]):
+        return None
+    scores = w.batch * model.n_heads * w.context**2 * model.n_layers
+    return AttentionCore(
+        times["matmul"],
+        times["softmax"],
+        times["mask"],
+        times["rest"],
+        matmul_flops=2 * 2 * scores * model.d_head,
+        softmax_flops=SOFTMAX_FLOPS * scores,
+        softmax_bytes=2 * scores * group.element_bytes(),
+    )
+
+
+def _core_part(use: Use) -> str:
+    """Of the forward's attention: its matmul, softmax, mask or rest; empty for anything else.
+
+    The cast that autocast puts before a softmax is no part of it, so that its bytes stay what they
+    are without one.
+    """
+    _, inside, part = use.module.rpartition("attention/core")
+    if not inside or use.phase != "forward":
+        return ""
+    if part == "/mask":
+        return "mask"
+    own = {"/scores": "matmul", "/values": "matmul", "/softmax": "softmax"}.get(part, use.kind)
+    return use.kind if use.kind == own and own in ("matmul", "softmax") else "rest"

@@ -1,67 +1,70 @@
-"""Tables and figures of the profile study."""
+"""Tables and figures of the profile study. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from stepscope.analysis.kernel_names import CLASSES
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Table, Timeline
-from stepscope.report.format import count, number
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Table, Timeline
+from stepscope.report.format import count, number, percent
+from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
+from stepscope.studies.base import Result
+from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.profile.findings import profile_findings
-from stepscope.studies.profile.rows import Group, Traced, groups, leading
-from stepscope.studies.profile.tables import (
-    comparison_tables,
-    core_tables,
-    key_cells,
-    key_columns,
-    others_table,
-    share_table,
-    sizes_tables,
-    timer_table,
-    top_table,
+from stepscope.studies.profile.rows import (
+    AGREES_WITHIN,
+    Group,
+    Traced,
+    attention_core,
+    grew_instead,
+    groups,
+    leading,
+    matmul_share,
+    other_kernels,
+    telling_pairs,
+    top_kernel,
+    variant,
 )
 from stepscope.studies.trace_view import (
     CLASS_STYLES,
     IDLE_STYLE,
+    comparison_table,
     kernel_table,
     module_table,
     outlier_table,
     timeline_block,
 )
 from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
-from stepscope.studies.workload import Workload
+from stepscope.studies.workload import MODES, Workload
 
 _MOST_STACKS = 12
-_IDLE = ("host", "synchronisation", "queue", "between")
-_MS = {"kind": "number", "unit": "ms"}
+_MOST_COMPARISONS = 6
+_FEWEST_SIZES = 3
 _SHORT_FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def profile_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
-    found = groups(records)
-    lost = [record for record in records if record.status != "ok"]
+def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
+    found = groups(results)
     blocks: list[Block] = [*profile_findings(found)]
     if found:
         blocks += [
             _ledger_table(found),
             _class_figure(found),
             *waterfall_blocks(_falls(found), "profile"),
-            timer_table(found),
-            *sizes_tables(found),
-            top_table(found),
-            others_table(found),
-            share_table(found),
-            *core_tables(found),
-            *comparison_tables(found),
+            _timer_table(found),
+            *_sizes_table(found),
+            _top_table(found),
+            _others_table(found),
+            _share_table(found),
+            *_softmax_table(found),
+            *_comparison_tables(found),
             *_in_full(leading(found).fullest()),
         ]
-    if lost:
-        blocks.append(_lost_table(lost))
-    return tuple(blocks)
+    return (*blocks, *failed_table("profile", [result.record for result in results]))
 
 
 def _in_full(lead: Traced) -> Iterator[Block]:
@@ -88,43 +91,70 @@ def _falls(found: Sequence[Group]) -> list[Fall]:
     ]
 
 
-def _ledger_table(found: Sequence[Group]) -> Table:
-    def row(group: Group, traced: Traced) -> tuple[Cell, ...]:
-        summary = traced.summary
-        wall = summary.wall_ms
-        idle = [summary.idle_of(cause) / wall for cause in _IDLE]
-        return (
-            *key_cells(group, found), traced.workload.mode, wall, summary.busy_ms / wall,
-            summary.residual_ms / wall, summary.launches, *(share or None for share in idle),
-            traced.idle_without_profiler, traced.graph_ratio(), _larger_batch(traced),
-        )  # fmt: skip
+def _keys(found: Sequence[Group]) -> list[Declared]:
+    """Columns that tell the steps apart, of rows that have a workload."""
+    varies = any(variant(group.workload) for group in found)
+    return [
+        col("size", lambda r: r.workload.size, key=True),
+        col("context", lambda r: r.workload.context, "count", key=True),
+        col("batch", lambda r: r.workload.batch, "count", key=True),
+        col("dtype", lambda r: r.workload.dtype, key=True),
+        *([col("variant", lambda r: variant(r.workload), key=True)] if varies else []),
+    ]
 
-    table = Table(
-        name="profile-ledger",
-        title="Where the time of a step goes",
-        columns=(
-            *key_columns(found),
-            Column(title="mode"),
-            Column(title="step", **_MS, hint="under the profiler"),  # type: ignore[arg-type]
-            Column(title="working", kind="percent"),
-            Column(title="residual", kind="percent", hint="what the trace does not explain"),
-            Column(title="kernels", kind="count", hint="or operators, in one step"),
-            Column(title="host", kind="percent", hint="idle: nothing was launched in time"),
-            Column(title="waits", kind="percent", hint="idle while the host waits"),
-            Column(title="queue", kind="percent", hint="idle between two launched kernels"),
-            Column(title="between", kind="percent", hint="on a CPU: no operator runs"),
-            Column(
-                title="idle, timed",
-                kind="percent",
+
+def _work(found: Sequence[Group]) -> str:
+    """What does the work: on a CPU there are no kernels."""
+    return "kernel" if any(g.fullest().summary.on_device for g in found) else "operator"
+
+
+def _ledger_table(found: Sequence[Group]) -> Table:
+    def share(what: str, traced: Traced) -> float:
+        return float(getattr(traced.summary, what)) / traced.summary.wall_ms
+
+    def idle(cause: str, traced: Traced) -> float | None:
+        return traced.summary.idle_of(cause) / traced.summary.wall_ms or None
+
+    made = table(
+        "profile-ledger",
+        "Where the time of a step goes",
+        [traced for group in found for traced in group.modes.values()],
+        [
+            *_keys(found),
+            col("mode", lambda r: r.workload.mode),
+            col("step", lambda r: r.summary.wall_ms, unit="ms", hint="under the profiler"),
+            col("working", partial(share, "busy_ms"), "percent"),
+            col(
+                "residual", partial(share, "residual_ms"), "percent",
+                hint="what the trace does not explain",
+            ),
+            col(
+                "kernels", lambda r: r.summary.launches, "count", hint="or operators, in one step"
+            ),
+            col(
+                "host", partial(idle, "host"), "percent", hint="idle: nothing was launched in time"
+            ),
+            col(
+                "waits", partial(idle, "synchronisation"), "percent",
+                hint="idle while the host waits",
+            ),
+            col(
+                "queue", partial(idle, "queue"), "percent", hint="idle between two launched kernels"
+            ),
+            col("between", partial(idle, "between"), "percent", hint="on a CPU: no operator runs"),
+            col(
+                "idle, timed", lambda r: r.idle_without_profiler, "percent",
                 hint="of the step without the profiler: what the same kernels do not fill",
             ),
-            Column(title="as a graph", kind="number", hint="time of a replay over the time now"),
-            Column(title="larger batch", hint="time with that many times the batch over now"),
-        ),
-        rows=tuple(row(group, traced) for group in found for traced in group.modes.values()),
+            col(
+                "as a graph", lambda r: r.graph_ratio(), "number",
+                hint="time of a replay over the time now",
+            ),
+            col("larger batch", _larger_batch, hint="time with that many times the batch over now"),
+        ],
         caption="What works, what is idle and the residual add up to the step.",
-    )
-    return _without_empty_columns(table)
+    )  # fmt: skip
+    return keep_columns(made, lambda _, cells: any(cell is not None for cell in cells))
 
 
 def _larger_batch(traced: Traced) -> str | None:
@@ -133,17 +163,207 @@ def _larger_batch(traced: Traced) -> str | None:
     return f"{number(ratio, 2)} at ×{count(times)}" if ratio and times else None
 
 
-def _without_empty_columns(table: Table) -> Table:
-    kept = [
-        place
-        for place in range(len(table.columns))
-        if any(row[place] is not None for row in table.rows)
-    ]
-    return msgspec.structs.replace(
-        table,
-        columns=tuple(table.columns[place] for place in kept),
-        rows=tuple(tuple(row[place] for place in kept) for row in table.rows),
+def _timer_table(found: Sequence[Group]) -> Table:
+    return table(
+        "profile-timer",
+        "The same phases by the timer and by the profiler",
+        found,
+        [
+            *_keys(found),
+            *_timer_and_profiler(),
+            col("step, timer", lambda r: r.fullest().timer_ms("step"), unit="ms"),
+            col(
+                "profiler adds", lambda r: r.fullest().overhead, "percent", hint="to the whole step"
+            ),
+        ],
+        caption="The timer's are medians of steps without the profiler; they agree where they are"
+        f" less than {100 * AGREES_WITHIN:.0f} % apart.",
     )
+
+
+def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
+    """Both phases by both; the forward by itself, or as a phase of forward-backward."""
+
+    def of(phase: str, group: Group) -> tuple[float | None, float | None]:
+        both = group.modes.get("forward-backward") or group.fullest()
+        traced = group.forward if phase == "forward" and forward_alone else both
+        return traced.timer_ms(phase), traced.traced_ms(phase)
+
+    def apart(phase: str, group: Group) -> float | None:
+        timer, seen = of(phase, group)
+        return seen / timer - 1 if timer and seen else None
+
+    for phase in ("forward", "backward"):
+        yield col(f"{phase}, timer", lambda r, phase=phase: of(phase, r)[0], unit="ms")
+        yield col(f"{phase}, profiler", lambda r, phase=phase: of(phase, r)[1], unit="ms")
+        yield col(f"{phase}, apart", partial(apart, phase), "percent")
+
+
+def _sizes_table(found: Sequence[Group]) -> Iterator[Table]:
+    """The forward and backward of every size at the shortest context that most were traced at."""
+    traced = [group for group in found if "forward-backward" in group.modes]
+    sizes: dict[int, set[str]] = {}
+    for group in traced:
+        sizes.setdefault(group.workload.context, set()).add(group.workload.size)
+    context = min(sizes, key=lambda one: (-len(sizes[one]), one), default=0)
+    if len(sizes.get(context, ())) < _FEWEST_SIZES:
+        return
+    shown = [group for group in traced if group.workload.context == context]
+    yield table(
+        "profile-sizes",
+        f"Forward and backward of every size at context {context}",
+        shown,
+        [
+            *_keys(shown),
+            *_timer_and_profiler(forward_alone=False),
+            col(
+                "idle", lambda r: r.modes["forward-backward"].idle_without_profiler, "percent",
+                hint="of the step without the profiler",
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _top_table(found: Sequence[Group]) -> Table:
+    tops = {group.key(): top for group in found if (top := top_kernel(group)) is not None}
+
+    def cell(name: str, group: Group) -> Cell:
+        value: Cell = getattr(tops[group.key()], name)
+        return value
+
+    return table(
+        "profile-top",
+        f"The {_work(found)} with the most time in the forward",
+        [group for group in found if group.key() in tops],
+        [
+            *_keys(found),
+            col(_work(found), partial(cell, "kernel")),
+            col("unit", lambda r: cell("unit", r) or None),
+            col("share", partial(cell, "share"), "percent",
+                hint=f"of the forward's {_work(found)} time"),
+            col("calls", partial(cell, "calls"), "count"),
+            col("calls explained", partial(cell, "story")),
+            col(
+                "first with backward too",
+                lambda r: {None: None, True: "yes", False: "no"}[
+                    tops[r.key()].also_first_in_backward
+                ],
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _others_table(found: Sequence[Group]) -> Table:
+    """Besides matmuls, of the mode with the most phases."""
+    listed = {
+        group.key(): ", ".join(
+            f"{name} {percent(share)} ({count(calls)}×)"
+            for name, share, calls in list(other_kernels(group.fullest()))[:3]
+        )
+        for group in found
+    }
+    return table(
+        "profile-others",
+        f"The other {_work(found)}s that matter",
+        [group for group in found if listed[group.key()]],
+        [
+            *_keys(found),
+            col("mode", lambda r: r.fullest().workload.mode),
+            col(
+                "besides matrix products", lambda r: listed[r.key()],
+                hint="share of all work, and calls a step",
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _share_table(found: Sequence[Group]) -> Table:
+    def grew(group: Group) -> str | None:
+        most = grew_instead(group.modes.get("forward"), group.fullest())
+        return f"{most[0]} by {most[1] * 100:.1f} points" if most else None
+
+    titles = ("inference", "forward and backward", "whole step")
+    return table(
+        "profile-matmul",
+        "Matrix products as a share of the work",
+        found,
+        [
+            *_keys(found),
+            *(
+                col(title, lambda r, mode=mode: matmul_share(r.modes.get(mode)), "percent")
+                for title, mode in zip(titles, MODES, strict=True)
+            ),
+            col("grew instead", grew),
+        ],
+    )
+
+
+def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
+    cores = {group.key(): core for group in found if (core := attention_core(group)) is not None}
+    if not cores:
+        return
+
+    def of_copy(group: Group) -> float | None:
+        copy = group.fullest().record.ceiling("memory.copy")
+        moved = cores[group.key()].softmax_rate
+        return moved / copy.value if copy and moved else None
+
+    times = {
+        "two matmuls": "matmul_ms", "softmax": "softmax_ms", "mask": "mask_ms",
+        "scale and casts": "rest_ms",
+    }  # fmt: skip
+    yield table(
+        "profile-softmax",
+        "Inside attention: the softmax against the two matrix products",
+        [group for group in found if group.key() in cores],
+        [
+            *_keys(found),
+            *(
+                col(title, lambda r, name=name: getattr(cores[r.key()], name), unit="ms")
+                for title, name in times.items()
+            ),
+            col(
+                "softmax / matmuls, time",
+                lambda r: cores[r.key()].softmax_ms / cores[r.key()].matmul_ms,
+                "number",
+            ),
+            col(
+                "softmax / matmuls, FLOPs",
+                lambda r: cores[r.key()].softmax_flops / cores[r.key()].matmul_flops,
+                "number",
+            ),
+            col("softmax moves", lambda r: cores[r.key()].softmax_bytes, "bytes"),
+            col("at", lambda r: cores[r.key()].softmax_rate, "rate", unit="B/s"),
+            col("of a copy's rate", of_copy, "percent"),
+        ],
+        caption="Of all layers in one forward; five FLOPs for each score of the softmax, which"
+        " reads and writes every score once. Scores that stay in the device's cache move faster"
+        " than a copy.",
+    )
+
+
+def _comparison_tables(found: Sequence[Group]) -> list[Table]:
+    """Which classes shrank or grew with the format or the compiler."""
+    tables: list[Table] = []
+    for first, second in telling_pairs(found)[:_MOST_COMPARISONS]:
+        mode = next(m for m in reversed(MODES) if m in first.modes and m in second.modes)
+        before, after = first.modes[mode], second.modes[mode]
+        wanted = ("dtype", "compile")
+        labels = tuple(
+            ", ".join(str(getattr(one.workload, name)) for name in wanted)
+            .replace(", no", ", eager").replace(", block", ", compiled by block")
+            for one in (before, after)
+        )  # fmt: skip
+        made = comparison_table(before.summary, after.summary, (labels[0], labels[1]))
+        w = before.workload
+        tables.append(
+            msgspec.structs.replace(
+                made,
+                name=f"profile-comparison-{len(tables) + 1}",
+                title=f"{w.size} at context {w.context}, batch {w.batch}, {mode}: {made.title}",
+            )
+        )
+    return tables
 
 
 def _class_figure(found: Sequence[Group]) -> Figure:
@@ -196,12 +416,3 @@ def _same_label(one: Workload, other: Workload) -> bool:
     fields = ("size", "context", "dtype", "batch")
     compiled = (one.compile != "no") == (other.compile != "no")
     return compiled and all(getattr(one, name) == getattr(other, name) for name in fields)
-
-
-def _lost_table(lost: Sequence[Record]) -> Table:
-    return Table(
-        name="profile-lost",
-        title="Not traced",
-        columns=(Column(title="case"), Column(title="status"), Column(title="reason")),
-        rows=tuple((record.case, record.status, record.reason) for record in lost),
-    )

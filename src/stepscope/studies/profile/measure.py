@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.profile.experiments import experiments
 from stepscope.studies.timed_step import time_steps
 from stepscope.studies.traced import trace_step
 from stepscope.studies.training_step import make_step
 from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.timer import Timing
 
 
-def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
-    workload = msgspec.convert(config, Workload)
+def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
     device = bench.device
-    step = make_step(workload, device)
-    timing = time_steps(step, bench, config, enough_seconds=config["enough_seconds"])
+    step = make_step(case, device)
+    timing = time_steps(step, bench, case.config, enough_seconds=case.enough_seconds)
     series, found = list(timing.series), list(step.quantities())
     notes: dict[str, str] = {}
     # The batch of a user's model cannot be repeated, nor does it stay where it is.
-    if config["experiments"] and device.kind == "cuda" and isinstance(step, TransformerStep):
-        for name, experiment in experiments(workload):
+    if case.experiments and device.kind == "cuda" and isinstance(step, TransformerStep):
+        for name, experiment in experiments(case):
             bench.progress(0, 1, name.replace("_", " "))
             tried = None
             try:
-                tried = experiment(step, device, config["enough_seconds"])
+                tried = experiment(step, device, case.enough_seconds)
             except Exception as error:
                 # An experiment that cannot be made takes nothing from what was measured.
                 notes[name] = first_cause(error)
@@ -42,11 +41,11 @@ def measure_profile(config: dict[str, Any], bench: Bench) -> Measurement:
                 continue
             series += _renamed(tried.timing, name)
             if tried.times > 1:
-                sequences = tried.times * workload.batch
+                sequences = tried.times * case.batch
                 found.append(Quantity(name=name, value=sequences, unit="sequences"))
     bench.progress(0, 1, "trace")
     with step.named_parts():
-        traced = trace_step(step, device, workload.key, steps=config["traced"])
+        traced = trace_step(step, device, case.key, steps=case.traced)
     return Measurement(
         series=(*series, traced.series),
         quantities=tuple(found),

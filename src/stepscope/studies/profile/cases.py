@@ -1,0 +1,43 @@
+"""Flags and cases of the profile study."""
+
+from __future__ import annotations
+
+from stepscope.errors import UsageError
+from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags
+
+
+class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to trace: every combination of the values is a case."""
+
+    mode: tuple[Mode, ...] = MODES
+    """forward (inference), forward-backward, train-step."""
+    warmup: int = 5
+    """Steps before the first sample."""
+    steps: int = 10
+    """Samples without the profiler."""
+    enough_seconds: float = 10.0
+    """After so many seconds one step of warm-up and three samples are enough."""
+    traced: int = 3
+    """Steps under the profiler."""
+    experiments: bool = True
+    """On a GPU: also a larger batch and a CUDA graph, to see whether the host limits."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.traced < 1:
+            raise UsageError(
+                f"steps is {self.steps} and traced {self.traced}", "both must be at least 1"
+            )
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}", "it cannot be negative")
+        if not self.enough_seconds > 0:
+            raise UsageError(f"enough-seconds is {self.enough_seconds}", "it must be above 0")
+
+
+class ProfileCase(Workload, frozen=True, kw_only=True):
+    """One mode of a training step, timed and then traced."""
+
+    warmup: int
+    steps: int
+    enough_seconds: float
+    traced: int
+    experiments: bool
