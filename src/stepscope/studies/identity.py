@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from stepscope.model.memory import ALL
 from stepscope.report.blocks import Cell, Column
+from stepscope.report.tables import Declared
 from stepscope.studies.workload import Workload
 
 
@@ -62,16 +64,23 @@ def identity(rows: Sequence[OfStep]) -> tuple[dict[str, Column], str]:
     return varying, ", ".join(filter(None, shared))
 
 
-def identity_cells(row: OfStep, columns: dict[str, Column]) -> tuple[Cell, ...]:
-    def cell(name: str) -> Cell:
-        value: Cell = getattr(row.workload, name)
-        if row.workload.own and name in _OF_OURS:
-            return None
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        return f"{value} (changed)" if name == "size" and row.workload.overrides else value
+def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
+    """The same as columns of a declared table over such rows."""
+    columns, shared = identity(rows)
+    return [Declared(one, partial(_cell, name), key=True) for name, one in columns.items()], shared
 
-    return tuple(cell(name) for name in columns)
+
+def identity_cells(row: OfStep, columns: dict[str, Column]) -> tuple[Cell, ...]:
+    return tuple(_cell(name, row) for name in columns)
+
+
+def _cell(name: str, row: OfStep) -> Cell:
+    value: Cell = getattr(row.workload, name)
+    if row.workload.own and name in _OF_OURS:
+        return None
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value} (changed)" if name == "size" and row.workload.overrides else value
 
 
 def _in_words(name: str, value: Any) -> str:
