@@ -53,7 +53,7 @@ def measured(
     (case,) = study.cases(flags)
     bench = CudaBench()
     bench.device.release()
-    return study.measure(case.config, bench)
+    return study.measure(case, bench)
 
 
 def of_step(done: Measurement) -> dict[str, float]:
@@ -200,11 +200,12 @@ def test_a_case_that_runs_out_is_examined() -> None:
     torch.cuda.set_per_process_memory_fraction(limit / bench.device.memory_bytes)
     study = find_study("benchmark")
     flags = study.flags(size=("small",), context=(1024,), mode=("train-step",))
-    (case,) = study.cases(flags)
+    (planned,) = study.planned(flags)
+    case = study.decode(planned.config)
     try:
         with pytest.raises(torch.OutOfMemoryError) as refused:
-            study.measure(case.config, bench)
-        noted = study.post_mortem(case.config, bench, str(refused.value))
+            study.measure(case, bench)
+        noted = study.post_mortem(case, bench, str(refused.value))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     found = noted["post_mortem"]

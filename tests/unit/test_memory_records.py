@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 @pytest.fixture(scope="module")
 def cases() -> list[Accounted]:
-    return accounted(read_records(RESULTS / "memory_h200.jsonl"))
+    return accounted(find_study("memory").results(read_records(RESULTS / "memory_h200.jsonl")))
 
 
 def test_every_size_context_and_format_of_the_course_is_there(cases: list[Accounted]) -> None:

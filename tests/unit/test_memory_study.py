@@ -20,7 +20,8 @@ from stepscope.records.memory import (
     RECOMPUTED,
     STEP_END,
 )
-from stepscope.studies.memory import MemoryFlags, recording
+from stepscope.studies.memory import measure
+from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.step_peaks import steps_in_turns
 from stepscope.studies.traced import TRACES
@@ -36,7 +37,7 @@ def test_a_case_on_this_machine_is_predicted_and_accounted_for() -> None:
         size=("tiny",), context=(32,), batch=(2,), vocab=97, mode=("train-step",), steps=2
     )
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     phases = measured.attachments["ledger"]
     highest = value_of(measured.quantities, "peak_bytes")
     assert highest == max(peak.allocated for peak in phases)
@@ -67,7 +68,7 @@ def test_a_checkpointed_case_names_what_is_kept_and_what_runs_again() -> None:
         mode=("forward-backward",), checkpoint=("2",), steps=2,
     )  # fmt: skip
     (case,) = study.cases(flags)
-    measured = study.measure(case.config, QuietBench())
+    measured = study.measure(case, QuietBench())
     loss, backward = measured.attachments["ledger"][1:]
     stream = 2 * 32 * 32 * 4
     assert loss.lines[f"saved: {KEPT_INPUT}"] == 2 * stream
@@ -97,9 +98,9 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     )  # fmt: skip
     device = pick_device("cpu")
     step = TransformerStep(work, device)
-    assert recording._snapshot(step, device, work) == ({}, [])
+    assert measure._snapshot(step, device, work) == ({}, [])
     device.kind = "cuda"
-    noted, turns = recording._snapshot(step, device, work)
+    noted, turns = measure._snapshot(step, device, work)
     assert noted == {
         "snapshot_missing": "RuntimeError: cudaMallocAsync does not yet support recordHistory"
     }

@@ -25,7 +25,7 @@ from stepscope.records.memory import (
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
-from stepscope.studies.memory.rows import accounted, leading
+from stepscope.studies.memory.rows import Accounted, accounted, leading
 from stepscope.studies.registry import find_study
 from study_records import memory_record
 
@@ -36,9 +36,20 @@ def sizes(**values: float) -> tuple[Quantity, ...]:
     return tuple(Quantity(name=name, value=value, unit="B") for name, value in values.items())
 
 
-def findings(records: list[Record]) -> str:
-    blocks = find_study("memory").view(records)
-    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+def by_code(records: list[Record]) -> dict[str, Finding]:
+    """The findings by code; no code comes twice."""
+    blocks = [block for block in find_study("memory").view(records) if isinstance(block, Finding)]
+    found = {block.code.removeprefix("memory."): block for block in blocks}
+    assert len(found) == len(blocks)
+    return found
+
+
+def cases_of(records: list[Record]) -> list[Accounted]:
+    return accounted(find_study("memory").results(records))
+
+
+def ids(*records: Record) -> set[str]:
+    return {record.id for record in records}
 
 
 def table(records: list[Record], name: str) -> Table:
@@ -75,11 +86,11 @@ def test_pictures_are_of_the_step_whose_forward_is_the_highest() -> None:
         memory_record(context=64, peak=3 << 30),
         memory_record("forward", context=64, peak=1 << 20),
     ]
-    lead, forward = leading(accounted(records))
+    lead, forward = leading(cases_of(records))
     assert (lead.peak, forward.peak if forward else None) == (2 << 30, 1 << 30)
-    lead, forward = leading(accounted(records[1:4]))
+    lead, forward = leading(cases_of(records[1:4]))
     assert (lead.peak, forward) == (9 << 30, None)
-    assert leading(accounted(records[:1]))[0].workload.mode == "forward"
+    assert leading(cases_of(records[:1]))[0].workload.mode == "forward"
 
 
 def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
@@ -91,9 +102,14 @@ def test_the_growth_of_the_process_stands_beside_the_count_on_a_cpu() -> None:
 
 
 def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
-    said = findings([memory_record(peak=1000), memory_record(dtype="bfloat16-master")])
-    assert "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in said
-    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in said
+    records = [memory_record(peak=1000), memory_record(dtype="bfloat16-master")]
+    found = by_code(records)["bytes-per-parameter"]
+    assert (
+        "“4× the model” is a float32 step: 4 B of weight, 4 of gradient, 8 of AdamW" in found.text
+    )
+    assert "“8×” is bfloat16 with float32 master weights, the same 16 B" in found.text
+    assert found.values.keys() == {"float32", "bfloat16-master"}
+    assert set(found.records) == ids(*records)
     rows = {row[0]: row[1:5] for row in table([memory_record()], "memory-regimes").rows}
     assert rows["bfloat16-master"] == (2, 2, 12, 16)
     assert rows["bfloat16-pure"] == (2, 2, 4, 8)
@@ -103,18 +119,21 @@ def test_it_says_where_four_and_eight_times_the_model_come_from() -> None:
 def test_it_says_how_far_the_prediction_was_off() -> None:
     good = memory_record(peak=10 * GIB, found=sizes(predicted_bytes=10.1 * GIB))
     bad = memory_record(context=256, peak=10 * GIB, found=sizes(predicted_bytes=12 * GIB))
-    said = findings([good, bad])
-    assert "off by 10.5 % in the median and 20.0 % at most" in said
-    tones = [b.tone for b in find_study("memory").view([good]) if isinstance(b, Finding)]
-    assert tones[0] == "good"
+    found = by_code([good, bad])["prediction"]
+    assert "off by 10.5 % in the median and 20.0 % at most" in found.text
+    assert found.values["worst"] == pytest.approx(0.2)
+    assert (set(found.records), found.tone, found.timed) == (ids(good, bad), "warn", False)
+    assert by_code([good])["prediction"].tone == "good"
 
 
 def test_a_residual_is_shown_and_judged() -> None:
     whole = memory_record(peak=1000)
     holed = memory_record(peak=1000, lines={"parameters": 300})
-    assert accounted([whole])[0].residual_share == 0
-    assert accounted([holed])[0].residual_share == pytest.approx(0.2)
-    assert "leaves 20.0 % of the peak at most on no line" in findings([holed])
+    assert cases_of([whole])[0].residual_share == 0
+    assert cases_of([holed])[0].residual_share == pytest.approx(0.2)
+    account = by_code([holed])["account"]
+    assert "leaves 20.0 % of the peak at most on no line" in account.text
+    assert (account.values["residual"], account.tone) == (pytest.approx(0.2), "warn")
     ledger = table([holed], "memory-ledger")
     assert ("residual", 200, 200, 200, 200) in ledger.rows
     assert ledger.rows[-1] == ("sum", 1000, 1000, 1000, 1000)
@@ -130,29 +149,23 @@ def test_lines_of_one_size_have_one_order() -> None:
 
 def test_on_a_cpu_it_does_not_boast_of_closing() -> None:
     on_cpu = environment(device_kind="cpu", device_name="Xeon")
-    said = findings([memory_record(environment=on_cpu)])
-    assert "closes by construction" in said
-    assert "nvidia-smi" not in said
+    found = by_code([memory_record(environment=on_cpu)])
+    assert "closes by construction" in found["account"].text
+    assert found["account"].tone == "info"
+    assert "driver" not in found
 
 
 def test_it_answers_the_question_of_nvidia_smi_in_one_sentence() -> None:
-    said = findings(
-        [
-            memory_record(
-                peak=10 * GIB,
-                found=sizes(
-                    driver_bytes=13.0 * GIB,
-                    reserved_bytes=12.0 * GIB,
-                    context_bytes=0.9 * GIB,
-                ),
-            )
-        ]
-    )
+    counted = sizes(
+        driver_bytes=13.0 * GIB, reserved_bytes=12.0 * GIB, context_bytes=0.9 * GIB
+    )  # fmt: skip
+    found = by_code([memory_record(peak=10 * GIB, found=counted)])["driver"]
     assert (
         "its 13.0 GiB are 10.0 GiB of tensors at the peak, 2.00 GiB that the allocator keeps for"
-        " later, and 922 MiB of CUDA context" in said
+        " later, and 922 MiB of CUDA context" in found.text
     )
-    assert "102 MiB (1.0 % of the peak) are left over" in said
+    assert "102 MiB (1.0 % of the peak) are left over" in found.text
+    assert found.values["left"] == pytest.approx(0.1 * GIB)
 
 
 def test_every_case_is_held_against_the_drivers_figure() -> None:
@@ -161,8 +174,10 @@ def test_every_case_is_held_against_the_drivers_figure() -> None:
         context=256, peak=GIB,
         found=sizes(driver_bytes=2.0 * GIB, reserved_bytes=1.25 * GIB, context_bytes=GIB / 2),
     )  # fmt: skip
-    said = findings([large, open_ended])
-    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in said
+    found = by_code([large, open_ended])["driver"]
+    assert "Of 2 cases 25.0 % at most are left over (tiny at context 256 in float32)" in found.text
+    assert (found.values["worst_share"], found.tone) == (0.25, "warn")
+    assert set(found.records) == ids(large, open_ended)
     rows = table([large, open_ended], "memory-driver").rows
     assert rows[1][-6:] == (GIB, GIB / 4, GIB / 2, GIB / 4, 2.0 * GIB, 0.25)
     on_cpu = memory_record(environment=environment(device_kind="cpu", device_name="Xeon"))
@@ -197,12 +212,24 @@ def test_it_says_up_to_which_context_a_step_fits() -> None:
         memory_record(context=context, status="oom", reason="CUDA out of memory")
         for context in (512, 1024)
     ]
-    said = findings([*ran, *full, memory_record("forward", context=512, peak=GIB)])
-    assert (
+    records = [*ran, *full, memory_record("forward", context=512, peak=GIB)]
+    blocks = find_study("memory").view(records)
+    (found,) = (b for b in blocks if isinstance(b, Finding) and b.code == "memory.longest-contexts")
+    assert found.text == (
         "The longest contexts that fit this device: tiny at context 256 in float32 (2.00 GiB; 512"
-        " runs out)." in said
+        " runs out)."
     )
-    assert "longest contexts" not in findings(ran)
+    assert found.values == {"tiny at context 256 in float32": 512}
+    assert set(found.records) == ids(ran[1], full[0])
+    assert "longest-contexts" not in by_code(ran)
+
+
+def test_a_step_is_the_same_at_another_context_however_often_it_ran() -> None:
+    """The number of steps and the snapshot are the measurement's, not the step's."""
+    ran = memory_record(context=256, peak=GIB)
+    ran = msgspec.structs.replace(ran, config=ran.config | {"steps": 9, "snapshot": "no"})
+    full = memory_record(context=512, status="oom", reason="CUDA out of memory")
+    assert "longest-contexts" in by_code([ran, full])
 
 
 def test_it_explains_why_bfloat16_can_need_more() -> None:
@@ -210,12 +237,13 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
     narrow = memory_record(
         "forward", dtype="bfloat16", peak=22 * GIB, lines={WEIGHT_COPIES: 6 * GIB}
     )
-    said = findings([wide, narrow])
-    assert "needs more than float32 in 1 of 1 forwards" in said
-    assert "the copies are 6.00 GiB" in said
-    assert "peak 22.0 GiB against 18.0 GiB" in said
+    found = by_code([wide, narrow])["autocast-more"]
+    assert "needs more than float32 in 1 of 1 forwards" in found.text
+    assert "the copies are 6.00 GiB" in found.text
+    assert "peak 22.0 GiB against 18.0 GiB" in found.text
+    assert set(found.records) == ids(wide, narrow)
     lower = memory_record("forward", dtype="bfloat16", peak=12 * GIB)
-    assert "In none of 1 forwards" in findings([wide, lower])
+    assert "In none of 1 forwards" in by_code([wide, lower])["autocast-less"].text
 
     def pair(context: int, *peaks: int) -> list[Record]:
         return [
@@ -223,29 +251,47 @@ def test_it_explains_why_bfloat16_can_need_more() -> None:
             for form, peak in zip(("float32", "bfloat16"), peaks, strict=True)
         ]
 
-    less = findings([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])
-    assert "in 1 of 3 forwards" in less
-    assert "From context 256 on it is less." in less
-    more = findings([*pair(128, 18, 22), *pair(512, 40, 41)])
-    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more
-    assert "autocast runs softmax in float32 and casts what comes out" in more
+    less = by_code([*pair(128, 18, 22), *pair(256, 24, 23), *pair(512, 40, 30)])["autocast-more"]
+    assert [less.values[name] for name in ("more", "forwards", "less_from")] == [1, 3, 256]
+    assert "From context 256 on it is less." in less.text
+    more = by_code([*pair(128, 18, 22), *pair(512, 40, 41)])["autocast-more"]
+    assert "At context 512 it is still so: 41.0 GiB against 40.0 GiB" in more.text
+    assert "autocast runs softmax in float32 and casts what comes out" in more.text
+    assert more.values["more_up_to"] == 512
 
 
 def test_an_account_that_closes_to_the_byte_says_so() -> None:
     cases = [memory_record(), memory_record(context=256)]
-    said = findings(cases)
-    assert (
-        "The account closes to the byte, at the peak and at the end of every phase of all 2" in said
+    found = by_code(cases)
+    assert found["account"].text == (
+        "The account closes to the byte, at the peak and at the end of every phase of all 2 cases."
     )
-    assert "measured before the model existed; nothing is left. It is so in all 2 cases." in said
+    assert (found["account"].tone, found["account"].timed) == ("good", False)
+    assert found["driver"].text.endswith(
+        "measured before the model existed; nothing is left. It is so in all 2 cases."
+    )
 
 
 def test_the_cost_of_the_history_has_an_interval() -> None:
     plain = memory_record()
     both = (times("plain", 10.0, "host"), times("history", 10.5, "host"))
     timed = msgspec.structs.replace(plain, series=(*plain.series, *both))
-    said = findings([timed])
-    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in said
+    found = by_code([timed])["recording"]
+    assert found.text.startswith("The step that is recorded takes 2.01× the time of a plain one")
+    assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in found.text
+    assert found.values == {
+        "slower": pytest.approx(2.0, rel=0.02),
+        "history: tiny at context 128 in float32": pytest.approx(1.05),
+    }
+    assert (found.timed, set(found.records)) == (True, ids(timed))
+
+
+def test_an_incomplete_snapshot_is_said() -> None:
+    plain = memory_record()
+    cut = msgspec.structs.replace(plain, notes=plain.notes | {"snapshot_incomplete": "full"})
+    found = by_code([cut])["recording"]
+    assert "1 snapshots are incomplete, the first of tiny at context 128 in float32" in found.text
+    assert found.values["incomplete"] == 1
 
 
 def test_it_says_where_the_optimizer_holds_the_peak() -> None:
@@ -258,29 +304,40 @@ def test_it_says_where_the_optimizer_holds_the_peak() -> None:
     ]
     attachments = record.attachments | {"ledger": msgspec.to_builtins(phases)}
     high = msgspec.structs.replace(record, attachments=attachments)
-    said = findings([high, memory_record(context=256)])
-    assert "In 1 of 2 train steps the optimizer holds the peak" in said
-    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in said
-    assert "Its fused form makes none: " in said
-    assert "holds the peak" not in findings([record])
+    other = memory_record(context=256)
+    found = by_code([high, other])["optimizer-peak"]
+    assert "In 1 of 2 train steps the optimizer holds the peak" in found.text
+    assert "for small at context 128 in float32 250 MiB beside 250 MiB of parameters" in found.text
+    assert found.conclusion.startswith("Its fused form makes none: ")
+    assert set(found.records) == ids(high, other)
+    assert "optimizer-peak" not in by_code([record])
+
+
+def test_the_largest_tensor_is_named() -> None:
+    found = by_code([memory_record(peak=GIB), memory_record(context=64, peak=8 * GIB)])
+    largest = found["largest-tensor"]
+    assert largest.text.startswith("The largest single tensor of tiny at context 64 in float32 has")
+    assert "2.00 GiB (aten.bmm.default at reference.py:31); one float32" in largest.text
+    assert (largest.values["bytes"], len(largest.records)) == (2 * GIB, 1)
 
 
 def test_it_tells_naive_from_flash_attention() -> None:
-    said = findings(
-        [
-            memory_record(peak=60 * GIB),
-            memory_record(attention="sdpa", peak=20 * GIB),
-            memory_record(attention="sdpa", peak=1 * GIB, context=256),
-        ]
-    )
-    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in said
-    assert "peaks at 20.0 GiB, 3.00× less" in said
+    records = [
+        memory_record(peak=60 * GIB),
+        memory_record(attention="sdpa", peak=20 * GIB),
+        memory_record(attention="sdpa", peak=1 * GIB, context=256),
+    ]
+    found = by_code(records)["flash-attention"]
+    assert "peaks at 60.0 GiB; with sdpa it keeps 10.0 GiB" in found.text
+    assert "peaks at 20.0 GiB, 3.00× less" in found.text
+    assert set(found.records) == ids(*records[:2])
     # tiny at context 128, batch 4: 4 heads of 32, two layers.
     scores, stream = 4 * 4 * 128 * 128, 4 * 4 * 128 * 32
     naive = 2 * (19 * scores * 4 + 12 * stream * 4 + 2 * 128 * 128)
     flash = 2 * (12 * stream * 4 + 2 * 4 * 4 * 128 * 4)
-    assert f"attention written out moves {bytes_(naive)} in a step" in said
-    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in said
+    assert (found.values["traffic"], found.values["flash_traffic"]) == (naive, flash)
+    assert f"attention written out moves {bytes_(naive)} in a step" in found.conclusion
+    assert f"a flash form at least {bytes_(flash)}, {naive / flash:.2f}× less" in found.conclusion
 
 
 def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
@@ -289,10 +346,31 @@ def test_a_case_that_ran_out_gets_a_post_mortem() -> None:
         size="small", context=1024, status="oom", environment=small,
         reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 768.00 MiB.",
     )  # fmt: skip
-    said = findings([lost])
-    assert "ran out in the forward phase when it asked for another 768 MiB" in said
-    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in said
-    assert "smallest change first: flash attention (" in said
+    found = by_code([lost])["ran-out"]
+    assert "ran out in the forward phase when it asked for another 768 MiB" in found.text
+    assert "it needs 8.10 GiB of 6.50 GiB, 1.60 GiB too much" in found.text
+    assert found.conclusion.startswith("Predicted to fit, smallest change first: flash attention (")
+    assert found.values["remedy"] == "flash attention"
+    assert (found.records, found.tone) == ((lost.id,), "warn")
+    (row,) = table([lost], "memory-lost").rows
+    assert row == ("small", 1024, "train-step", "oom", lost.reason)
+
+
+def test_post_mortems_stop_after_the_first_four() -> None:
+    noted = PostMortem(
+        limit=1, asked=0, held=0, phase="backward", lines={}, needed=2, remedies=()
+    )  # fmt: skip
+    lost = [
+        memory_record(
+            context=context, status="oom", reason="CUDA out of memory",
+            attachments={"post_mortem": msgspec.to_builtins(noted)},
+        )
+        for context in (64, 128, 256, 512, 1024, 2048)
+    ]  # fmt: skip
+    found = [b for b in find_study("memory").view(lost) if isinstance(b, Finding)]
+    assert [b.code for b in found] == [*["memory.ran-out"] * 4, "memory.more-ran-out"]
+    assert found[-1].text == "2 more cases ran out of memory."
+    assert (found[-1].values, set(found[-1].records)) == ({"cases": 2}, ids(*lost[4:]))
 
 
 def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
@@ -303,17 +381,22 @@ def test_what_the_worker_noted_of_a_case_that_ran_out_is_shown() -> None:
     )  # fmt: skip
     attached = {"post_mortem": msgspec.to_builtins(noted)}
     lost = memory_record(status="oom", reason="CUDA out of memory", attachments=attached)
-    said = findings([lost])
-    assert "ran out in the backward phase when it asked for another 2.00 GiB" in said
-    assert "it needs 15.0 GiB of 10.0 GiB, 5.00 GiB too much" in said
-    assert "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB" in said
-    assert "smallest change first: batch 1 (8.00 GiB)" in said
+    found = by_code([lost])["ran-out"]
+    assert "ran out in the backward phase when it asked for another 2.00 GiB" in found.text
+    assert [found.values[name] for name in ("asked", "needed", "limit", "missing", "remedy")] == [
+        2 * GIB, 15 * GIB, 10 * GIB, 5 * GIB, "batch 1",
+    ]  # fmt: skip
+    held = "Most of what it held is saved: attention, softmax 6.00 GiB, parameters 2.00 GiB"
+    assert held in found.text
+    assert "smallest change first: batch 1 (8.00 GiB)" in found.conclusion
 
 
 def test_a_budget_that_nothing_fits_is_said() -> None:
     tiny = environment(device_memory_bytes=1 << 20)
-    said = findings([memory_record(status="oom", reason="out of memory", environment=tiny)])
-    assert "No change that is known here fits." in said
+    lost = memory_record(status="oom", reason="out of memory", environment=tiny)
+    found = by_code([lost])["ran-out"]
+    assert found.conclusion == "No change that is known here fits."
+    assert found.values["remedy"] is None
 
 
 def test_saved_tensors_stand_in_a_table() -> None:
@@ -338,5 +421,5 @@ def test_bytes_per_parameter_are_measured_where_a_step_ran() -> None:
 
 def test_records_of_another_form_are_left_out() -> None:
     bare = msgspec.structs.replace(memory_record(), attachments={})
-    assert accounted([bare]) == []
+    assert cases_of([bare]) == []
     assert find_study("memory").view([bare]) == ()

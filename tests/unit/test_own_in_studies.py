@@ -20,7 +20,7 @@ from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
 from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.memory.recording import in_small
+from stepscope.studies.memory.measure import in_small
 from stepscope.studies.own import step as own_step
 from stepscope.studies.own.building import build
 from stepscope.studies.own.step import UserStep

@@ -12,7 +12,7 @@ from test_prediction import plan
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.cli import main
-from stepscope.studies.prediction_view import budget_findings
+from stepscope.studies.prediction_view import budget_finding
 
 
 def test_it_prints_phases_and_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,19 +68,21 @@ def test_a_step_fits_by_the_test_that_chooses_the_changes() -> None:
     told = predict(plan("tiny", 512, batch=2, attention="sdpa", optimizer="torch-fused"))
     budget = int(0.3 * 2**30)
     assert told.peak.allocated * MARGIN <= budget
-    (finding,) = budget_findings("tiny", told, budget)
+    finding = budget_finding("tiny", told, budget)
+    assert finding.code == "prediction.does-not-fit"
     assert "gaps between its blocks" in finding.text
     whole = changes_that_fit(predict(plan("tiny", 512)).plan, budget)
     assert told.plan not in [change.plan for change in whole]
     for change in whole:
-        (fitting,) = budget_findings("tiny", predict(change.plan), budget)
-        assert fitting.tone == "good"
+        fitting = budget_finding("tiny", predict(change.plan), budget)
+        assert (fitting.code, fitting.tone) == ("prediction.fits", "good")
 
 
 def test_a_budget_that_nothing_fits_is_said() -> None:
     told = predict(plan("tiny", 64))
-    (finding,) = budget_findings("tiny", told, 1 << 20)
-    assert "No change that is known here fits either" in finding.text
+    finding = budget_finding("tiny", told, 1 << 20)
+    assert finding.values["change"] is None
+    assert finding.conclusion.startswith("No change that is known here fits either; the model")
 
 
 @pytest.mark.parametrize(

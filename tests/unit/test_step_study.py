@@ -415,10 +415,10 @@ def test_environment_decides_the_quick_share() -> None:
 
 def test_a_study_that_watches_operators_refuses_a_graph() -> None:
     from stepscope.studies.base import CaseSkipped
-    from stepscope.studies.memory.recording import measure_memory
+    from stepscope.studies.memory.measure import measure_memory
 
     study = find_study("memory")
     flags = study.flags(size=("tiny",), context=(8,), graph=True, mode=("train-step",))
     (case,) = study.cases(flags)
     with pytest.raises(CaseSkipped, match="nothing to watch"):
-        measure_memory(case.config, None)  # type: ignore[arg-type]
+        measure_memory(case, None)  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def _print(options: PredictOptions, told: list[tuple[str, Prediction]]) -> None:
         words = view.plan_name(name, held.plan)
         findings.append(view.peak_finding(words, held))
         if options.budget is not None:
-            findings += view.budget_findings(words, held, int(options.budget * 2**30))
+            findings.append(view.budget_finding(words, held, int(options.budget * 2**30)))
     print_findings(findings)
     print()
     print_table(view.phases_table(told))

@@ -126,16 +126,28 @@ def keep_columns(made: Table, keep: Callable[[Column, tuple[Cell, ...]], bool]) 
     )
 
 
-def failed_table(study: str, records: Iterable[Failed]) -> Iterator[Table]:
-    """The cases without a result, if there are any."""
-    failed = [record for record in records if record.status != "ok"]
+def failed_table(
+    study: str,
+    rows: Iterable[Any],
+    named: Sequence[Declared] = (),
+    *,
+    caption: str = "",
+) -> Iterator[Table]:
+    """The cases without a result, if there are any. Rows are records or have one; they are
+    identified by the columns `named`, or by the case's key."""
+    failed = [row for row in rows if _record(row).status != "ok"]
     if failed:
         columns = [
-            col("case", lambda record: record.case, key=True),
-            col("status", lambda record: record.status, key=True),
-            col("reason", lambda record: record.reason, key=True),
+            *(named or [col("case", lambda row: _record(row).case, key=True)]),
+            col("status", lambda row: _record(row).status, key=True),
+            col("reason", lambda row: _record(row).reason, key=True),
         ]
-        yield table(f"{study}-lost", "Cases without a result", failed, columns)
+        yield table(f"{study}-lost", "Cases without a result", failed, columns, caption=caption)
+
+
+def _record(row: Any) -> Failed:
+    record: Failed = getattr(row, "record", row)
+    return record
 
 
 def _cells(row: Any, columns: Sequence[Declared]) -> Iterator[Cell]:

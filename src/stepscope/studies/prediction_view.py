@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
@@ -10,71 +11,68 @@ from stepscope.analysis.predict.step import Prediction
 from stepscope.model.checkpointing import NONE
 from stepscope.model.memory import ALL
 from stepscope.records.memory import SAVED, saved_bytes
-from stepscope.report.blocks import Cell, Column, Finding, Kind, Table
+from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
+from stepscope.report.tables import col, cols, table
 
-_BYTES: Kind = "bytes"
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than what was asked for."
+
+
+def lines_table(
+    name: str, title: str, phases: Sequence[str], rows: Iterable[Sequence[Cell]], *, caption: str
+) -> Table:
+    """Bytes by line and phase: each row is a line and its size in every phase."""
+    sizes = (col(phase, itemgetter(place), "bytes") for place, phase in enumerate(phases, start=1))
+    return table(name, title, rows, [col("line", itemgetter(0)), *sizes], caption=caption)
 
 
 def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
     """One row for each step: the peak of each of its phases."""
     names = list(dict.fromkeys(moment.phase for _, told in predictions for moment in told.phases))
     on_gpu = any(told.plan.device == "cuda" for _, told in predictions)
-    rows: list[tuple[Cell, ...]] = []
-    for name, told in predictions:
-        plan, peaks = told.plan, {moment.phase: moment.allocated for moment in told.phases}
-        rows.append(
-            (
-                name,
-                plan.context,
-                plan.batch,
-                plan.dtype,
-                plan.attention,
-                plan.mode,
-                *(peaks.get(phase) for phase in names),
-                told.peak.allocated,
-                told.peak.reserved,
-            )
-        )
-    return Table(
-        name="predicted-phases",
-        title="Predicted peak of each phase",
-        columns=(
-            Column(title="size"),
-            Column(title="context", kind="count"),
-            Column(title="batch", kind="count"),
-            Column(title="dtype"),
-            Column(title="attention"),
-            Column(title="mode"),
-            *(Column(title=phase, kind=_BYTES) for phase in names),
-            Column(title="peak", kind=_BYTES, hint="`max_memory_allocated` of the whole step"),
-            Column(title="reserved", kind=_BYTES, hint="what the allocator has taken by then"),
+    columns = [
+        col("size", itemgetter(0)),
+        col("context", lambda row: row[1].plan.context, "count"),
+        col("batch", lambda row: row[1].plan.batch, "count"),
+        *cols(("dtype", "attention", "mode"), lambda row, name: getattr(row[1].plan, name)),
+        *cols(names, lambda row, phase: _at_peak(row[1], phase), "bytes"),
+        col(
+            "peak", lambda row: row[1].peak.allocated, "bytes",
+            hint="`max_memory_allocated` of the whole step",
         ),
-        rows=tuple(rows),
+        col(
+            "reserved", lambda row: row[1].peak.reserved, "bytes",
+            hint="what the allocator has taken by then",
+        ),
+    ]  # fmt: skip
+    return table(
+        "predicted-phases",
+        "Predicted peak of each phase",
+        predictions,
+        columns,
         caption=f"Of the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
     )
 
 
+def _at_peak(told: Prediction, phase: str) -> int | None:
+    return next((one.allocated for one in told.phases if one.phase == phase), None)
+
+
 def ledger_table(told: Prediction) -> Table:
     """What is live at the peak of each phase, largest line first."""
-    rows: list[tuple[Cell, ...]] = []
     order = sorted(
         {line for moment in told.phases for line in moment.lines},
         key=lambda line: -max(moment.lines.get(line, 0) for moment in told.phases),
     )
-    for line in order:
-        rows.append((line, *(moment.lines.get(line) for moment in told.phases)))
-    rows.append(("sum", *(sum(moment.lines.values()) for moment in told.phases)))
-    return Table(
-        name="predicted-ledger",
-        title="What is live at the peak of each phase",
-        columns=(
-            Column(title="line"),
-            *(Column(title=moment.phase, kind=_BYTES) for moment in told.phases),
-        ),
-        rows=tuple(rows),
+    return lines_table(
+        "predicted-ledger",
+        "What is live at the peak of each phase",
+        [moment.phase for moment in told.phases],
+        [
+            *((line, *(moment.lines.get(line) for moment in told.phases)) for line in order),
+            ("sum", *(sum(moment.lines.values()) for moment in told.phases)),
+        ],
         caption=f"{_BLOCKS if told.plan.device == 'cuda' else 'Tensors.'}"
         f" Lines that begin with “{SAVED.strip()}” are activations kept for backward, by the part"
         " of the model and the operator that keeps them.",
@@ -86,20 +84,29 @@ def peak_finding(name: str, told: Prediction) -> Finding:
     line, largest = peak.largest
     saved = saved_bytes(peak.lines)
     return Finding(
+        code="prediction.peak",
+        values={
+            "step": name, "peak": peak.allocated, "phase": peak.phase, "saved": saved,
+            "largest": largest, "largest_line": line,
+        },
         text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
         f" {bytes_(saved)} of it activations kept for backward; the largest single tensor has"
-        f" {bytes_(largest)} ({line})."
-    )
+        f" {bytes_(largest)} ({line}).",
+        timed=False,
+    )  # fmt: skip
 
 
-def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, ...]:
+def budget_finding(name: str, told: Prediction, budget: int) -> Finding:
     """Whether it fits, and if not the smallest changes that do."""
     peak = told.peak.allocated
+    values: dict[str, Value] = {"step": name, "budget": budget, "peak": peak}
     if fits(told.plan, peak, budget):
-        return (
-            Finding(
-                text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.", tone="good"
-            ),
+        return Finding(
+            code="prediction.fits",
+            values=values,
+            text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.",
+            tone="good",
+            timed=False,
         )
     beyond = peak * MARGIN - budget
     why = (
@@ -107,19 +114,19 @@ def budget_findings(name: str, told: Prediction, budget: int) -> tuple[Finding, 
         if beyond > 0
         else f"{bytes_(peak)} predicted, and with the gaps between its blocks more is needed."
     )
-    missing = f"{name} does not fit into {bytes_(budget)}: {why}"
     changes = changes_that_fit(told.plan, budget)
-    if not changes:
-        weights = told.phases[0].allocated
-        return (
-            Finding(
-                text=f"{missing} No change that is known here fits either; the model alone has"
-                f" {bytes_(weights)}.",
-                tone="warn",
-            ),
-        )
     listed = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
-    return (Finding(text=f"{missing} Smallest change first, with: {listed}.", tone="warn"),)
+    return Finding(
+        code="prediction.does-not-fit",
+        values=values | {"change": changes[0].words if changes else None},
+        text=f"{name} does not fit into {bytes_(budget)}: {why}",
+        conclusion=f"Smallest change first, with: {listed}."
+        if changes
+        else "No change that is known here fits either; the model alone has"
+        f" {bytes_(told.phases[0].allocated)}.",
+        tone="warn",
+        timed=False,
+    )
 
 
 def plan_name(size_name: str, plan: StepPlan) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.model.checkpointing import NESTED, NONE, inputs_kept, run_again, stretches
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
@@ -141,7 +141,12 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     text = f"{sweep.name}: of the simple strategies {words} needs the least,"
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
-    values: dict[str, Value] = {"step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms}
+    values: dict[str, Value] = {
+        "step": sweep.name,
+        "strategy": least.strategy,
+        "peak": least.peak,
+        "ms": least.ms,
+    }
     kept = sweep.kept
     if kept is None:
         planned = [each for each in sweep.all if each.strategy == NONE]

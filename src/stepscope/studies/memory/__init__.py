@@ -10,32 +10,17 @@ and put on a line. On a CPU the count itself gives the peaks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from stepscope.errors import UsageError
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
-from stepscope.studies.base import Bench, Measurement, PlannedCase, Study
+from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.memory.cases import MemoryCase, MemoryFlags
 from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import Mode, WorkloadFlags, step_cases
+from stepscope.studies.workload import case_of, workloads
 
 
-class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
-    """What to account for: every combination of the values is a case."""
-
-    mode: tuple[Mode, ...] = ("forward", "train-step")
-    """forward (its graph kept, as in training), forward-backward, train-step."""
-    steps: int = 3
-    """Steps without recording, at least 2: the first makes the optimizer state."""
-    snapshot: Literal["yes", "no"] = "yes"
-    """Write a snapshot for memory_viz of one more step, with stacks (CUDA only)."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
-
-
-class Memory(Study[MemoryFlags, Any]):
+class Memory(Study[MemoryFlags, MemoryCase]):
     name = "memory"
     title = "Where the memory goes"
     question = (
@@ -48,23 +33,26 @@ class Memory(Study[MemoryFlags, Any]):
         "stepscope run memory --size tiny --context 64 --device cpu",
     )
     flags = MemoryFlags
+    case = MemoryCase
 
-    def cases(self, flags: MemoryFlags) -> tuple[PlannedCase, ...]:
-        effort = {"steps": flags.steps, "snapshot": flags.snapshot}
-        return step_cases(self.name, flags, flags.mode, effort)
+    def cases(self, flags: MemoryFlags) -> tuple[MemoryCase, ...]:
+        return tuple(
+            case_of(workload, MemoryCase, steps=flags.steps, snapshot=flags.snapshot)
+            for workload in workloads(flags, flags.mode)
+        )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
-        from stepscope.studies.memory.recording import measure_memory
+    def measure(self, case: MemoryCase, bench: Bench) -> Measurement:
+        from stepscope.studies.memory.measure import measure_memory
 
-        return measure_memory(config, bench)
+        return measure_memory(case, bench)
 
-    def post_mortem(self, config: dict[str, Any], bench: Bench, said: str) -> dict[str, Any]:
-        return step_post_mortem(config, bench, said)
+    def post_mortem(self, case: MemoryCase, bench: Bench, said: str) -> dict[str, Any]:
+        return step_post_mortem(case, bench, said)
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
         from stepscope.studies.memory.view import memory_blocks
 
-        return memory_blocks(records)
+        return memory_blocks(self.results(records))
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[MemoryFlags]]:
         sizes_2025 = ("small", "medium", "large", "xl", "2.7b")

@@ -1,40 +1,80 @@
-"""What the memory study says, in sentences that carry their numbers."""
+"""What the memory study says, in sentences that carry their numbers. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepscope.records.memory import LIBRARIES, PARAMETERS, TEMPORARIES
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Tone
-from stepscope.report.format import bytes_, number, percent
-from stepscope.studies.memory.comparisons import attention_findings, autocast_findings
-from stepscope.studies.memory.regimes import regime_findings
-from stepscope.studies.memory.rows import Accounted
-from stepscope.studies.memory.running_out import first_to_run_out, post_mortem_findings
-from stepscope.studies.plans import prediction_for
+from stepscope.attention import cost as attention_cost
+from stepscope.attention.cost import AttentionShape
+from stepscope.attention.registry import implementation
+from stepscope.model.config import precision
+from stepscope.records.memory import (
+    LIBRARIES,
+    PARAMETERS,
+    TEMPORARIES,
+    WEIGHT_COPIES,
+    PostMortem,
+)
+from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.report.format import bytes_, count, number, percent
+from stepscope.studies.memory.rows import (
+    REGIMES,
+    Accounted,
+    Planned,
+    Regime,
+    but_for_context,
+    highest_steps,
+)
+from stepscope.studies.plans import can_be_predicted, prediction_for
+from stepscope.studies.post_mortem import NOTE, examined, read_refusal
 
 _CLOSED = 0.01
 _PREDICTED = 0.05
 _COPIED = 0.5
 """Temporaries of this share of the parameters are copies of them."""
+_MOST_POST_MORTEMS = 4
+"""Each takes a second or two: every change is predicted."""
+
+Pair = tuple[Accounted, Accounted]
 
 
-def memory_findings(cases: Sequence[Accounted], lost: Sequence[Record]) -> tuple[Finding, ...]:
+def memory_findings(cases: Sequence[Accounted], lost: Sequence[Planned]) -> tuple[Finding, ...]:
+    full = [each for each in lost if each.record.status == "oom"]
     return (
         *_prediction(cases),
         *_closure(cases),
+        *_recording(cases),
         *_driver(cases),
-        *autocast_findings(cases),
-        *attention_findings(cases),
-        *regime_findings(cases),
+        *_autocast(cases),
+        *_attention(cases),
+        *_regimes(cases),
         *_optimizer(cases),
         *_largest(cases),
-        *first_to_run_out(cases, lost),
-        *post_mortem_findings(lost),
+        *_longest_contexts(cases, full),
+        *_post_mortems(full),
+    )
+
+
+def _finding(
+    code: str,
+    cases: Iterable[Accounted | Planned],
+    values: Mapping[str, Value],
+    text: str,
+    tone: Tone = "info",
+    conclusion: str = "",
+    timed: bool = False,
+) -> Finding:
+    return Finding(
+        code=f"memory.{code}",
+        values=dict(values),
+        records=tuple(dict.fromkeys(case.record.id for case in cases)),
+        text=text,
+        tone=tone,
+        conclusion=conclusion,
+        timed=timed,
     )
 
 
@@ -44,18 +84,24 @@ def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:
         return
     worst, case = max(off, key=lambda pair: pair[0])
     middle = statistics.median(share for share, _ in off)
-    yield Finding(
-        text=f"Peaks were known before the run: {_predictions(len(off))} off by"
-        f" {percent(middle)} in the median and {percent(worst)} at most ({case.name}:"
-        f" {bytes_(case.bytes('predicted_bytes') or 0)} predicted, {bytes_(case.peak)} measured).",
-        tone="good" if worst <= _PREDICTED else "warn",
+    predicted = case.bytes("predicted_bytes") or 0
+    which = (
+        "the prediction from the configuration alone is"
+        if len(off) == 1
+        else f"{len(off)} predictions from the configuration alone are"
     )
-
-
-def _predictions(number: int) -> str:
-    if number == 1:
-        return "the prediction from the configuration alone is"
-    return f"{number} predictions from the configuration alone are"
+    yield _finding(
+        "prediction",
+        (case for _, case in off),
+        {
+            "predictions": len(off), "median": middle, "worst": worst, "step": case.name,
+            "predicted": predicted, "measured": case.peak,
+        },
+        f"Peaks were known before the run: {which} off by"
+        f" {percent(middle)} in the median and {percent(worst)} at most ({case.name}:"
+        f" {bytes_(predicted)} predicted, {bytes_(case.peak)} measured).",
+        "good" if worst <= _PREDICTED else "warn",
+    )  # fmt: skip
 
 
 def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -63,41 +109,61 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
         return
     worst = max(cases, key=lambda case: case.residual_share)
     share = worst.residual_share
-    if worst.on_cuda:
-        text = (
-            f"The account leaves {percent(share)} of the peak at most on no line, at the peak and"
-            f" at the end of every phase ({worst.name})."
-            if share
-            else "The account closes to the byte, at the peak and at the end of every phase of all"
-            f" {len(cases)} cases."
-        )
-    else:
+    if not worst.on_cuda:
         text = (
             "On a CPU there is no allocator to ask: the peak is the count of all tensors itself,"
             " so the account closes by construction."
         )
-    costs = [case.recording_cost for case in cases if case.recording_cost is not None]
-    if costs:
-        text += (
-            f" The step that is recorded takes {number(statistics.median(costs), 3)}× the time of"
+    elif share:
+        text = (
+            f"The account leaves {percent(share)} of the peak at most on no line, at the peak and"
+            f" at the end of every phase ({worst.name})."
+        )
+    else:
+        text = (
+            "The account closes to the byte, at the peak and at the end of every phase of all"
+            f" {len(cases)} cases."
+        )
+    tone: Tone = "good" if worst.on_cuda else "info"
+    yield _finding(
+        "account",
+        cases,
+        {"cases": len(cases), "residual": share, "step": worst.name},
+        text,
+        tone if share <= _CLOSED else "warn",
+    )
+
+
+def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """What recording costs, and whether it kept up."""
+    slower = {case: cost for case in cases if (cost := case.recording_cost) is not None}
+    histories = {case: cost for case in cases if (cost := case.history_cost) is not None}
+    cut = [case for case in cases if "snapshot_incomplete" in case.record.notes]
+    parts, values = [], {}
+    if slower:
+        middle = statistics.median(slower.values())
+        values["slower"] = middle
+        parts.append(
+            f"The step that is recorded takes {number(middle, 3)}× the time of"
             " a plain one; times and peaks are those of plain ones where there is an allocator to"
             " ask."
         )
-    text += "".join(
-        f" The allocator's own history with Python stacks makes a step of {case.name}"
-        f" {number(cost.median, 3)}× as long ({number(cost.low, 3)} to {number(cost.high, 3)} in"
-        f" {cost.count} rounds)."
-        for case in cases
-        if (cost := case.history_cost) is not None
-    )
-    cut = [case.name for case in cases if "snapshot_incomplete" in case.record.notes]
-    if cut:
-        text += (
-            f" {len(cut)} snapshots are incomplete, the first of {cut[0]}: the history's buffer was"
-            " full."
+    for case, cost in histories.items():
+        values[f"history: {case.name}"] = cost.median
+        parts.append(
+            f"The allocator's own history with Python stacks makes a step of {case.name}"
+            f" {number(cost.median, 3)}× as long ({number(cost.low, 3)} to {number(cost.high, 3)}"
+            f" in {cost.count} rounds)."
         )
-    good: Tone = "good" if worst.on_cuda and not cut else "info"
-    yield Finding(text=text, tone=good if share <= _CLOSED else "warn")
+    if cut:
+        values["incomplete"] = len(cut)
+        parts.append(
+            f"{len(cut)} snapshots are incomplete, the first of {cut[0].name}: the history's"
+            " buffer was full."
+        )
+    if parts:
+        used = (*slower, *histories, *cut)
+        yield _finding("recording", used, values, " ".join(parts), timed=True)
 
 
 def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -123,7 +189,174 @@ def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
         text += f" It is so in all {len(asked)} cases."
     elif worst is not case:
         text += f" Of {len(asked)} cases {percent(share)} at most are left over ({worst.name})."
-    yield Finding(text=text, tone="good" if share <= _CLOSED else "warn")
+    yield _finding(
+        "driver",
+        asked,
+        {
+            "step": case.name, "driver": driver, "peak": case.peak, "reserved": reserved,
+            "context": context, "left": left, "cases": len(asked), "worst_share": share,
+            "worst_step": worst.name,
+        },
+        text,
+        "good" if share <= _CLOSED else "warn",
+    )  # fmt: skip
+
+
+def _differing(
+    cases: Sequence[Accounted], field: str, usual: str
+) -> Iterator[dict[str, Accounted]]:
+    """Cases that differ in one field of their workload alone, by its value."""
+    together: dict[str, dict[str, Accounted]] = {}
+    for case in cases:
+        alike = msgspec.structs.replace(case.workload, **{field: usual}).key
+        together.setdefault(alike, {})[getattr(case.workload, field)] = case
+    yield from together.values()
+
+
+def _autocast(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Where bfloat16 needs more than float32 in the forward, and why."""
+    forwards = [case for case in cases if case.workload.mode == "forward"]
+    pairs = [
+        (members["float32"], members["bfloat16"])
+        for members in _differing(forwards, "dtype", "float32")
+        if {"float32", "bfloat16"} <= members.keys()
+    ]
+    if not pairs:
+        return
+    used = [case for pair in pairs for case in pair]
+    above = [pair for pair in pairs if pair[1].peak > pair[0].peak]
+    if not above:
+        yield _finding(
+            "autocast-less",
+            used,
+            {"forwards": len(pairs)},
+            f"In none of {len(pairs)} forwards does bfloat16 autocast need more than float32.",
+        )
+        return
+    wide, narrow = min(above, key=lambda pair: pair[0].workload.context)
+    copies = narrow.line(WEIGHT_COPIES)
+    longer, values = _at_longer_contexts(pairs, narrow)
+    yield _finding(
+        "autocast-more",
+        used,
+        {
+            "more": len(above), "forwards": len(pairs), "step": narrow.name, "copies": copies,
+            "kept_float32": wide.kept, "kept": narrow.kept, "peak": narrow.peak,
+            "peak_float32": wide.peak, **values,
+        },
+        f"bfloat16 autocast needs more than float32 in {len(above)} of {len(pairs)} forwards:"
+        f" the weights stay in float32 and autocast keeps a copy of each in bfloat16, whatever the"
+        f" context. For {narrow.name}, the copies are {bytes_(copies)}, while the activations kept"
+        f" shrink only from {bytes_(wide.kept)} to {bytes_(narrow.kept)}; peak"
+        f" {bytes_(narrow.peak)} against {bytes_(wide.peak)}.{longer}",
+    )  # fmt: skip
+
+
+def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, dict[str, Value]]:
+    """Whether a longer context of the same model turns that around."""
+    longer = sorted(
+        (
+            pair
+            for pair in pairs
+            if but_for_context(pair[1], narrow)
+            and pair[1].workload.context > narrow.workload.context
+        ),
+        key=lambda pair: pair[1].workload.context,
+    )
+    if not longer:
+        return "", {}
+    wide, last = longer[-1]
+    if last.peak <= wide.peak:
+        turned = next(pair[1] for pair in longer if pair[1].peak <= pair[0].peak).workload.context
+        return f" From context {count(turned)} on it is less.", {"less_from": turned}
+    text = (
+        f" At context {count(last.workload.context)} it is still so: {bytes_(last.peak)} against"
+        f" {bytes_(wide.peak)}, with {bytes_(last.kept)} of activations kept against"
+        f" {bytes_(wide.kept)}"
+    )
+    if last.on_cuda and implementation(last.workload.attention).saves_scores:
+        text += (
+            ". They do not halve, because autocast runs softmax in float32 and casts what comes"
+            " out: attention written out keeps both"
+        )
+    return f"{text}.", {"more_up_to": last.workload.context}
+
+
+def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Attention that keeps its scores against one that does not, where it saves the most."""
+    pairs: list[Pair] = []
+    for members in _differing(cases, "attention", "reference"):
+        naive = members.get("reference")
+        flash = next(
+            (case for name, case in members.items() if not implementation(name).saves_scores), None
+        )
+        if naive is not None and flash is not None and flash.peak:
+            pairs.append((naive, flash))
+    if not pairs:
+        return
+    naive, flash = max(pairs, key=lambda pair: pair[0].peak / pair[1].peak)
+    gain = naive.peak / flash.peak
+    written_out, moved = _traffic(naive)
+    yield _finding(
+        "flash-attention",
+        (naive, flash),
+        {
+            "step": naive.name, "attention": flash.workload.attention, "kept": naive.kept,
+            "peak": naive.peak, "flash_kept": flash.kept, "flash_peak": flash.peak, "gain": gain,
+            "traffic": written_out, "flash_traffic": moved,
+        },
+        f"Flash attention does change the memory, not its traffic alone:"
+        f" {naive.name} keeps {bytes_(naive.kept)} of activations and peaks at"
+        f" {bytes_(naive.peak)}; with {flash.workload.attention} it keeps {bytes_(flash.kept)} and"
+        f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less.",
+        conclusion="What it leaves out grows with the square of the context."
+        " In traffic the difference is larger: by the shapes of what each operator reads and"
+        f" writes, attention written out moves {bytes_(written_out)} in"
+        f" {'a forward' if naive.workload.mode == 'forward' else 'a step'}, a flash form at least"
+        f" {bytes_(moved)}, {number(written_out / moved, 3)}× less.",
+    )  # fmt: skip
+
+
+def _traffic(naive: Accounted) -> tuple[int, int]:
+    """Bytes that attention reads and writes in one step, written out and as a flash form, from the
+    shapes of its tensors."""
+    work, form = naive.workload, precision(naive.workload.dtype)
+    model = work.model()
+    shape = AttentionShape(
+        batch=work.batch, heads=model.n_heads, seq_q=work.context, seq_k=work.context,
+        d_head=model.d_head,
+    )  # fmt: skip
+    width = 4 if form.compute in ("float32", "tf32") else 2
+    wide = form.autocast and naive.on_cuda
+    written_out = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
+    flash = attention_cost.forward_bytes(shape, width)
+    if work.mode != "forward":
+        written_out += attention_cost.reference_backward_bytes(shape, width, float32_softmax=wide)
+        flash += attention_cost.backward_bytes(shape, width)
+    return written_out * model.n_layers, flash * model.n_layers
+
+
+def _regimes(cases: Sequence[Accounted]) -> Iterator[Finding]:
+    """Where the “4×” and the “8× the model” come from."""
+    plain, pure, master = (Regime(name) for name in ("float32", "bfloat16-pure", "bfloat16-master"))
+    measured = {name: case for name, case in highest_steps(cases).items() if name in REGIMES}
+    if not measured:
+        return
+    listed = "; ".join(
+        f"{name} {number(case.per_parameter, 4)} B measured, {Regime(name).total} B by the formats"
+        for name, case in measured.items()
+    )
+    yield _finding(
+        "bytes-per-parameter",
+        measured.values(),
+        {name: case.per_parameter for name, case in measured.items()},
+        f"“{plain.total // plain.weights}× the model” is a float32 step: {plain.weights} B of"
+        f" weight, {plain.gradients} of gradient, {plain.state} of AdamW's moments."
+        f" “{master.total // master.weights}×” is bfloat16 with float32 master weights, the same"
+        f" {master.total} B for each parameter counted in weights of {master.weights} B; only"
+        f" without master weights is it less ({pure.total} B)."
+        f" Weights, gradients and optimizer state for each parameter here: {listed}.",
+    )
 
 
 def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -139,20 +372,26 @@ def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
     if not highest:
         return
     case = max(highest, key=lambda case: case.peak)
+    temporaries, parameters = case.highest.lines[TEMPORARIES], case.line(PARAMETERS)
     fused = msgspec.structs.replace(case.workload, optimizer="torch-fused")
-    told = prediction_for(fused, case.record.environment.device_kind)
-    text = (
+    predicted = prediction_for(fused, case.record.environment.device_kind)
+    peak = None if predicted is None else predicted.peak.allocated
+    yield _finding(
+        "optimizer-peak",
+        steps,
+        {
+            "highest": len(highest), "steps": len(steps), "step": case.name,
+            "temporaries": temporaries, "parameters": parameters, "peak": case.peak,
+            "fused_peak": peak,
+        },
         f"In {len(highest)} of {len(steps)} train steps the optimizer holds the peak, not the"
         f" activations: torch's AdamW updates all tensors together, with temporaries on the way,"
-        f" for {case.name} {bytes_(case.highest.lines[TEMPORARIES])} beside"
-        f" {bytes_(case.line(PARAMETERS))} of parameters."
-    )
-    if told is not None:
-        text += (
-            f" Its fused form makes none: {bytes_(told.peak.allocated)} predicted instead of"
-            f" {bytes_(case.peak)}."
-        )
-    yield Finding(text=text)
+        f" for {case.name} {bytes_(temporaries)} beside {bytes_(parameters)} of parameters.",
+        conclusion=""
+        if peak is None
+        else f"Its fused form makes none: {bytes_(peak)} predicted instead of"
+        f" {bytes_(case.peak)}.",
+    )  # fmt: skip
 
 
 def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
@@ -162,12 +401,83 @@ def _largest(cases: Sequence[Accounted]) -> Iterator[Finding]:
     work, shape = case.workload, case.workload.shape
     if shape is None:
         return
-    stream = work.batch * work.context * shape.d_model * 4
-    text = (
-        f"The largest single tensor of {case.name} has"
-        f" {bytes_(case.bytes('largest_bytes') or 0)} ({case.record.notes.get('largest', '')});"
-        f" one float32 activation of the residual stream has {bytes_(stream)}"
+    largest, held = case.bytes("largest_bytes") or 0, case.highest.lines.get(LIBRARIES, 0)
+    stream, made_by = (
+        work.batch * work.context * shape.d_model * 4,
+        case.record.notes.get("largest", ""),
     )
-    held = case.highest.lines.get(LIBRARIES, 0)
-    text += f", the work space of cuBLAS {bytes_(held)}." if held else "."
-    yield Finding(text=text)
+    work_space = f", the work space of cuBLAS {bytes_(held)}" if held else ""
+    yield _finding(
+        "largest-tensor",
+        (case,),
+        {
+            "step": case.name, "bytes": largest, "operator": made_by, "stream": stream,
+            "work_space": held,
+        },
+        f"The largest single tensor of {case.name} has {bytes_(largest)} ({made_by});"
+        f" one float32 activation of the residual stream has {bytes_(stream)}{work_space}.",
+    )  # fmt: skip
+
+
+def _longest_contexts(cases: Sequence[Accounted], full: Sequence[Planned]) -> Iterator[Finding]:
+    """Up to which context each step fits, where the sweep went on to one that does not."""
+    listed: list[str] = []
+    used: list[Accounted | Planned] = []
+    values: dict[str, Value] = {}
+    for each in full:
+        context = each.workload.context
+        fitting = [c for c in cases if but_for_context(c, each) and c.workload.context < context]
+        if not fitting or any(
+            but_for_context(other, each) and other.workload.context < context for other in full
+        ):
+            continue
+        last = max(fitting, key=lambda case: case.workload.context)
+        listed.append(f"{last.name} ({bytes_(last.peak)}; {count(context)} runs out)")
+        values[last.name] = context
+        used += (last, each)
+    if listed:
+        text = f"The longest contexts that fit this device: {'; '.join(listed)}."
+        yield _finding("longest-contexts", used, values, text)
+
+
+def _post_mortems(full: Sequence[Planned]) -> Iterator[Finding]:
+    """What a case that ran out would have needed, and the smallest change that fits."""
+    known = [
+        each
+        for each in full
+        if can_be_predicted(each.workload, each.record.environment.device_kind)
+    ]
+    for each in known[:_MOST_POST_MORTEMS]:
+        record, found = each.record, each.record.attachment(NOTE, PostMortem)
+        if found is None:
+            here = record.environment
+            refusal = read_refusal(record.reason)
+            found = examined(each.workload, here.device_kind, here.device_memory_bytes, refusal)
+        yield _post_mortem(each, found)
+    if len(known) > _MOST_POST_MORTEMS:
+        more = known[_MOST_POST_MORTEMS:]
+        text = f"{len(more)} more cases ran out of memory."
+        yield _finding("more-ran-out", more, {"cases": len(more)}, text)
+
+
+def _post_mortem(each: Planned, found: PostMortem) -> Finding:
+    held = ", ".join(f"{line} {bytes_(size)}" for line, size in list(found.lines.items())[:3])
+    asked = f" when it asked for another {bytes_(found.asked)}" if found.asked else ""
+    fits = "; ".join(f"{remedy.words} ({bytes_(remedy.peak)})" for remedy in found.remedies)
+    return _finding(
+        "ran-out",
+        (each,),
+        {
+            "step": each.workload.name, "mode": each.workload.mode, "phase": found.phase,
+            "asked": found.asked, "needed": found.needed, "limit": found.limit,
+            "missing": found.missing,
+            "remedy": found.remedies[0].words if found.remedies else None,
+        },
+        f"{each.workload.name}, {each.workload.mode}, ran out in the {found.phase} phase{asked}: it"
+        f" needs {bytes_(found.needed)} of {bytes_(found.limit)}, {bytes_(found.missing)} too much."
+        f" Most of what it held is {held}.",
+        "warn",
+        f"Predicted to fit, smallest change first: {fits}."
+        if fits
+        else "No change that is known here fits.",
+    )  # fmt: skip

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
 from stepscope.model import cost
+from stepscope.model.config import PRECISIONS
+from stepscope.model.sizes import find_size
 from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -24,8 +27,9 @@ from stepscope.records.memory import (
 )
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
+from stepscope.studies.base import Result
 from stepscope.studies.identity import OfStep
-from stepscope.studies.workload import Workload
+from stepscope.studies.memory.cases import MemoryCase
 
 
 class Account:
@@ -97,20 +101,19 @@ class Account:
         return found
 
 
-class Planned:
-    """One case of the memory study, whether it ran or not."""
+class Planned(NamedTuple):
+    """One case of the memory study that did not run."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.workload = msgspec.convert(record.config, Workload)
+    record: Record
+    workload: MemoryCase
 
 
 class Accounted(Account):
     """One case of the memory study that ran."""
 
-    def __init__(self, record: Record) -> None:
-        super().__init__(record)
-        self.workload = msgspec.convert(record.config, Workload)
+    def __init__(self, result: Result[MemoryCase]) -> None:
+        super().__init__(result.record)
+        self.workload = result.case
 
     @cached_property
     def course(self) -> tuple[Point, ...]:
@@ -165,11 +168,11 @@ class Accounted(Account):
         return held / (counted or cost.parameters(self.workload.model()).total)
 
 
-def accounted(records: Sequence[Record]) -> list[Accounted]:
+def accounted(results: Sequence[Result[MemoryCase]]) -> list[Accounted]:
     return [
-        Accounted(record)
-        for record in records
-        if record.status == "ok" and {"ledger", "saved"} <= record.attachments.keys()
+        Accounted(result)
+        for result in results
+        if result.record.status == "ok" and {"ledger", "saved"} <= result.record.attachments.keys()
     ]
 
 
@@ -179,7 +182,9 @@ def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
     the highest train step."""
     whole = [case for case in cases if case.workload.mode == "train-step"]
     forwards = {
-        _as_train_step(case.workload): case for case in cases if case.workload.mode == "forward"
+        msgspec.structs.replace(case.workload, mode="train-step").key: case
+        for case in cases
+        if case.workload.mode == "forward"
     }
     paired = [case for case in whole if case.workload.key in forwards]
     if paired:
@@ -188,11 +193,37 @@ def leading(cases: Sequence[Accounted]) -> tuple[Accounted, Accounted | None]:
     return max(whole or cases, key=lambda case: (len(case.phases), case.peak)), None
 
 
-def _as_train_step(workload: Workload) -> str:
-    return msgspec.structs.replace(workload, mode="train-step").key
-
-
 def but_for_context(one: OfStep, other: OfStep) -> bool:
     """Whether both are the same step at some context."""
     alike = msgspec.structs.replace(one.workload, context=other.workload.context)
-    return alike == other.workload
+    return alike.key == other.workload.key
+
+
+class Regime:
+    """What the closed forms say of one parameter."""
+
+    def __init__(self, name: str) -> None:
+        # Any model gives the same: all three grow with the number of parameters alone.
+        model = find_size("tiny")
+        count = cost.parameters(model).total
+        self.name, self.form = name, PRECISIONS[name]
+        self.weights = cost.weight_bytes(model, self.form) // count
+        self.gradients = cost.gradient_bytes(model, self.form) // count
+        self.state = cost.optimizer_bytes(model, self.form) // count
+        self.copies = 2 if self.form.autocast else 0
+        self.total = self.weights + self.gradients + self.state
+
+
+REGIMES = ("float32", "bfloat16", "bfloat16-pure", "bfloat16-master")
+
+
+def highest_steps(cases: Sequence[Accounted]) -> dict[str, Accounted]:
+    """Of each dtype the train step with the highest peak, the first of equal ones."""
+    found: dict[str, Accounted] = {}
+    for case in cases:
+        form = case.workload.dtype
+        if case.workload.mode == "train-step" and (
+            form not in found or case.peak > found[form].peak
+        ):
+            found[form] = case
+    return found

@@ -17,6 +17,7 @@ from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Series, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
+from stepscope.studies.memory.cases import MemoryCase
 from stepscope.studies.step_peaks import (
     account,
     one_step,
@@ -33,28 +34,29 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.studies.subject import TrainingStep
 
+_TURNS = 5
 
-def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
+
+def measure_memory(case: MemoryCase, bench: Bench) -> Measurement:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.ledger import StorageLedger
 
-    workload = msgspec.convert(config, Workload)
-    if workload.graph:
+    if case.graph:
         raise CaseSkipped("a graph is replayed without its operators: there is nothing to watch")
     device = bench.device
     allocator = CudaAllocator(device.torch_device) if device.kind == "cuda" else None
     found: dict[str, int] = {}
     if allocator is not None:
         bench.progress(0, 1, "context and libraries")
-        found["context_bytes"] = _context_and_libraries(workload, device, allocator)
+        found["context_bytes"] = _context_and_libraries(case, device, allocator)
     device.reset_peak()
-    step = make_step(workload, device)
+    step = make_step(case, device)
     ledger = StorageLedger(device.torch_device, allocator)
     ledger.count_existing((step.model,), ())
     ledger.count(step.inputs, INPUTS)
     ledger.moment(MODEL_BUILT)
     standing = {} if allocator is None else {MODEL_BUILT: allocator.standing()}
-    plain = plain_steps(step, device, allocator, config["steps"], bench)
+    plain = plain_steps(step, device, allocator, case.steps, bench)
     if allocator is None:
         resident = device.peak_bytes()
         found |= {} if resident is None else {"resident_bytes": resident}
@@ -82,15 +84,15 @@ def measure_memory(config: dict[str, Any], bench: Bench) -> Measurement:
     if standing:
         attachments["standing"] = standing
     series = [*plain.series(), Series(name="recorded", unit="ms", values=(recorded,))]
-    if config.get("snapshot", "yes") == "yes":
-        noted, turns = _snapshot(step, device, workload)
+    if case.snapshot == "yes":
+        noted, turns = _snapshot(step, device, case)
         notes |= noted
         series += turns
     return Measurement(
         series=tuple(series),
         quantities=(
             *step.quantities(),
-            *peak_quantities(peaks, workload, device.kind),
+            *peak_quantities(peaks, case, device.kind),
             *quantities({name: (size, "B") for name, size in found.items()}),
         ),
         notes=notes,
@@ -156,6 +158,3 @@ def _snapshot(
     if recording.overflowed:
         notes["snapshot_incomplete"] = "its buffer was full: earlier events were overwritten"
     return notes, [Series(name=name, unit="ms", values=tuple(took)) for name, took in turns.items()]
-
-
-_TURNS = 5

@@ -1,0 +1,32 @@
+"""Flags and cases of the memory study."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stepscope.errors import UsageError
+from stepscope.studies.workload import Mode, Workload, WorkloadFlags
+
+Snapshot = Literal["yes", "no"]
+
+
+class MemoryFlags(WorkloadFlags, frozen=True, kw_only=True):
+    """What to account for: every combination of the values is a case."""
+
+    mode: tuple[Mode, ...] = ("forward", "train-step")
+    """forward (its graph kept, as in training), forward-backward, train-step."""
+    steps: int = 3
+    """Steps without recording, at least 2: the first makes the optimizer state."""
+    snapshot: Snapshot = "yes"
+    """Write a snapshot for memory_viz of one more step, with stacks (CUDA only)."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise UsageError(f"steps is {self.steps}", "it must be at least 2")
+
+
+class MemoryCase(Workload, frozen=True, kw_only=True):
+    """A training step whose memory is accounted for."""
+
+    steps: int
+    snapshot: Snapshot = "yes"
