@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stepscope.records.schema import Quantity, Reading, Record, Series
 from stepscope.report.blocks import Block, Column, Table
-from stepscope.studies.base import Bench, CaseSkipped, Measurement, PlannedCase, Study
+from stepscope.studies.base import Bench, Case, CaseSkipped, Measurement, Study
 
 
 class PlantedFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,38 +130,48 @@ def _readings(deed: str) -> tuple[Reading, ...]:
     return ()
 
 
-class Planted(Study[PlantedFlags, Any]):
+class PlantedCase(Case, frozen=True, kw_only=True):
+    does: str
+    number: int
+    seconds: float
+
+    @property
+    def key(self) -> str:
+        return f"{self.does}-{self.number}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("tf32",) if self.does == "needs-tf32" else ()
+
+
+class Planted(Study[PlantedFlags, PlantedCase]):
     name = "planted"
     title = "Planted"
     question = "What becomes of a case that does this?"
     flags = PlantedFlags
+    case = PlantedCase
 
-    def cases(self, flags: PlantedFlags) -> tuple[PlannedCase, ...]:
+    def cases(self, flags: PlantedFlags) -> tuple[PlantedCase, ...]:
         return tuple(
-            PlannedCase(
-                study=self.name,
-                key=f"{deed}-{number}",
-                config={"does": deed, "number": number, "seconds": flags.seconds},
-                needs=("tf32",) if deed == "needs-tf32" else (),
-            )
+            PlantedCase(does=deed, number=number, seconds=flags.seconds)
             for number in range(flags.times)
             for deed in flags.does
         )
 
-    def measure(self, config: dict[str, Any], bench: Bench) -> Measurement:
+    def measure(self, case: PlantedCase, bench: Bench) -> Measurement:
         bench.progress(1, 2, "planted")
-        time.sleep(config["seconds"])
-        if line := RAW_LINES.get(config["does"]):
+        time.sleep(case.seconds)
+        if line := RAW_LINES.get(case.does):
             bench._channel.write(line)  # type: ignore[attr-defined]
             bench._channel.flush()  # type: ignore[attr-defined]
             time.sleep(3600)
-        DEEDS[config["does"]]()
-        value = {"nan": float("nan"), "huge": 1e308}.get(config["does"], 1.0)
+        DEEDS[case.does]()
+        value = {"nan": float("nan"), "huge": 1e308}.get(case.does, 1.0)
         return Measurement(
             series=(Series(name="step", unit="ms", values=(value,) * 3),),
             quantities=(Quantity(name="pid", value=os.getpid(), unit="process"),),
-            notes={"did": config["does"]},
-            readings=_readings(config["does"]),
+            notes={"did": case.does},
+            readings=_readings(case.does),
         )
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:

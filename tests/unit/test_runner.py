@@ -87,7 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLi
 
 def planted(*deeds: str, study: str = "planted", **flags: object) -> tuple[PlannedCase, ...]:
     held = registry.find_study(study)
-    return held.cases(held.flags(does=deeds, **flags))
+    return held.planned(held.flags(does=deeds, **flags))
 
 
 def pid(record: Record) -> float | None:

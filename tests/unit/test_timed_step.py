@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from quiet_bench import QuietBench
@@ -10,7 +12,11 @@ from stepscope.studies.subject import TrainingStep
 from stepscope.studies.timed_step import measure_step
 from stepscope.studies.workload import Mode, Workload
 
-EFFORT = {"warmup": 1, "steps": 2, "min_seconds": 0.0}
+
+class Effort(NamedTuple):
+    warmup: int = 1
+    steps: int = 2
+    min_seconds: float = 0.0
 
 
 def workload(mode: Mode, **more: str) -> Workload:
@@ -22,7 +28,7 @@ def workload(mode: Mode, **more: str) -> Workload:
 
 
 def peak(mode: Mode, **more: str) -> float | None:
-    found = measure_step(workload(mode, **more), EFFORT, QuietBench()).quantities
+    found = measure_step(workload(mode, **more), Effort(), QuietBench()).quantities
     return next((one.value for one in found if one.name == "peak_bytes"), None)
 
 

@@ -98,7 +98,7 @@ class Viewable(ABC):
         return None
 
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Case)
 Flags = TypeVar("Flags", bound=msgspec.Struct)
 
 
@@ -126,19 +126,14 @@ class Measurable(Viewable, Generic[C]):
     """A case that a machine cannot run is a row with the reason, however it was asked for, as long
     as it can run another."""
 
-    case: Any = None
+    case: Any
     """The struct of its cases, or a union of tagged ones."""
 
     def plan(self, case: C) -> PlannedCase:
-        if isinstance(case, PlannedCase):
-            return case
-        assert isinstance(case, Case)
         return PlannedCase(study=self.name, key=case.key, config=case.config, needs=case.needs)
 
     def decode(self, config: Mapping[str, Any]) -> C:
         """A case from the `config` of its record or of a message."""
-        if self.case is None:
-            return config  # type: ignore[return-value]
         try:
             case: C = msgspec.convert(config, self.case)
         except msgspec.ValidationError as error:

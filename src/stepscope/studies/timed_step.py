@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
@@ -15,27 +15,43 @@ if TYPE_CHECKING:
     from stepscope.studies.subject import Subject, TrainingStep
 
 
-def time_steps(step: Subject, bench: Bench, config: dict[str, Any], **how: Any) -> Timing:
-    """`config` has `warmup` and `steps`; `how` goes to `time_step` as it is."""
+class Effort(Protocol):
+    """How long to measure: fields of a study's case."""
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+class TimedEffort(Effort, Protocol):
+    @property
+    def min_seconds(self) -> float: ...
+
+
+def time_steps(step: Subject, bench: Bench, effort: Effort, **how: Any) -> Timing:
+    """`how` goes to `time_step` as it is."""
     from stepscope.measure.timer import time_step
 
     return time_step(
         step.phases(),
         bench.device,
-        warmup=config["warmup"],
-        steps=config["steps"],
+        warmup=effort.warmup,
+        steps=effort.steps,
         before=step.reset,
         progress=lambda done, total: bench.progress(done, total, "steps"),
         **how,
     )
 
 
-def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Measurement:
-    """`effort` has `warmup`, `steps` and `min_seconds`, and `energy` where that is wanted."""
+def measure_step(
+    workload: Workload, effort: TimedEffort, bench: Bench, *, energy: bool = False
+) -> Measurement:
     device = bench.device
     device.reset_peak()
     step = make_step(workload, device)
-    timing = time_steps(step, bench, effort, min_seconds=effort["min_seconds"])
+    timing = time_steps(step, bench, effort, min_seconds=effort.min_seconds)
     # Before the quantities, for which a step may run that keeps more.
     peak = _peak(step, workload, device)
     quantities = list(step.quantities())
@@ -45,13 +61,13 @@ def measure_step(workload: Workload, effort: dict[str, Any], bench: Bench) -> Me
         missing = step.gradients_missing()
         quantities.append(Quantity(name="gradients_missing", value=missing, unit="parameters"))
     notes: dict[str, str] = {}
-    if effort.get("energy"):
+    if energy:
         from stepscope.measure.energy import energy_quantities, measure_energy
 
-        energy, notes = energy_quantities(
+        spent, notes = energy_quantities(
             measure_energy(step.run, device), step.token_count(), workload.batch
         )
-        quantities += energy
+        quantities += spent
     return Measurement(
         series=timing.series,
         quantities=tuple(quantities),

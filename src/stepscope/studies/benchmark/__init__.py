@@ -53,7 +53,7 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     def measure(self, case: BenchmarkCase, bench: Bench) -> Measurement:
         from stepscope.studies.timed_step import measure_step
 
-        return measure_step(case, case.config, bench)
+        return measure_step(case, case, bench, energy=case.energy is True)
 
     def post_mortem(self, case: BenchmarkCase, bench: Bench, said: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, said)

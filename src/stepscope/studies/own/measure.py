@@ -33,7 +33,7 @@ def measure_own(case: OwnCase, bench: Bench) -> Measurement:
     ]
     step.compile()
     device.reset_peak()
-    timing = time_steps(step, bench, case.config)
+    timing = time_steps(step, bench, case)
     peak = device.peak_bytes()
     bench.progress(0, 1, "energy")
     attachments: dict[str, Any] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def measure_profile(case: ProfileCase, bench: Bench) -> Measurement:
     device = bench.device
     step = make_step(case, device)
-    timing = time_steps(step, bench, case.config, enough_seconds=case.enough_seconds)
+    timing = time_steps(step, bench, case, enough_seconds=case.enough_seconds)
     series, found = list(timing.series), list(step.quantities())
     notes: dict[str, str] = {}
     # The batch of a user's model cannot be repeated, nor does it stay where it is.

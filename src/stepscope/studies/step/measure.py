@@ -30,7 +30,7 @@ _SHARES = _WEIGHTS / _WEIGHTS.sum()
 
 def measure_case(case: StepCase, bench: Bench) -> Measurement:
     if isinstance(case, LadderCase):
-        return measure_step(case, case.config, bench)
+        return measure_step(case, case, bench)
     if isinstance(case, WaterfallCase):
         return measure_trace(case, bench)
     if isinstance(case, LossCase):
@@ -48,7 +48,7 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
     device = bench.device
     eager = msgspec.structs.replace(case_of(case, Workload), graph=False)
     step = TransformerStep(eager, device)
-    timing = time_steps(step, bench, case.config, min_seconds=case.min_seconds)
+    timing = time_steps(step, bench, case, min_seconds=case.min_seconds)
     series = list(timing.series)
     bench.progress(0, 1, "trace")
     traced = trace_step(step, device, f"step-{case.rung}_{eager.key}", steps=case.traced)
@@ -59,7 +59,7 @@ def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
         try:
             bench.progress(0, 1, "as a graph")
             replayed = time_steps(
-                TransformerStep(case, device), bench, case.config, min_seconds=case.min_seconds
+                TransformerStep(case, device), bench, case, min_seconds=case.min_seconds
             )
         except CaseSkipped as skipped:
             notes["replay"] = str(skipped)
