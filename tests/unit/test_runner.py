@@ -349,7 +349,7 @@ def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
 PARENT = """
 from stepscope.studies.process import WorkerProcess
 worker = WorkerProcess("cpu")
-hang = {"does": "hang", "seconds": 0}
+hang = {"does": "hang", "number": 0, "seconds": 0}
 worker.measure("planted", hang, 600, lambda _: print(worker._process.pid, flush=True))
 """
 
