@@ -320,13 +320,11 @@ def test_what_the_first_steps_cost_is_one_statistic_and_it_is_named() -> None:
 
 
 def test_where_steps_never_settle_no_number_of_them_is_said_to_be_enough() -> None:
-    falling = warmup_record([140.0, 130.0, 120.0, 110.0, 100.0, 100.0, 100.0, 100.0])
+    falling = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
     verdict = findings("warmup", falling)[-1]
     assert verdict.values == {"steps": 4, "processes": 1, "at_least": True}
     assert "needs at least 4 warm-up steps" in verdict.text
     assert "changes nothing" not in verdict.text
-    steep = warmup_record([900.0, 800.0, 700.0, 600.0, 100.0, 100.0, 100.0, 100.0])
-    assert findings("warmup", steep)[-1].code == "warmup.steps-unknown"
 
 
 def test_the_slowest_process_decides_how_many_steps_are_needed() -> None:

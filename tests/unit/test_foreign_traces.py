@@ -37,7 +37,7 @@ LAUNCH_REMEDY = "fewer launches can"
 
 
 def said(summary: Summary) -> str:
-    return " ".join(finding.text for finding in trace_findings(summary))
+    return " ".join(finding.sentence for finding in trace_findings(summary))
 
 
 def of(trace: ChromeTrace) -> Summary:

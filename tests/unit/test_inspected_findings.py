@@ -160,7 +160,7 @@ def test_loading_is_no_more_than_the_step() -> None:
     lead = Watched(
         msgspec.structs.replace(made, series=(*made.series, times("loading", 1.4, "host")))
     )
-    (text,) = [one.text for one in inspected_findings([lead]) if "DataLoader" in one.text]
+    (text,) = [one.sentence for one in inspected_findings([lead]) if "DataLoader" in one.text]
     assert "100.0 %" in text
     assert "it may get slower" in text
 

@@ -14,6 +14,7 @@ from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.report.svg import CURVES
+from stepscope.studies.trace_findings import trace_findings
 from stepscope.studies.trace_view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
 
@@ -166,7 +167,7 @@ def test_a_bad_file_is_one_line_and_exit_code_1(
 
 def findings(trace: ChromeTrace) -> str:
     blocks = trace_blocks(summarize(trace.read()))
-    return " ".join(block.text for block in blocks if isinstance(block, Finding))
+    return " ".join(block.sentence for block in blocks if isinstance(block, Finding))
 
 
 def test_time_without_operators_may_be_a_wait() -> None:
@@ -255,3 +256,27 @@ def test_products_of_linear_layers_are_told_apart() -> None:
     assert numbers == [
         pytest.approx(row) for row in ((0.04, 0.4, 1), (0.03, 0.3, 1), (0.03, 0.3, 1))
     ]
+
+
+def test_every_finding_of_a_trace_has_a_code_and_its_records() -> None:
+    late = training_step()
+    late.kernel("mystery", 900, 950)
+    for trace in (training_step(blocks=3, steps=2), late):
+        summary = summarize(trace.read())
+        found = {one.code: one for one in trace_findings(summary, step_ms=1.0, records=("r1",))}
+        assert all(code.startswith("trace.") for code in found)
+        assert {one.records for one in found.values()} == {("r1",)}
+        ledger = found["trace.ledger-open" if summary.doubt else "trace.ledger-closes"]
+        assert ledger.values["busy"] == summary.busy_ms / summary.wall_ms
+        assert ledger.tone == ("warn" if summary.doubt else "good")
+        top = found["trace.top-kernel"]
+        assert top.values["kernel"] == SGEMM
+        assert top.text.startswith(f"{SGEMM} (matmul on FP32 cores) takes the most time: ")
+
+
+def test_what_would_help_is_a_conclusion() -> None:
+    summary = summarize(training_step().read())
+    (found,) = (one for one in trace_findings(summary) if one.code == "trace.host-limits")
+    assert found.values["idle"] == pytest.approx(0.28)
+    assert found.text.endswith("before the one before it had ended.")
+    assert "fewer launches can" in found.conclusion

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from stepscope.analysis.matmul_names import ON_TENSOR_CORES
 from stepscope.analysis.tensor_cores import is_amd, tensor_core_dtypes
 from stepscope.analysis.trace.summary import Gap, KernelRow, Summary
@@ -20,11 +22,14 @@ _WORTH = 0.05
 
 
 def trace_findings(
-    summary: Summary, step_ms: float | None = None, loading_ms: float | None = None
+    summary: Summary,
+    step_ms: float | None = None,
+    loading_ms: float | None = None,
+    records: tuple[str, ...] = (),
 ) -> tuple[Finding, ...]:
     """`step_ms` is the step without the profiler, where it was timed, and `loading_ms` what of it
-    is spent in a DataLoader."""
-    return (
+    is spent in a DataLoader. `records` are the ids of the records that they come from."""
+    found = (
         *_break(summary),
         _account(summary, step_ms),
         *_idle(summary, step_ms),
@@ -36,11 +41,14 @@ def trace_findings(
         _attribution(summary),
         *_uneven(summary),
     )
+    return tuple(msgspec.structs.replace(one, records=records) for one in found)
 
 
 def _break(summary: Summary) -> Iterator[Finding]:
     if summary.truncated:
         yield Finding(
+            code="trace.truncated",
+            timed=False,
             text="The file breaks off: it is read up to there, and what was to follow is missing."
             " The profiler writes kernels after operators, so times and shares of the device may be"
             " too low. Export the trace again.",
@@ -70,10 +78,22 @@ def _account(summary: Summary, step_ms: float | None) -> Finding:
             f"No step is marked in this trace: {len(summary.steps)} steps are cut where the"
             f" optimizer has stepped, and what lies before and after them is left out. {text}"
         )
+    residual = summary.residual_ms / wall
+    closes = f"The ledger closes with a residual of {percent(residual)}."
     if summary.doubt:
-        return Finding(text=f"{text} The ledger does not close: {summary.doubt}.", tone="warn")
-    share = percent(summary.residual_ms / wall)
-    return Finding(text=f"{text} The ledger closes with a residual of {share}.", tone="good")
+        closes = f"The ledger does not close: {summary.doubt}."
+    return Finding(
+        code="trace.ledger-open" if summary.doubt else "trace.ledger-closes",
+        values={
+            "wall_ms": wall,
+            "busy": summary.busy_ms / wall,
+            "launches": round(summary.launches),
+            "residual": residual,
+            "cut": summary.cut,
+        },
+        text=f"{text} {closes}",
+        tone="warn" if summary.doubt else "good",
+    )
 
 
 def host_idle(summary: Summary, step_ms: float | None) -> float:
@@ -94,16 +114,24 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
     )
     if host >= HOST_LIMITS_FROM:
         yield Finding(
+            code="trace.host-limits",
+            values={"idle": host, "in_long_gaps": summary.long_host_ms / wall},
             text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
-            " run, because the next kernel was not launched before the one before it had ended."
-            f" {_host_remedy(summary, host)}",
+            " run, because the next kernel was not launched before the one before it had ended.",
+            conclusion=_host_remedy(summary, host),
             tone="warn",
         )
     elif host >= _WORTH:
-        yield Finding(text=f"The device waits for launches for {percent(host)} of the step.")
+        yield Finding(
+            code="trace.waits-for-launches",
+            values={"idle": host},
+            text=f"The device waits for launches for {percent(host)} of the step.",
+        )
     if waits >= 0.01:
         meanwhile = summary.waited_busy_ms / summary.waited_ms if summary.waited_ms else 0.0
         yield Finding(
+            code="trace.synchronization",
+            values={"idle": waits, "waited_ms": summary.waited_ms, "meanwhile_busy": meanwhile},
             text=f"The device is idle while the host waits for it, for {percent(waits)} of the"
             f" step. In all the host waits {duration(summary.waited_ms)} in a step, and during"
             f" {percent(meanwhile)} of that the device works.",
@@ -111,14 +139,18 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         )
     if queue >= _WORTH:
         yield Finding(
+            code="trace.between-kernels",
+            values={"idle": queue},
             text=f"For {percent(queue)} of the step the device is between two kernels that were"
-            " both launched in time: many short kernels, or a stream that waits for another."
+            " both launched in time: many short kernels, or a stream that waits for another.",
         )
     if between >= _WORTH:
         yield Finding(
+            code="trace.no-operator",
+            values={"idle": between},
             text=f"No operator runs for {percent(between)} of the step: there the program is in"
             " Python or in the dispatcher, or it waits for something that is no operator (a file, a"
-            " lock, another process)."
+            " lock, another process).",
         )
 
 
@@ -156,10 +188,13 @@ def _gaps(summary: Summary) -> Iterator[Finding]:
         by_host.setdefault(gap.host, []).append(gap)
     told = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
     which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
-    share = percent(min(1.0, sum(gap.ms for gap in shown) / idle))
+    share = min(1.0, sum(gap.ms for gap in shown) / idle)
     makes = "makes" if len(shown) == 1 else "make"
     yield Finding(
-        text=f"{which} {makes} up {share} of the device's idle time: {told}.", tone="warn"
+        code="trace.long-gaps",
+        values={"gaps": len(shown), "of_idle": share},
+        text=f"{which} {makes} up {percent(share)} of the device's idle time: {told}.",
+        tone="warn",
     )
 
 
@@ -185,8 +220,11 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
     spent = min(spent, whole)
     if spent / whole >= _WORTH:
         yield Finding(
+            code="trace.data-loading",
+            values={"loading_ms": spent, "share": spent / whole},
             text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
-            " DataLoader. Workers can hide that where cores are free to load ahead; where they"
+            " DataLoader.",
+            conclusion="Workers can hide that where cores are free to load ahead; where they"
             " compete with the step for cores, it may get slower.",
             tone="warn",
         )
@@ -201,9 +239,14 @@ def _matmul(summary: Summary) -> Iterator[Finding]:
     if total <= 0:
         return
     ranked = sorted(by_class.items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{kind} {percent(ms / total)}" for kind, ms in ranked[:4] if ms > 0)
+    shares = {kind: ms / total for kind, ms in ranked[:4] if ms > 0}
+    largest = ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items())
     things = "kernels" if summary.on_device else "operators"
-    yield Finding(text=f"Of the time of all {things}: {largest}.")
+    yield Finding(
+        code="trace.classes",
+        values={**shares},
+        text=f"Of the time of all {things}: {largest}.",
+    )
 
 
 def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
@@ -224,9 +267,11 @@ def _top_kernel(summary: Summary) -> Iterator[Finding]:
     about = next(row for row in summary.kernels if row.kernel == name)
     unit = f" on {about.unit}" if about.unit else ""
     yield Finding(
+        code="trace.top-kernel",
+        values={"kernel": name, "class": about.kind, "ms": ms, "calls": times, "share": ms / total},
         text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {_calls(times)},"
         f" {percent(ms / total)} of all"
-        f" {'kernel' if summary.on_device else 'operator'} time."
+        f" {'kernel' if summary.on_device else 'operator'} time.",
     )
 
 
@@ -250,13 +295,20 @@ def _units(summary: Summary) -> Iterator[Finding]:
     if without >= 0.5 * total:
         dtypes = tensor_core_dtypes(summary.device, summary.capability)
         yield Finding(
+            code="trace.no-tensor-cores",
+            values={
+                "share": without / total,
+                "device_has": None if dtypes is None else bool(dtypes),
+            },
             text=f"{percent(without / total)} of the time of matmuls is spent on FP32 or FP64"
             f" cores, not on {cores}{_dtype_remedy(dtypes, cores)}.",
             tone="warn" if dtypes != () else "info",
         )
     else:
         yield Finding(
-            text=f"{percent(1 - without / total)} of the time of matmuls is spent on {cores}."
+            code="trace.tensor-cores",
+            values={"share": 1 - without / total},
+            text=f"{percent(1 - without / total)} of the time of matmuls is spent on {cores}.",
         )
 
 
@@ -280,7 +332,16 @@ def _attribution(summary: Summary) -> Finding:
         text += f", the part of the model for {percent(shares.module)}"
     if shares.backward_module > 0:
         text += f" (of the backward {percent(shares.backward_module)})"
-    return Finding(text=f"{text}.")
+    return Finding(
+        code="trace.attribution",
+        values={
+            "class": shares.kind,
+            "phase": shares.phase,
+            "part": shares.module,
+            "backward_part": shares.backward_module,
+        },
+        text=f"{text}.",
+    )
 
 
 def _uneven(summary: Summary) -> Iterator[Finding]:
@@ -288,6 +349,8 @@ def _uneven(summary: Summary) -> Iterator[Finding]:
     median = steps[len(steps) // 2]
     if len(steps) >= 3 and steps[-1] > 1.5 * median:
         yield Finding(
+            code="trace.uneven-steps",
+            values={"longest_ms": steps[-1], "median_ms": median},
             text=f"The steps are uneven: the longest takes {duration(steps[-1])}, the median"
             f" {duration(median)}.",
             tone="warn",
@@ -297,6 +360,13 @@ def _uneven(summary: Summary) -> Iterator[Finding]:
         what = f"; {worst.different[0]}" if worst.different else ""
         where = f" in {worst.where}" if worst.where else ""
         yield Finding(
+            code="trace.outliers",
+            values={
+                "instances": len(summary.outliers),
+                "kernel": worst.kernel,
+                "us": worst.us,
+                "median_us": worst.median_us,
+            },
             text=f"{len(summary.outliers)} instances took far longer than their peers:"
             f" {worst.kernel}{where} took {duration(worst.us / 1e3)} against"
             f" {duration(worst.median_us / 1e3)}{what}.",

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 from stepscope.analysis.kernel_names import CLASSES
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summary import Line, Outlier, Row, Summary
-from stepscope.report.blocks import (
-    Block,
-    Cell,
-    Column,
-    Curve,
-    Figure,
-    Lane,
-    Stretch,
-    Table,
-    Timeline,
-)
+from stepscope.report.blocks import Block, Curve, Figure, Lane, Stretch, Table, Timeline
+from stepscope.report.tables import col, table
 from stepscope.studies.trace_findings import trace_findings
 
 MOST_KERNELS = 40
@@ -61,46 +54,42 @@ def glance_table(summary: Summary) -> Table:
     most = max(work, key=work.__getitem__, default=None)
     what = "device" if summary.on_device else "processor"
     taken = _taken(summary)
-    return Table(
-        name="headline",
-        title=f"The {taken} at a glance",
-        columns=(
-            Column(title=taken, kind="number", unit="ms"),
-            Column(title=f"the {what} works", kind="percent"),
-            Column(title=f"{thing(summary)}s", kind="number", hint="in one step"),
-            Column(title="most of the work"),
-            Column(title="its share of the work", kind="percent"),
-            Column(title="residual", kind="percent", hint="what the ledger does not explain"),
-        ),
-        rows=((
-            summary.wall_ms, summary.busy_ms / summary.wall_ms, round(summary.launches), most,
-            work[most] / sum(work.values()) if most else None,
-            summary.residual_ms / summary.wall_ms,
-        ),),
+    share = work[most] / sum(work.values()) if most else None
+    return table(
+        "headline",
+        f"The {taken} at a glance",
+        [summary],
+        [
+            col(taken, lambda s: s.wall_ms, unit="ms"),
+            col(f"the {what} works", lambda s: s.busy_ms / s.wall_ms, "percent"),
+            col(f"{thing(summary)}s", lambda s: round(s.launches), "number", hint="in one step"),
+            col("most of the work", lambda _: most),
+            col("its share of the work", lambda _: share, "percent"),
+            col(
+                "residual", lambda s: s.residual_ms / s.wall_ms, "percent",
+                hint="what the ledger does not explain",
+            ),
+        ],
     )  # fmt: skip
 
 
 def ledger_table(summary: Summary, name: str) -> Table:
-    wall = summary.wall_ms
-    rows: list[tuple[Cell, ...]] = [
-        (line.phase or "–", line.kind, line.ms, line.ms / wall) for line in summary.lines
-    ]
-    rows.append((_taken(summary), "wall time", wall, 1.0))
     closes = (
         f"It does not close: {summary.doubt}."
         if summary.doubt
         else "It closes: the residual is below 2 %."
     )
-    return Table(
-        name=f"{name}-ledger",
-        title="Where the time of a step goes",
-        columns=(
-            Column(title="phase"),
-            Column(title="class or cause"),
-            Column(title="time", kind="number", unit="ms"),
-            Column(title="share of the step", kind="percent"),
-        ),
-        rows=tuple(rows),
+    whole = Line(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
+    return table(
+        f"{name}-ledger",
+        "Where the time of a step goes",
+        [*summary.lines, whole],
+        [
+            col("phase", lambda line: line.phase or "–"),
+            col("class or cause", lambda line: line.kind),
+            col("time", lambda line: line.ms, unit="ms"),
+            col("share of the step", lambda line: line.ms / summary.wall_ms, "percent"),
+        ],
         caption=f"{_of_steps(summary)}; each moment is counted once, also where"
         " streams overlap: the optimizer's only where nothing of the model runs, and communication"
         f" only where nothing else does. {closes}",
@@ -175,60 +164,75 @@ def kernel_table(summary: Summary, name: str) -> Table:
     busy = sum(row.ms for row in summary.kernels)
     shown = summary.kernels[:MOST_KERNELS]
     more = len(summary.kernels) - len(shown)
-    micro = {"kind": "number", "unit": "µs"}
-    return Table(
-        name=f"{name}-kernels",
-        title=f"{thing(summary).capitalize()}s by time",
-        columns=(
-            Column(title=thing(summary)),
-            Column(title="phase"),
-            Column(title="class"),
-            Column(title="unit", hint="which part of the processor computes, as the name says"),
-            Column(title="time", kind="number", unit="ms", hint="in one step"),
-            Column(title="share", kind="percent", hint=f"of the time of all {thing(summary)}s"),
-            Column(title="count", kind="count", hint="in one step"),
-            *(Column(title=title, **micro) for title in  # type: ignore[arg-type]
-              ("average", "median", "min", "max", "std")),
-        ),
-        rows=tuple(
-            (row.kernel, row.phase or "–", row.kind, row.unit or None, row.ms,
-             row.ms / busy if busy else None, row.count, row.average_us, row.median_us,
-             row.least_us, row.most_us, row.deviation_us)
-            for row in shown
-        ),
+    spread = {
+        "average": "average_us", "median": "median_us", "min": "least_us", "max": "most_us",
+        "std": "deviation_us",
+    }  # fmt: skip
+    return table(
+        f"{name}-kernels",
+        f"{thing(summary).capitalize()}s by time",
+        shown,
+        [
+            col(thing(summary), lambda row: row.kernel),
+            col("phase", lambda row: row.phase or "–"),
+            col("class", lambda row: row.kind),
+            col(
+                "unit", lambda row: row.unit or None,
+                hint="which part of the processor computes, as the name says",
+            ),
+            col("time", lambda row: row.ms, unit="ms", hint="in one step"),
+            col(
+                "share", lambda row: row.ms / busy if busy else None, "percent",
+                hint=f"of the time of all {thing(summary)}s",
+            ),
+            col("count", lambda row: row.count, "count", hint="in one step"),
+            *(col(title, attrgetter(field), unit="µs") for title, field in spread.items()),
+        ],
         caption=f"{more} more take {sum(r.ms for r in summary.kernels[MOST_KERNELS:]):.3g} ms."
         if more
         else "",
     )  # fmt: skip
 
 
+class Part(NamedTuple):
+    """A part of the model in one phase."""
+
+    module: str
+    phase: str
+    ms: float = 0.0
+    count: float = 0.0
+    matmul_ms: float = 0.0
+
+
 def module_table(summary: Summary, name: str) -> Table:
     """Time by part of the model and phase; a star stands for the number of a block."""
-    found: dict[tuple[str, str], list[float]] = {}
+    parts: dict[tuple[str, str], Part] = {}
     for use in summary.uses:
-        held = found.setdefault((use.module or "(no range)", use.phase or "–"), [0.0, 0.0, 0.0])
-        held[0] += use.ms
-        held[1] += use.count
-        held[2] += use.ms if use.kind == "matmul" else 0.0
-    total = sum(ms for ms, _, _ in found.values())
-    ranked = sorted(found.items(), key=lambda item: -item[1][0])[:MOST_MODULES]
-    return Table(
-        name=f"{name}-modules",
-        title="Parts of the model by time",
-        columns=(
-            Column(title="part"),
-            Column(title="phase"),
-            Column(title="time", kind="number", unit="ms"),
-            Column(title="share", kind="percent"),
-            Column(title=f"{thing(summary)}s", kind="count"),
-            Column(title="matmul in it", kind="percent"),
-        ),
-        rows=tuple(
-            (module, phase, ms, ms / total if total else None, count, matmul / ms if ms else None)
-            for (module, phase), (ms, count, matmul) in ranked
-        ),
+        where = (use.module or "(no range)", use.phase or "–")
+        part = parts.get(where, Part(*where))
+        parts[where] = part._replace(
+            ms=part.ms + use.ms,
+            count=part.count + use.count,
+            matmul_ms=part.matmul_ms + (use.ms if use.kind == "matmul" else 0.0),
+        )
+    total = sum(part.ms for part in parts.values())
+    return table(
+        f"{name}-modules",
+        "Parts of the model by time",
+        sorted(parts.values(), key=lambda part: -part.ms)[:MOST_MODULES],
+        [
+            col("part", lambda part: part.module),
+            col("phase", lambda part: part.phase),
+            col("time", lambda part: part.ms, unit="ms"),
+            col("share", lambda part: part.ms / total if total else None, "percent"),
+            col(f"{thing(summary)}s", lambda part: part.count, "count"),
+            col(
+                "matmul in it", lambda part: part.matmul_ms / part.ms if part.ms else None,
+                "percent",
+            ),
+        ],
         caption="A backward is counted for the part whose forward made it.",
-    )
+    )  # fmt: skip
 
 
 def role_tables(summary: Summary, name: str) -> list[Table]:
@@ -241,65 +245,73 @@ def role_tables(summary: Summary, name: str) -> list[Table]:
     if not (held["dX"] and held["dW"]):
         return []
     total = sum(use.ms for uses in held.values() for use in uses)
-    rows: list[tuple[Cell, ...]] = []
-    for role, uses in held.items():
-        ms = sum(use.ms for use in uses)
-        rows.append((role, ms, ms / total if total else None, sum(use.count for use in uses)))
+
+    def ms(role: str) -> float:
+        return sum(use.ms for use in held[role])
+
     return [
-        Table(
-            name=f"{name}-roles",
-            title="Products of linear layers",
-            columns=(
-                Column(title="product"),
-                Column(title="time", kind="number", unit="ms"),
-                Column(title="share", kind="percent"),
-                Column(title="count", kind="count"),
-            ),
-            rows=tuple(rows),
+        table(
+            f"{name}-roles",
+            "Products of linear layers",
+            roles,
+            [
+                col("product", str),
+                col("time", ms, unit="ms"),
+                col("share", lambda role: ms(role) / total if total else None, "percent"),
+                col("count", lambda role: sum(use.count for use in held[role]), "count"),
+            ],
             caption="Told apart by the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
         )
     ]
 
 
 def gap_table(summary: Summary, name: str) -> Table:
-    return Table(
-        name=f"{name}-gaps",
-        title="Longest gaps of the device",
-        columns=(
-            Column(title="step"),
-            Column(title="begins at", kind="number", unit="ms", hint="from the step's beginning"),
-            Column(title="lasts", kind="number", unit="ms"),
-            Column(title="the host was in", hint="for at least half of the gap"),
-            Column(title="next kernel"),
-        ),
-        rows=tuple(
-            (gap.step, gap.start_ms, gap.ms, gap.host or "nothing that the trace shows",
-             gap.next or "none in this step")
-            for gap in summary.gaps
-        ),
+    return table(
+        f"{name}-gaps",
+        "Longest gaps of the device",
+        summary.gaps,
+        [
+            col("step", lambda gap: gap.step),
+            col(
+                "begins at", lambda gap: gap.start_ms, unit="ms", hint="from the step's beginning"
+            ),
+            col("lasts", lambda gap: gap.ms, unit="ms"),
+            col(
+                "the host was in", lambda gap: gap.host or "nothing that the trace shows",
+                hint="for at least half of the gap",
+            ),
+            col("next kernel", lambda gap: gap.next or "none in this step"),
+        ],
         caption="Gaps of 1 ms and more. What lasts that long is not the time of a launch.",
     )  # fmt: skip
 
 
 def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:
-    return Table(
-        name=f"{name}-outliers",
-        title="Instances far from their peers",
-        columns=(
-            Column(title="kernel"),
-            Column(title="where"),
-            Column(title="step"),
-            Column(title="took", kind="number", unit="µs"),
-            Column(title="its peers", kind="number", unit="µs", hint="their median"),
-            Column(title="peers", kind="count"),
-            Column(title="what was different"),
-        ),
-        rows=tuple(
-            (o.kernel, o.where, o.step, o.us, o.median_us, o.peers,
-             "; ".join(o.different) or "nothing that the trace shows")
-            for o in outliers
-        ),
-    )  # fmt: skip
+    return table(
+        f"{name}-outliers",
+        "Instances far from their peers",
+        outliers,
+        [
+            col("kernel", lambda one: one.kernel),
+            col("where", lambda one: one.where),
+            col("step", lambda one: one.step),
+            col("took", lambda one: one.us, unit="µs"),
+            col("its peers", lambda one: one.median_us, unit="µs", hint="their median"),
+            col("peers", lambda one: one.peers, "count"),
+            col(
+                "what was different",
+                lambda one: "; ".join(one.different) or "nothing that the trace shows",
+            ),
+        ],
+    )
+
+
+class Change(NamedTuple):
+    """The time of a class or cause in two profiles."""
+
+    kind: str
+    before: float
+    after: float
 
 
 def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) -> Table:
@@ -307,28 +319,28 @@ def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) ->
     keys = dict.fromkeys(
         (line.phase == "idle", line.kind) for s in (first, second) for line in s.lines
     )
-    rows: list[tuple[Cell, ...]] = []
-    for idle, kind in keys:
-        before, after = (
-            s.line_ms(lambda l: l.kind == kind and (l.phase == "idle") == idle)  # noqa: B023, E741
-            for s in (first, second)
-        )
-        rows.append((kind, before, after, after - before, after / before if before else None))
-    rows.sort(key=lambda row: -abs(row[3]))  # type: ignore[arg-type]
+    rows = [
+        Change(kind, *(_ms(summary, kind, idle=idle) for summary in (first, second)))
+        for idle, kind in keys
+    ]
+    rows.sort(key=lambda row: -abs(row.after - row.before))
     whole = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
     told = f" Nothing tells a step in {' and in '.join(whole)}: there it is the whole trace."
-    rows.append(("all of it" if whole else "step", first.wall_ms, second.wall_ms,
-                 second.wall_ms - first.wall_ms, second.wall_ms / first.wall_ms))  # fmt: skip
-    return Table(
-        name="comparison",
-        title=f"{names[0]} against {names[1]}",
-        columns=(
-            Column(title="class or cause"),
-            Column(title=names[0], kind="number", unit="ms"),
-            Column(title=names[1], kind="number", unit="ms"),
-            Column(title="change", kind="number", unit="ms"),
-            Column(title="ratio", kind="number"),
-        ),
-        rows=tuple(rows),
+    rows.append(Change("all of it" if whole else "step", first.wall_ms, second.wall_ms))
+    return table(
+        "comparison",
+        f"{names[0]} against {names[1]}",
+        rows,
+        [
+            col("class or cause", lambda row: row.kind),
+            col(names[0], lambda row: row.before, unit="ms"),
+            col(names[1], lambda row: row.after, unit="ms"),
+            col("change", lambda row: row.after - row.before, unit="ms"),
+            col("ratio", lambda row: row.after / row.before if row.before else None, "number"),
+        ],
         caption=f"Time in a step, the largest change first.{told if whole else ''}",
     )
+
+
+def _ms(summary: Summary, kind: str, *, idle: bool) -> float:
+    return summary.line_ms(lambda line: line.kind == kind and (line.phase == "idle") == idle)

@@ -36,7 +36,7 @@ class Row:
     """One training step, with the records of its modes."""
 
     def __init__(self, results: Sequence[Result[BenchmarkCase]]) -> None:
-        self.by_mode = {case.mode: record for record, case in results}
+        self.by_mode: dict[str, Record] = {case.mode: record for record, case in results}
         self.workload = results[-1].case
         self.name = self.workload.name
         self.records = tuple(self.by_mode.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from stepscope.analysis.limits import (
@@ -15,13 +16,13 @@ from stepscope.analysis.limits import (
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Curve, Figure, Interval, Mark, Table
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, Mark, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.benchmark.findings import benchmark_findings
-from stepscope.studies.benchmark.rows import Row, common_context, is_steady, pairs_of, rows_of
+from stepscope.studies.benchmark.rows import Pair, Row, common_context, is_steady, pairs_of, rows_of
 from stepscope.studies.identity import step_columns
 from stepscope.studies.published_view import Mine, published_tables, step_conditions
 
@@ -118,7 +119,7 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
             *(one for one in columns if one.column.title != "dtype"),
             col("dtype", lambda pair: pair.workload.dtype),
             *(
-                col(part, lambda pair, part=part: pair.gain(part), unit="× as fast")
+                col(part, partial(_gain, part), unit="× as fast")
                 for part in ("forward", "backward", "optimizer", "step")
             ),
             col("step in float32", lambda pair: pair.base.cell("step", "median"), unit="ms"),
@@ -132,6 +133,10 @@ def formats_table(rows: Sequence[Row]) -> Iterator[Table]:
     )  # fmt: skip
 
 
+def _gain(part: str, pair: Pair) -> float | None:
+    return pair.gain(part)
+
+
 def _times_table(rows: Sequence[Row]) -> Table:
     """The columns of the course's tables, and the optimizer."""
     (size, *columns), shared = step_columns(rows)
@@ -142,15 +147,12 @@ def _times_table(rows: Sequence[Row]) -> Table:
         rows,
         [
             size,
-            *(
-                col(title, lambda r, name=name: getattr(r.workload.shape, name, None), "count")
-                for title, name in shape.items()
-            ),
+            *(col(title, partial(_of_shape, name), "count") for title, name in shape.items()),
             *columns,
             *(
                 col(
                     f"{title} {what}",
-                    lambda row, part=part, what=what: row.cell(part, what),
+                    partial(_statistic, part, what),
                     unit="ms",
                     hint=hint,
                 )
@@ -160,6 +162,15 @@ def _times_table(rows: Sequence[Row]) -> Table:
         ],
         caption=f"Mean and standard deviation of the samples; {shared}.",
     )
+
+
+def _of_shape(name: str, row: Row) -> int | None:
+    value: int | None = getattr(row.workload.shape, name, None)
+    return value
+
+
+def _statistic(part: str, what: str, row: Row) -> Cell:
+    return row.cell(part, what)
 
 
 def _throughput_table(rows: Sequence[Row]) -> Table:

@@ -100,7 +100,9 @@ def _verdict(lead: Watched) -> Iterator[Finding]:
 def _trace(lead: Watched) -> Iterator[Finding]:
     if lead.summary is None:
         return
-    yield from trace_findings(lead.summary, lead.step_ms, lead.loading_ms)
+    yield from trace_findings(
+        lead.summary, lead.step_ms, lead.loading_ms, records=(lead.record.id,)
+    )
     longer = lead.traced_longer
     if longer:
         usual = lead.summary.wall_ms

@@ -37,7 +37,7 @@ def own_blocks(records: Sequence[Record], results: Sequence[Own]) -> tuple[Block
 
 def _findings(lead: Watched) -> Iterator[Finding]:
     if lead.summary is not None:
-        yield from trace_findings(lead.summary, lead.step_ms)
+        yield from trace_findings(lead.summary, lead.step_ms, records=(lead.record.id,))
     yield from memory_finding(lead)
     yield from rate_finding(lead)
     yield from energy_finding(lead.record, lead.name)

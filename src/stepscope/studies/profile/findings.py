@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope.report.blocks import Finding
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.profile.rows import (
     AGREES_WITHIN,
@@ -112,8 +112,13 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
         others = [one.workload.name for one in limited if one is not lead]
         yield Finding(
             code="profile.host-limits",
-            values={"step": lead.workload.name, "idle": share, "late": late, "others": len(others)}
-            | _experiments(lead),
+            values={
+                "step": lead.workload.name,
+                "idle": share,
+                "late": late,
+                "others": len(others),
+                **_experiments(lead),
+            },
             records=_ids(limited),
             text=f"{lead.workload.name}, {lead.workload.mode}: the host limits this step; the"
             f" device is idle for {percent(share)} of it, and in the trace nothing was launched in"
@@ -129,7 +134,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
         others = [one.workload.name for one in free if one is not lead]
         yield Finding(
             code="profile.host-does-not-limit",
-            values={"step": lead.workload.name, "others": len(others)} | _experiments(lead),
+            values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},
             records=_ids(free),
             text=f"{lead.workload.name}, {lead.workload.mode}: the host does not limit"
             f" this step{_issued(lead)}{_proof(lead)}."
@@ -137,7 +142,7 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
         )
 
 
-def _experiments(traced: Traced) -> dict[str, float | None]:
+def _experiments(traced: Traced) -> dict[str, Value]:
     return {
         "graph_ratio": traced.graph_ratio(),
         "larger_batch_ratio": traced.larger_batch_ratio(),

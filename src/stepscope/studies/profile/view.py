@@ -39,7 +39,7 @@ from stepscope.studies.trace_view import (
     timeline_block,
 )
 from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
-from stepscope.studies.workload import MODES, Workload
+from stepscope.studies.workload import MODES, Mode, Workload
 
 _MOST_STACKS = 12
 _MOST_COMPARISONS = 6
@@ -189,13 +189,16 @@ def _timer_and_profiler(*, forward_alone: bool = True) -> Iterator[Declared]:
         traced = group.forward if phase == "forward" and forward_alone else both
         return traced.timer_ms(phase), traced.traced_ms(phase)
 
+    def time(phase: str, which: int, group: Group) -> float | None:
+        return of(phase, group)[which]
+
     def apart(phase: str, group: Group) -> float | None:
         timer, seen = of(phase, group)
         return seen / timer - 1 if timer and seen else None
 
     for phase in ("forward", "backward"):
-        yield col(f"{phase}, timer", lambda r, phase=phase: of(phase, r)[0], unit="ms")
-        yield col(f"{phase}, profiler", lambda r, phase=phase: of(phase, r)[1], unit="ms")
+        yield col(f"{phase}, timer", partial(time, phase, 0), unit="ms")
+        yield col(f"{phase}, profiler", partial(time, phase, 1), unit="ms")
         yield col(f"{phase}, apart", partial(apart, phase), "percent")
 
 
@@ -282,6 +285,9 @@ def _share_table(found: Sequence[Group]) -> Table:
         most = grew_instead(group.modes.get("forward"), group.fullest())
         return f"{most[0]} by {most[1] * 100:.1f} points" if most else None
 
+    def share(mode: Mode, group: Group) -> float | None:
+        return matmul_share(group.modes.get(mode))
+
     titles = ("inference", "forward and backward", "whole step")
     return table(
         "profile-matmul",
@@ -290,7 +296,7 @@ def _share_table(found: Sequence[Group]) -> Table:
         [
             *_keys(found),
             *(
-                col(title, lambda r, mode=mode: matmul_share(r.modes.get(mode)), "percent")
+                col(title, partial(share, mode), "percent")
                 for title, mode in zip(titles, MODES, strict=True)
             ),
             col("grew instead", grew),
@@ -302,6 +308,9 @@ def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
     cores = {group.key(): core for group in found if (core := attention_core(group)) is not None}
     if not cores:
         return
+
+    def time(name: str, group: Group) -> float:
+        return float(getattr(cores[group.key()], name))
 
     def of_copy(group: Group) -> float | None:
         copy = group.fullest().record.ceiling("memory.copy")
@@ -318,10 +327,7 @@ def _softmax_table(found: Sequence[Group]) -> Iterator[Table]:
         [group for group in found if group.key() in cores],
         [
             *_keys(found),
-            *(
-                col(title, lambda r, name=name: getattr(cores[r.key()], name), unit="ms")
-                for title, name in times.items()
-            ),
+            *(col(title, partial(time, name), unit="ms") for title, name in times.items()),
             col(
                 "softmax / matmuls, time",
                 lambda r: cores[r.key()].softmax_ms / cores[r.key()].matmul_ms,
