@@ -280,8 +280,9 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
     assert found.text.startswith("The step that is recorded takes 2.01× the time of a plain one")
     assert "a step of tiny at context 128 in float32 1.05× as long (1.05 to 1.05 in" in found.text
     assert found.values == {
-        "slower": pytest.approx(2.0, rel=0.02), "history: tiny at context 128 in float32": pytest.approx(1.05)
-    }  # fmt: skip
+        "slower": pytest.approx(2.0, rel=0.02),
+        "history: tiny at context 128 in float32": pytest.approx(1.05),
+    }
     assert (found.timed, set(found.records)) == (True, ids(timed))
 
 

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.model.checkpointing import NESTED, NONE, inputs_kept, run_again, stretches
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
+from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
@@ -141,7 +141,9 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     text = f"{sweep.name}: of the simple strategies {words} needs the least,"
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
-    values = {"step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms}
+    values: dict[str, Value] = {
+        "step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms,
+    }  # fmt: skip
     kept = sweep.kept
     if kept is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
@@ -238,7 +240,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
 def _budget(sweep: Sweep, each: Tried) -> Finding:
     """The strategy that was chosen before, and whether it fitted when run."""
     assert each.budget is not None
-    values = {"step": sweep.name, "budget": each.budget}
+    values: dict[str, Value] = {"step": sweep.name, "budget": each.budget}
     if not each.ok:
         return Finding(
             code="checkpointing.budget-not-run",
@@ -261,9 +263,11 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
     within = [other for other in sweep.ran if other.peak <= each.budget]
     best = min(within, key=lambda other: other.ms or math.inf, default=None)
     faster = best if best is not None and best.strategy != each.strategy else None
+    if faster is not None:
+        values |= {"fastest": faster.strategy, "fastest_ms": faster.ms}
     return Finding(
         code="checkpointing.budget",
-        values=values | ({"fastest": faster.strategy, "fastest_ms": faster.ms} if faster else {}),
+        values=values,
         records=_ids(each, *(within if faster else ())),
         text=f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
         f" prediction ({bytes_(each.predicted or 0)}) as what runs the least again; {limit} it"
