@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from page_parts import bullets, figure_files, origin, shown
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Cell, Column, Interval, Table
+from stepscope.report.blocks import Block, Interval
+from stepscope.report.tables import col, interval, table
 from stepscope.report.text import markdown
 from stepscope.studies.benchmark import STUDY as BENCHMARK
 from stepscope.studies.benchmark.findings import formats_findings
@@ -25,6 +27,7 @@ from stepscope.studies.registry import find_study
 
 PLANTED = "planted-ooms_h200.jsonl"
 RECORDING = "recording-cost_h200.jsonl"
+_FITS = {True: "yes", False: "no", None: "not tried"}
 
 
 class Section(NamedTuple):
@@ -111,31 +114,17 @@ def _planted(path: Path) -> Iterator[str]:
         f" their predicted peak that they were allowed; with the first change that was named"
         f" {fitted} fitted under the same limit."
     )
-    yield markdown(
-        Table(
-            name="planted",
-            title="",
-            columns=(
-                Column(title="step"),
-                Column(title="allowed", kind="bytes"),
-                Column(title="needed", kind="bytes"),
-                Column(title="ran out in"),
-                Column(title="asked for", kind="bytes"),
-                Column(title="first change"),
-                Column(title="predicted", kind="bytes"),
-                Column(title="fits"),
-            ),
-            rows=tuple(_planted_row(each) for each in tried),
-        )
-    ).strip()
-
-
-def _planted_row(each: dict[str, Any]) -> tuple[Cell, ...]:
-    fits = each.get("error") or {True: "yes", False: "no", None: "not tried"}[each.get("fits")]
-    return (
-        each["case"], each["limit"], each.get("needed", "did not run out"), each.get("phase"),
-        each.get("asked") or None, each.get("remedy"), each.get("remedy_peak"), fits,
-    )  # fmt: skip
+    columns = [
+        col("step", lambda each: each["case"]),
+        col("allowed", lambda each: each["limit"], "bytes"),
+        col("needed", lambda each: each.get("needed", "did not run out"), "bytes"),
+        col("ran out in", lambda each: each.get("phase")),
+        col("asked for", lambda each: each.get("asked") or None, "bytes"),
+        col("first change", lambda each: each.get("remedy")),
+        col("predicted", lambda each: each.get("remedy_peak"), "bytes"),
+        col("fits", lambda each: each.get("error") or _FITS[each.get("fits")]),
+    ]
+    yield markdown(table("planted", "", tried, columns)).strip()
 
 
 def _recording(path: Path) -> Iterator[str]:
@@ -151,28 +140,20 @@ def _recording(path: Path) -> Iterator[str]:
         " allocator's own record with Python stacks, of which snapshots are made."
         " `account` puts every storage on a line and is never on while a step is timed."
     )
-    ways = [name for name in held[0]["ms"] if name != "plain"]
-    yield markdown(
-        Table(
-            name="recording",
-            title="",
-            columns=(
-                Column(title="step"),
-                Column(title="rounds", kind="count"),
-                Column(title="plain", kind="number", unit="ms"),
-                *(Column(title=f"with {way}", kind="number", unit="× plain") for way in ways),
-            ),
-            rows=tuple(_recording_row(each, ways) for each in held),
-        )
-    ).strip()
+    columns = [
+        col("step", lambda each: each["case"]),
+        col("rounds", lambda each: len(each["ms"]["plain"]), "count"),
+        col("plain", lambda each: summarize(each["ms"]["plain"]).median, unit="ms"),
+        *(
+            col(f"with {way}", partial(_over_plain, way), unit="× plain")
+            for way in held[0]["ms"]
+            if way != "plain"
+        ),
+    ]
+    yield markdown(table("recording", "", held, columns)).strip()
 
 
-def _recording_row(each: dict[str, Any], ways: Sequence[str]) -> tuple[Cell, ...]:
-    plain = each["ms"]["plain"]
-
-    def ratio(way: str) -> Interval:
-        of_rounds = [ms / base for ms, base in zip(each["ms"][way], plain, strict=False)]
-        known = summarize(of_rounds)
-        return Interval(value=known.median, low=known.low, high=known.high)
-
-    return (each["case"], len(plain), summarize(plain).median, *map(ratio, ways))
+def _over_plain(way: str, each: dict[str, Any]) -> Interval | None:
+    """The ratios of the rounds."""
+    pairs = zip(each["ms"][way], each["ms"]["plain"], strict=False)
+    return interval(summarize([ms / plain for ms, plain in pairs]))

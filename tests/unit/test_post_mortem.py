@@ -11,11 +11,12 @@ import msgspec
 import pytest
 import torch
 
+from quiet_bench import QuietBench
 from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
 from stepscope.analysis.predict.step import overrun, predict, runs_within
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.plans import plan_of
-from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal
+from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal, step_post_mortem
 from stepscope.studies.protocol import Failed, MeasureCase
 from stepscope.studies.registry import find_study
 from stepscope.studies.worker import Worker
@@ -104,6 +105,17 @@ def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> N
     # What goes wrong while it looks for the reason does not hide the failure.
     monkeypatch.setattr(type(study), "post_mortem", fails)
     assert worker.answer(MeasureCase("benchmark", config)) == Failed("oom", reply.reason)
+
+
+def test_a_case_and_its_config_have_the_same_post_mortem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "memory_bytes", 6 * GIB)
+    study = find_study("checkpointing")
+    flags = study.flags(size=("small",), context=(1024,), checkpoint=("no",))
+    (case,) = study.cases(flags)
+    bench = QuietBench()
+    noted = study.post_mortem(case, bench, FULL)
+    assert noted[NOTE].remedies
+    assert noted == step_post_mortem(case.config, bench, FULL)
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -142,11 +142,8 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     if len(simple) == 1:
         text = f"{sweep.name}: {words} needs"
     values: dict[str, Value] = {
-        "step": sweep.name,
-        "strategy": least.strategy,
-        "peak": least.peak,
-        "ms": least.ms,
-    }
+        "step": sweep.name, "strategy": least.strategy, "peak": least.peak, "ms": least.ms,
+    }  # fmt: skip
     kept = sweep.kept
     if kept is None:
         planned = [each for each in sweep.all if each.strategy == NONE]
@@ -266,9 +263,11 @@ def _budget(sweep: Sweep, each: Tried) -> Finding:
     within = [other for other in sweep.ran if other.peak <= each.budget]
     best = min(within, key=lambda other: other.ms or math.inf, default=None)
     faster = best if best is not None and best.strategy != each.strategy else None
+    if faster is not None:
+        values |= {"fastest": faster.strategy, "fastest_ms": faster.ms}
     return Finding(
         code="checkpointing.budget",
-        values=values | ({"fastest": faster.strategy, "fastest_ms": faster.ms} if faster else {}),
+        values=values,
         records=_ids(each, *(within if faster else ())),
         text=f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
         f" prediction ({bytes_(each.predicted or 0)}) as what runs the least again; {limit} it"

@@ -137,9 +137,10 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
 def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
     """What recording costs, and whether it kept up."""
     slower = {case: cost for case in cases if (cost := case.recording_cost) is not None}
-    histories = {case: cost for case in cases if (cost := case.history_cost) is not None}
+    histories = {case: with_it for case in cases if (with_it := case.history_cost) is not None}
     cut = [case for case in cases if "snapshot_incomplete" in case.record.notes]
-    parts, values = [], {}
+    parts: list[str] = []
+    values: dict[str, Value] = {}
     if slower:
         middle = statistics.median(slower.values())
         values["slower"] = middle
@@ -148,12 +149,12 @@ def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
             " a plain one; times and peaks are those of plain ones where there is an allocator to"
             " ask."
         )
-    for case, cost in histories.items():
-        values[f"history: {case.name}"] = cost.median
+    for case, with_it in histories.items():
+        values[f"history: {case.name}"] = with_it.median
         parts.append(
             f"The allocator's own history with Python stacks makes a step of {case.name}"
-            f" {number(cost.median, 3)}× as long ({number(cost.low, 3)} to {number(cost.high, 3)}"
-            f" in {cost.count} rounds)."
+            f" {number(with_it.median, 3)}× as long ({number(with_it.low, 3)} to"
+            f" {number(with_it.high, 3)} in {with_it.count} rounds)."
         )
     if cut:
         values["incomplete"] = len(cut)
