@@ -47,7 +47,8 @@ def outcomes(
 def against_torch(ratio: float, spread: float = 0.0) -> Record:
     series = tuple(
         Series(
-            name=f"{who}.{kind}",
+            name=kind,
+            variant=who,
             unit="ms",
             rank=0,
             values=tuple(base * (1 + spread * (-1) ** at) for at in range(20)),
@@ -59,7 +60,7 @@ def against_torch(ratio: float, spread: float = 0.0) -> Record:
         "ours": "bucketed", "theirs": "DistributedDataParallel", "size": "mini", "context": 16,
         "ranks": 1,
     }  # fmt: skip
-    held = tuple(s if s.name.startswith("ours") else _flat(s) for s in series)
+    held = tuple(s if s.variant == "ours" else _flat(s) for s in series)
     return sample_record(study=AGAINST_TORCH, case="ddp", config=config, series=held)
 
 
