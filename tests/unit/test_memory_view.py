@@ -22,11 +22,12 @@ from stepscope.records.memory import (
     SavedTensor,
     Standing,
 )
-from stepscope.records.schema import Quantity, Record
+from stepscope.records.schema import Lint, Quantity, Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.report.format import bytes_
 from stepscope.studies.memory.rows import Accounted, accounted, leading
 from stepscope.studies.registry import find_study
+from stepscope.studies.trusted import tempered
 from study_records import memory_record
 
 GIB = 1 << 30
@@ -284,6 +285,15 @@ def test_the_cost_of_the_history_has_an_interval() -> None:
         "history: tiny at context 128 in float32": pytest.approx(1.05),
     }
     assert (found.timed, set(found.records)) == (True, ids(timed))
+
+
+def test_only_what_recording_costs_is_doubted_on_a_busy_machine() -> None:
+    busy = msgspec.structs.replace(
+        memory_record(), lints=(Lint(code="busy-machine", message="threads waited for cores"),)
+    )
+    shown = tempered(find_study("memory").view([busy]), [busy])
+    doubted = [b.code for b in shown if isinstance(b, Finding) and "inconclusive" in b.sentence]
+    assert doubted == ["memory.recording"]
 
 
 def test_an_incomplete_snapshot_is_said() -> None:
