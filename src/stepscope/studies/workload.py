@@ -17,7 +17,7 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.model.memory import ALL, check_forms, kept
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
-from stepscope.studies.base import Case, PlannedCase
+from stepscope.studies.base import Case
 from stepscope.studies.model_names import check_dtype, check_name
 from stepscope.studies.workload_flags import (
     COMPILE,
@@ -33,7 +33,7 @@ from stepscope.studies.workload_flags import (
 
 __all__ = [
     "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode",
-    "Workload", "WorkloadFlags", "step_cases", "workloads",
+    "Workload", "WorkloadFlags", "case_of", "workloads",
 ]  # fmt: skip
 
 
@@ -241,18 +241,3 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
             graph=flags.graph,
             own=flags.model,
         )
-
-
-def step_cases(
-    study: str, flags: WorkloadFlags, modes: tuple[Mode, ...], effort: dict[str, Any]
-) -> tuple[PlannedCase, ...]:
-    """A case for every workload; `effort` is what of its config is not the step's."""
-    return tuple(
-        PlannedCase(
-            study=study,
-            key=workload.key,
-            config=msgspec.to_builtins(workload) | effort,
-            needs=workload.needs,
-        )
-        for workload in workloads(flags, modes)
-    )
