@@ -46,32 +46,22 @@ _IDENTITY: dict[str, Column] = {
 }
 
 
-def identity(rows: Sequence[OfStep]) -> tuple[dict[str, Column], str]:
+def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
     """The columns that tell these rows apart, and in words what they have in common."""
-    varying, shared = {}, []
+    varying, shared = [], []
     ours = any(not row.workload.own for row in rows)
     for name, column in _IDENTITY.items():
         if not ours and name in _OF_OURS:
             continue
         values = {getattr(row.workload, name) for row in rows}
         if name in _ALWAYS or len(values) > 1:
-            varying[name] = column
+            varying.append(Declared(column, partial(_cell, name), key=True))
         else:
             shared.append(_in_words(name, next(iter(values))))
     changed = {f"{k}={v}" for row in rows for k, v in row.workload.overrides.items()}
     if changed:
         shared.append("overridden: " + ", ".join(sorted(changed)))
     return varying, ", ".join(filter(None, shared))
-
-
-def step_columns(rows: Sequence[OfStep]) -> tuple[list[Declared], str]:
-    """The same as columns of a declared table over such rows."""
-    columns, shared = identity(rows)
-    return [Declared(one, partial(_cell, name), key=True) for name, one in columns.items()], shared
-
-
-def identity_cells(row: OfStep, columns: dict[str, Column]) -> tuple[Cell, ...]:
-    return tuple(_cell(name, row) for name in columns)
 
 
 def _cell(name: str, row: OfStep) -> Cell:

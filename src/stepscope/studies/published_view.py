@@ -17,8 +17,9 @@ from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import SIZES
 from stepscope.published import Figure, figures
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Cell, Column, Table
+from stepscope.report.blocks import Table
 from stepscope.report.format import bytes_, duration
+from stepscope.report.tables import col, table
 from stepscope.studies.rank_subject import RankedStep
 from stepscope.studies.workload import Workload
 
@@ -129,30 +130,30 @@ def published_tables(study: str, mine: Sequence[Mine]) -> Iterator[Table]:
     pairs = beside(study, mine)
     if not pairs:
         return
-    yield Table(
-        name=f"{study}-published",
-        title="Published figures beside these",
-        columns=(
-            Column(title="source"),
-            Column(title="case"),
-            Column(title="what"),
-            Column(title="published"),
-            Column(
-                title="carried over",
+    yield table(
+        f"{study}-published",
+        "Published figures beside these",
+        pairs,
+        [
+            col("source", lambda pair: _source(pair.figure)),
+            col("case", lambda pair: _case(pair.figure)),
+            col("what", lambda pair: f"{pair.figure.quantity}, {pair.figure.statistic}"),
+            col("published", _published),
+            col(
+                "carried over", lambda pair: _shown(pair.figure, pair.carried),
                 hint="published time × matrix rate (or bandwidth) there / the one measured here",
             ),
-            Column(title="here"),
-            Column(
-                title="here / published", kind="number",
+            col("here", lambda pair: _shown(pair.figure, pair.here)),
+            col(
+                "here / published", lambda pair: pair.ratio, "number",
                 hint="over the time carried over; bytes as they are",
             ),
-            Column(title="note"),
-        ),
-        rows=tuple(_cells(pair) for pair in pairs),
+            col("note", lambda pair: _note(pair.figure)),
+        ],
         caption="A figure stands beside a case when every condition that it states is the same."
         f" {_how(mine)} A figure that leaves a condition open, or is known to be wrong, has no"
         " ratio.",
-        details=tuple(f"{pair.figure.writeup}\n{pair.figure.table}" for pair in pairs),
+        details=lambda pair: f"{pair.figure.writeup}\n{pair.figure.table}",
     )  # fmt: skip
 
 
@@ -168,23 +169,17 @@ def _how(mine: Sequence[Mine]) -> str:
     )
 
 
-def _cells(pair: Beside) -> tuple[Cell, ...]:
-    figure = pair.figure
+def _shown(figure: Figure, value: float | None, digits: int = 4) -> str | None:
     show = duration if figure.base_unit == "ms" else bytes_
-    published = show(figure.base, 4)
+    return None if value is None else show(value, digits)
+
+
+def _published(pair: Beside) -> str:
+    figure = pair.figure
+    published = str(_shown(figure, figure.base))
     if figure.spread is not None:
-        published += f" ± {show(figure.spread * figure.base / figure.value, 2)}"
-    carried, here = pair.carried, pair.here
-    return (
-        _source(figure),
-        _case(figure),
-        f"{figure.quantity}, {figure.statistic}",
-        published,
-        None if carried is None else show(carried, 4),
-        None if here is None else show(here, 4),
-        pair.ratio,
-        _note(figure),
-    )
+        published += f" ± {_shown(figure, figure.spread * figure.base / figure.value, 2)}"
+    return published
 
 
 def _source(figure: Figure) -> str:

@@ -200,7 +200,7 @@ class Part(NamedTuple):
     module: str
     phase: str
     ms: float = 0.0
-    count: float = 0.0
+    calls: float = 0.0
     matmul_ms: float = 0.0
 
 
@@ -212,7 +212,7 @@ def module_table(summary: Summary, name: str) -> Table:
         part = parts.get(where, Part(*where))
         parts[where] = part._replace(
             ms=part.ms + use.ms,
-            count=part.count + use.count,
+            calls=part.calls + use.count,
             matmul_ms=part.matmul_ms + (use.ms if use.kind == "matmul" else 0.0),
         )
     total = sum(part.ms for part in parts.values())
@@ -225,7 +225,7 @@ def module_table(summary: Summary, name: str) -> Table:
             col("phase", lambda part: part.phase),
             col("time", lambda part: part.ms, unit="ms"),
             col("share", lambda part: part.ms / total if total else None, "percent"),
-            col(f"{thing(summary)}s", lambda part: part.count, "count"),
+            col(f"{thing(summary)}s", lambda part: part.calls, "count"),
             col(
                 "matmul in it", lambda part: part.matmul_ms / part.ms if part.ms else None,
                 "percent",

@@ -33,7 +33,7 @@ from stepscope.studies.workload_flags import (
 
 __all__ = [
     "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode",
-    "Workload", "WorkloadFlags", "workloads",
+    "Workload", "WorkloadFlags", "case_of", "workloads",
 ]  # fmt: skip
 
 
