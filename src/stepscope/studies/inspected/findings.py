@@ -195,8 +195,11 @@ def _ranks(ranks: Sequence[Watched]) -> Iterator[Finding]:
         )
     yield Finding(
         code=f"inspect.{code}",
-        values={"ranks": len(ranks), "slowest": last.rank if last else None}
-        | {f"rank{rank}_late_ms": ms for rank, ms in late.items()},
+        values={
+            "ranks": len(ranks),
+            "slowest": last.rank if last else None,
+            **{f"rank{rank}_late_ms": ms for rank, ms in late.items()},
+        },
         records=tuple(one.record.id for one in ranks),
         text=text,
         tone="warn" if last else "info",
