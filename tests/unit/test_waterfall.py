@@ -159,6 +159,11 @@ class TestWaterfall:
         assert found.measured_ms == (summary.wall_ms if measured is None else measured)
         assert max(found.parts.values()) <= found.measured_ms * (1 + 1e-9)
 
+    def test_what_runs_again_is_part_of_what_was_spent(self) -> None:
+        summary = planted(forward__matmul=0.0, idle__host=1.0)
+        found = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), 1e15, 1e12)
+        assert found.parts["recomputation"] == 0.0
+
     def test_no_part_is_longer_than_the_step(self) -> None:
         """Traced while the machine was busy: one part alone took 142 % of the timed step."""
         summary = planted(forward__matmul=3.0, backward__elementwise=14.2, idle__host=6.0)

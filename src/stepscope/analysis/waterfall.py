@@ -79,7 +79,8 @@ def waterfall(
     spent: defaultdict[str, float] = defaultdict(float)
     for line in summary.lines:
         spent[_group(line)] += line.ms
-    again = _run_again(summary, step)
+    # No more than the ledger has: ranges and lines are two accounts of the same trace.
+    again = {group: min(ms, spent[group]) for group, ms in _run_again(summary, step).items()}
     for group, ms in again.items():
         spent[group] -= ms
     measured = summary.wall_ms if measured_ms is None else measured_ms
