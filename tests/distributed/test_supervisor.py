@@ -47,6 +47,8 @@ def fail(fault: str) -> None:
         raise ValueError("no such token")
     elif fault == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+        # Continued for its stacks: it must still be here while they are written.
+        time.sleep(60)
     elif fault == "is stuck":
         time.sleep(60)
 

@@ -230,7 +230,7 @@ def test_the_commit_is_that_of_the_checkout(
     package = tmp_path / "stepscope"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    monkeypatch.setattr(stepscope, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(module, "__file__", str(package / "measure" / "environment.py"))
     found = describe(CpuDevice())
     assert (found.commit, found.dirty) == (None, None)
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -15,12 +14,13 @@ from quiet_bench import QuietBench
 from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
 from stepscope.analysis.predict.step import overrun, predict, runs_within
 from stepscope.measure.device import CpuDevice
+from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.plans import plan_of
 from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal, step_post_mortem
 from stepscope.studies.protocol import Failed, MeasureCase
 from stepscope.studies.registry import find_study
 from stepscope.studies.worker import Worker
-from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+from stepscope.studies.workload import Workload, WorkloadFlags, case_of, workloads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planted_ooms
@@ -96,7 +96,7 @@ def test_a_worker_notes_why_a_case_ran_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(type(study), "measure", fails)
     monkeypatch.setattr(CpuDevice, "memory_bytes", 6 * GIB)
     worker = Worker(io.BytesIO(), "cpu")
-    config = msgspec.to_builtins(small_step())
+    config = case_of(small_step(), BenchmarkCase, warmup=0, steps=1, min_seconds=0.0).config
     reply = worker.answer(MeasureCase("benchmark", config))
     assert isinstance(reply, Failed)
     assert reply.status == "oom"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepscope.studies.step.goals import Heat
 
 from sample_records import record
 from stepscope.analysis.rehearsal.recording import ReadyTimes
@@ -15,6 +14,7 @@ from stepscope.errors import StepscopeError
 from stepscope.records.memory import Peaks, Saved
 from stepscope.records.schema import SCHEMA_VERSION, decode, encode
 from stepscope.studies.autocast.cases import Formats, Operators
+from stepscope.studies.step.races import Heat
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 COMMITTED = sorted(RESULTS.glob("*.jsonl"))

@@ -42,7 +42,7 @@ from stepscope.parallel.world import RENDEZVOUS
 _POLL_S = 0.02
 _GRACE_S = 0.06
 """A rank that dies takes its peers along within this time; the first of them is the cause."""
-_STACK_WAIT_S = 0.3
+_STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
 
 
@@ -313,9 +313,13 @@ class Watch:
         self._signal(signal.SIGCONT, *asked)
         until = time.monotonic() + _STACK_WAIT_S
         files = {rank: self._job / f"stack-{rank}" for rank in asked}
-        while time.monotonic() < until and not all(
-            file.exists() and file.stat().st_size for file in files.values()
-        ):
+        before: list[int] = []
+        while time.monotonic() < until:
+            sizes = [file.stat().st_size if file.exists() else 0 for file in files.values()]
+            # All have answered, and none is still writing.
+            if all(sizes) and sizes == before:
+                break
+            before = sizes
             time.sleep(_POLL_S)
         return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
