@@ -247,7 +247,9 @@ class Watch:
         if silent:
             others = [rank for rank in self._ranks if rank not in (*silent, *raised)]
             stacks |= self._stacks(*others) if others else {}
-            lost = silent[0]
+            # When torch has noticed an end before us, it has ended the other ranks by SIGTERM.
+            known = [r for r in silent if self._exit_codes.get(r) not in (None, -signal.SIGTERM)]
+            lost = (known or silent)[0]
             raise RankFailed(lost, pulses[lost].step, self._death(lost), stacks)
         if not raised:
             lost = min(self._exit_codes)
