@@ -168,6 +168,49 @@ def test_standard_input_exec_and_a_notebook(program: dict[str, str]) -> None:
     assert output(["-"], program, text) == f"trained\n{SAID}trained\ntrained\n"
 
 
+MESH = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from stepscope.parallel import launch
+
+connect, failures = dist.init_process_group, Path(__file__).with_name("failures")
+
+def refused(*arguments, **how):
+    before = len(failures.read_text()) if failures.exists() else 0
+    if before < int(sys.argv[1]):
+        failures.write_text("x" * (before + 1))
+        raise RuntimeError("Gloo connectFullMesh failed with [planted]")
+    return connect(*arguments, **how)
+
+dist.init_process_group = refused
+
+def rank(world): return world.rank
+
+if __name__ == "__main__":
+    try:
+        print(launch(rank, ranks=1))
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [
+        (2, "[0]"),
+        (3, "rank 0 raised RuntimeError: Gloo connectFullMesh failed with [planted] before its"
+            " first step"),
+    ],
+)  # fmt: skip
+def test_ranks_that_fail_to_connect_are_started_again(
+    program: dict[str, str], failures: int, said: str
+) -> None:
+    path = written(Path(program[MARK]), MESH)
+    assert output([str(path), str(failures)], program) == f"{said}\n"
+    assert len(path.with_name("failures").read_text()) == failures
+
+
 def test_a_command(program: dict[str, str]) -> None:
     assert output(["-c", HEAD + DEFINITIONS + RUN], program) == "trained\n"
 

@@ -57,12 +57,12 @@ def run_rank(
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     HEARTBEAT.start(Page(job / "pulses", int(os.environ["WORLD_SIZE"])), rank, supervisor)
     torch.set_num_threads(threads)
-    with _certified(job / f"raised-{rank}"):
+    with _certified(job / f"raised-{rank}", connected=False):
         _import_main(main)
         function, arguments = _opened(task)
         world = World.from_environment(backend, device)
         # Inside as well: leaving the group makes the others fail, and they must not be first.
-        with world.connected(patience_s), _certified(job / f"raised-{rank}"):
+        with world.connected(patience_s), _certified(job / f"raised-{rank}", connected=True):
             result = Result(_pickled(function(world, *arguments)))
     HEARTBEAT.state(State.FINISHED)
     return result
@@ -114,18 +114,18 @@ def _pickled(result: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _certified(path: Path) -> Iterator[None]:
+def _certified(path: Path, *, connected: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _certify(path, error)
+        _certify(path, error, connected=connected)
         HEARTBEAT.state(State.RAISED)
         # The supervisor ends this process; until then only a rank that died is dead.
         time.sleep(_UNTIL_ENDED_S)
         raise
 
 
-def _certify(path: Path, error: BaseException) -> None:
+def _certify(path: Path, error: BaseException, *, connected: bool) -> None:
     """Say what ended this rank and when; whole or not at all."""
     what, cause = f"raised {_said(error)}", error
     if isinstance(error, _Unsendable):
@@ -136,6 +136,7 @@ def _certify(path: Path, error: BaseException) -> None:
         "at_s": time.monotonic(),
         "what": what,
         "cannot_start": str(error) if isinstance(error, CannotStart) else None,
+        "connected": connected,
         "stack": "".join(traceback.format_exception(cause)),
     }
     unfinished = path.with_suffix(".part")

@@ -44,6 +44,18 @@ _GRACE_S = 0.06
 """A rank that dies takes its peers along within this time; the first of them is the cause."""
 _STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
+_CONNECT_AGAIN = 2
+_MESH = "connectFullMesh"
+"""Of Gloo, whose ranks sometimes fail to connect to each other on a busy machine. Nothing of the
+caller's has run by then, so the ranks are started again."""
+
+
+class _NotConnectedError(Exception):
+    """The ranks did not connect to each other."""
+
+    def __init__(self, failed: RankFailed) -> None:
+        super().__init__(str(failed))
+        self.failed = failed
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,22 @@ def launch(
     patience_s = 2 * max(limits.start, limits.step)
     inner = (backend, device, patience_s, threads, os.getpid())
     try:
-        return _supervised(task, main, inner, ranks, limits)
+        return _connected(lambda: _supervised(task, main, inner, ranks, limits))
     except SignalException as caught:
         number = signal.Signals(caught.sigval)
     # By now the handlers are the caller's again, and what the job has used is freed.
     signal.raise_signal(number)
     raise ParallelError(f"{number.name} ended the ranks")
+
+
+def _connected(job: Callable[[], list[Any]]) -> list[Any]:
+    for again in reversed(range(_CONNECT_AGAIN + 1)):
+        try:
+            return job()
+        except _NotConnectedError as mesh:
+            if not again:
+                raise mesh.failed from None
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _supervised(
@@ -260,7 +282,10 @@ class Watch:
             refused = UsageError(raised[first]["cannot_start"])
             refused.add_note(f"rank {first} was here:\n{stacks[first]}")
             raise refused
-        raise RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
+        failed = RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
+        if not raised[first]["connected"] and _MESH in raised[first]["what"]:
+            raise _NotConnectedError(failed)
+        raise failed
 
     def _death(self, rank: int) -> str:
         self._signal(signal.SIGCONT)
