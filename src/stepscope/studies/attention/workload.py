@@ -33,15 +33,33 @@ RESULTS = ("output", "dq", "dk", "dv")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class AttentionWorkload(Case, frozen=True, kw_only=True):
-    """One attention, fully named: (batch, heads, seq, head) in one dtype."""
+class AttentionInputs(Case, frozen=True, kw_only=True):
+    """Tensors of (batch, heads, seq, head) in one dtype."""
 
-    attention: str
     batch: int
     heads: int
     seq: int
     head: int
     dtype: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (precision(self.dtype).compute,)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch},{self.heads},{self.seq},{self.head}"
+
+    @property
+    def is_single(self) -> bool:
+        """One head of one sequence."""
+        return self.batch * self.heads == 1
+
+
+class AttentionWorkload(AttentionInputs, frozen=True, kw_only=True):
+    """One attention, fully named."""
+
+    attention: str
     causal: bool
     mode: AttentionMode
 
@@ -59,19 +77,6 @@ class AttentionWorkload(Case, frozen=True, kw_only=True):
         shape = f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}"
         mask = "causal" if self.causal else "full"
         return f"{self.attention}_{shape}_{self.dtype}_{mask}_{self.mode}"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (precision(self.dtype).compute,)
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.batch},{self.heads},{self.seq},{self.head}"
-
-    @property
-    def is_single(self) -> bool:
-        """One head of one sequence."""
-        return self.batch * self.heads == 1
 
     @property
     def shape(self) -> AttentionShape:

@@ -12,8 +12,7 @@ from stepscope.attention.registry import implementation
 from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.studies.attention.workload import AttentionWorkload
-from stepscope.studies.base import Case
+from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload
 from stepscope.studies.flag_checks import check_seconds
 
 Part = Literal["grid", "race", "tiles"]
@@ -88,14 +87,8 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
         check_seconds("race-seconds", self.race_seconds)
 
 
-class Shape(Case, frozen=True, kw_only=True):
-    """Batch, heads, length and head dimension of one causal attention, and its dtype."""
-
-    batch: int
-    heads: int
-    seq: int
-    head: int
-    dtype: str
+class Shape(AttentionInputs, frozen=True, kw_only=True):
+    """The inputs of one causal attention."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -115,19 +108,6 @@ class Shape(Case, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         return f"b{self.batch}_h{self.heads}_s{self.seq}_d{self.head}_{self.dtype}_causal"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (precision(self.dtype).compute,)
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.batch},{self.heads},{self.seq},{self.head}"
-
-    @property
-    def is_single(self) -> bool:
-        """One head of one sequence."""
-        return self.batch * self.heads == 1
 
     @property
     def is_short(self) -> bool:
