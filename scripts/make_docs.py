@@ -17,6 +17,7 @@ from typing import Any
 
 from flash_page import flash_pages, written_out_pages
 from foreign_page import foreign_pages
+from limits_part import with_goals
 from memory_page import memory_pages
 from parallel_page import parallel_page
 from profile_page import profile_pages
@@ -201,6 +202,7 @@ def _flash() -> dict[str, str]:
 def main() -> int:
     pages = {
         "README.md": with_figures((ROOT / "README.md").read_text(), ROOT / "results"),
+        "docs/limits.md": with_goals((ROOT / "docs/limits.md").read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),

@@ -1,0 +1,54 @@
+"""The goals that docs/limits.md says are not reached, from the records: the lines between two
+comments in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from stepscope.report.blocks import Cell, Interval
+from stepscope.report.tables import col, table
+from stepscope.report.text import markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from goals import NOT_MEASURED, REACHED, Judged, judge, read_evidence, read_goals  # noqa: E402
+
+BEGIN, END = "<!-- goals: made by scripts/make_docs.py -->", "<!-- until here -->"
+
+
+def with_goals(page: str, results: Path) -> str:
+    """The page with the lines between the comments generated."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{_goals(results)}\n{END}{after}"
+
+
+def _goals(results: Path) -> str:
+    judged = judge(read_goals(), read_evidence(sorted(results.glob("*.jsonl"))))
+    short = [one for one in judged if one.outcome not in (REACHED, NOT_MEASURED)]
+    reached = sum(one.outcome == REACHED for one in judged)
+    measured = sum(one.outcome != NOT_MEASURED for one in judged)
+    made = table(
+        "goals",
+        "",
+        short,
+        [
+            col("outcome", lambda one: f"{one.outcome}{' (aim)' if one.goal.aim else ''}"),
+            col("measure", lambda one: one.goal.measure),
+            col("case", lambda one: one.found.case),
+            col("measured", _measured, "number"),
+            col("goal", lambda one: one.goal.threshold, "number"),
+            col("margin", lambda one: one.goal.margin(one.found.value), "percent"),
+        ],
+    )
+    counted = f"{reached} of {measured} measured goals are reached. The others:"
+    return f"{counted}\n\n{markdown(made).strip()}"
+
+
+def _measured(one: Judged) -> Cell:
+    value, low, high = one.found.value, one.found.low, one.found.high
+    if value is None or low is None or high is None:
+        return value
+    return Interval(value=value, low=low, high=high)
