@@ -187,23 +187,30 @@ class Bench:
         """Every change that was tried alone, in the order of the advice."""
         # Without corrections that other programs have taught.
         (self.given.cache / "stepscope" / "advice.jsonl").unlink(missing_ok=True)
-        done = self.run(
-            [
-                sys.executable, "-m", "stepscope", "advise", "--verify", "--within",
-                str(self.given.within), "--json", *self.words, "--steps", str(ENDLESS),
-            ]
-        )  # fmt: skip
-        said = json.loads(done.stdout.strip().splitlines()[-1])
-        told = {one["change"]: one for one in said["tried"]}
+        options = ["--verify", "--within", str(self.given.within)]
+        if self.given.first_only:
+            advised = [one["code"] for one in self.advice()["advice"]]
+            if not advised:
+                return {"advised": [], "tried": []}
+            options = ["--verify", "--resume", "--only", advised[0]]
+        said = self.advice(*options)
+        reported = {one["change"]: one for one in said["tried"]}
         with Store(self.folder / "records.db", create=False) as store:
             records = [record for record in store.records() if record.study == TRIALS]
-        found = {one.trial.code: one for one in map(Tried, records)}
+        trials = {one.trial.code: one for one in map(Tried, records)}
         tried = [
-            _trial(one, told[one["code"]], found[one["code"]])
+            _trial(one, reported[one["code"]], trials[one["code"]])
             for one in said["advice"]
-            if one["code"] in told
+            if one["code"] in reported
         ]
         return {"advised": [one["code"] for one in said["advice"]], "tried": tried}
+
+    def advice(self, *options: str) -> dict[str, Any]:
+        """The JSON that `stepscope advise` prints for the program."""
+        command = [sys.executable, "-m", "stepscope", "advise", *options, "--json"]
+        done = self.run([*command, *self.words, "--steps", str(ENDLESS)])
+        said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return said
 
     def _flag(self, code: str) -> list[str] | None:
         """How the program makes a change itself; None where it cannot."""
@@ -275,8 +282,10 @@ def _environment(record: Record) -> Line:
     }  # fmt: skip
 
 
-def measure(program: Program, given: argparse.Namespace) -> Line:
-    line: Line = {"program": program.name, "library": program.library, "errors": []}
+def measure(program: Program, given: argparse.Namespace, before: Line) -> Line:
+    """`before` keeps the parts that are left out now."""
+    line: Line = {**before, "program": program.name, "library": program.library}
+    line["errors"] = [one for one in before.get("errors", []) if one.split(":")[0] in given.without]
     folder = Path(tempfile.mkdtemp(prefix=f"foreign-{program.name}-"))
     bench = Bench(program, given, folder)
 
@@ -301,7 +310,9 @@ def measure(program: Program, given: argparse.Namespace) -> Line:
                 part("hand", lambda: bench.by_hand(trial["code"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    line["took_s"] = time.monotonic() - begun
+    line["took_s"] = (
+        time.monotonic() - begun + (before.get("took_s", 0.0) if given.without else 0.0)
+    )
     return line
 
 
@@ -319,8 +330,9 @@ def arguments() -> argparse.Namespace:
     words.add_argument("--out", type=Path)
     words.add_argument("--resume", action="store_true", help="skip programs that have a line")
     words.add_argument("--limit", type=float, default=120 if on_gpu else 900, help="s per program")
-    words.add_argument("--within", type=float, default=1 if on_gpu else 240,
-                       help="s for the trials of a program; the first is always begun")  # fmt: skip
+    words.add_argument("--within", type=float, default=240, help="s for the trials of a program")
+    words.add_argument("--first-only", action="store_true", default=on_gpu,
+                       help="try the first advice alone, however long it takes")  # fmt: skip
     words.add_argument("--hand-runs", type=int, default=1 if on_gpu else 2)
     words.add_argument("--show", action="store_true", help="print the table and measure nothing")
     given = words.parse_args()
@@ -344,7 +356,7 @@ def main() -> int:
         if given.resume and program.name in lines:
             continue
         print(f"{program.name} ({time.monotonic() - begun:.0f} s so far)", flush=True)
-        lines[program.name] = measure(program, given)
+        lines[program.name] = measure(program, given, lines.get(program.name, {}))
         order = [one.name for one in PROGRAMS]
         kept = sorted(lines.values(), key=lambda line: order.index(line["program"]))
         partial = given.out.with_suffix(".partial")

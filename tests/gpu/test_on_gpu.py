@@ -37,7 +37,7 @@ class Silent:
 
 def run_benchmark(folder, **flags) -> tuple[Record, ...]:
     study = find_study("benchmark")
-    cases = study.cases(study.flags(**flags))
+    cases = study.planned(study.flags(**flags))
     with Store(folder / "records.db") as store, Runner("cuda", 300.0) as runner:
         run = new_run(cases, "")
         store.add_run(run)
