@@ -309,6 +309,8 @@ def measure(program: Program, given: argparse.Namespace, before: Line) -> Line:
             if (trial := first_trial(line)) is not None:
                 part("hand", lambda: bench.by_hand(trial["code"]))
     finally:
+        if given.keep:
+            shutil.copytree(folder, given.keep / program.name, dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     line["took_s"] = (
         time.monotonic() - begun + (before.get("took_s", 0.0) if given.without else 0.0)
@@ -328,6 +330,9 @@ def arguments() -> argparse.Namespace:
     words.add_argument("--scale", default="gpu" if on_gpu else "cpu", choices=["cpu", "gpu"])
     words.add_argument("--machine", default="h200" if on_gpu else "cpu", help="names the file")
     words.add_argument("--out", type=Path)
+    words.add_argument(
+        "--keep", type=Path, help="a folder for the records and pages of all programs"
+    )
     words.add_argument("--resume", action="store_true", help="skip programs that have a line")
     words.add_argument("--limit", type=float, default=120 if on_gpu else 900, help="s per program")
     words.add_argument("--within", type=float, default=240, help="s for the trials of a program")

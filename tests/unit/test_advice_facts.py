@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from own_records import attached, coded, inspected_record
+from stepscope.analysis.advice.dtypes import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernel_names import describe
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
@@ -68,6 +69,38 @@ def test_where_a_program_waits_shows_in_its_copies(
     summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
     found = facts_of(attached(watched, profile=summary))
     assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tf32", "bfloat16"),
+    [
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8", 8.75, 9.375),
+        ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc", 0.0, 5.0),
+        ("void dgrad2d_grouped_direct_kernel<float>(float*)", 0.0, 0.0),
+    ],
+)
+def test_what_another_dtype_does_for_a_matmul_depends_on_its_kernel(
+    kernel: str, tf32: float, bfloat16: float
+) -> None:
+    """Convolutions use TF32 from the start, and those of one channel each no tensor core."""
+    watched = inspected_record()
+    summary = watched.required("profile", Summary)
+    made = describe(kernel)
+    row = msgspec.structs.replace(
+        summary.kernels[0], kernel=made.short, library=made.library, kind=made.kind, unit="",
+        ms=10.0, count=1.0, phase="forward",
+    )  # fmt: skip
+    line = Line(phase="forward", kind=made.kind, ms=10.0)
+    summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,), lines=(line,))
+    step = Series(name="step", unit="ms", values=(10.0,) * 5)
+    record = msgspec.structs.replace(attached(watched, profile=summary), series=(step,))
+    facts = msgspec.structs.replace(
+        facts_of(record), rates={"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12},
+    )  # fmt: skip
+    for to, expected in (("tf32", tf32), ("bfloat16", bfloat16)):
+        after = with_faster_matmuls(facts, to)
+        assert after is not None
+        assert facts.device_ms - after.device_ms == pytest.approx(expected), to
 
 
 def test_the_host_has_a_time_for_each_phase() -> None:

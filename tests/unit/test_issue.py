@@ -38,12 +38,31 @@ def test_a_step_with_two_forwards_is_told_apart() -> None:
             clock.turn(OUTSIDE)
             clock.end()
     # Between two looks at the clock lies the wait for the device, which is nobody's time.
-    expected = {"outside": 2e3, "data": 0, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
+    expected = {"outside": 4e3, "data": 0, "forward": 2e3, "backward": 2e3, "optimizer": 1e3}
     assert clock.steps == [expected] * 2
-    assert len(idle) == 2 * 8
+    assert len(idle) == 2 * 10
     model(torch.ones(1, 2))
     clock.turn(OPTIMIZER)
-    assert len(idle) == 2 * 8, "nothing is timed outside of a step"
+    assert len(idle) == 2 * 10, "nothing is timed outside of a step"
+
+
+def test_a_loss_that_is_read_after_the_backward_waits_for_an_idle_device() -> None:
+    """Without that the wait for the device would be time to issue the backward."""
+    log: list[str] = []
+    clock = IssueClock(lambda: log.append("idle"))
+    model = torch.nn.Linear(2, 2)
+    hooks = clock.hooked([model])
+    assert hooks is not None
+    with hooks:
+        clock.begin()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        log.append("item")
+        assert clock._phase == OUTSIDE
+        clock.turn(OPTIMIZER)
+        clock.end()
+    assert log == ["idle", "idle", "idle", "idle", "item", "idle", "idle"]
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
 
 
 @pytest.mark.usefixtures("ticking")

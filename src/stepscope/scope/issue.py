@@ -16,6 +16,7 @@ import torch
 
 from stepscope.measure.modules import hooked_roots
 from stepscope.scope.loading import batches_taken
+from stepscope.scope.steps import BackwardCalls
 
 OUTSIDE, DATA, FORWARD, BACKWARD = "outside", "data", "forward", "backward"
 OPTIMIZER = "optimizer"
@@ -23,9 +24,12 @@ PHASES = (OUTSIDE, DATA, FORWARD, BACKWARD, OPTIMIZER)
 
 
 class IssueClock:
-    """`begin` and `end` around a step; forwards are seen by hooks, and who sees the optimizer says
-    so. What lies between the two is the backward, the loss with it; what is before, outside, but
-    for batches of a DataLoader."""
+    """Call `begin` and `end` around a step, and `turn` around the optimizer's update.
+
+    Hooks mark the forward. The backward, with the loss, lasts from there until `backward` returns:
+    a program that then reads the loss waits for the device, which is not time to issue anything.
+    Everything else is outside, but for the batches of a DataLoader.
+    """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
@@ -48,7 +52,14 @@ class IssueClock:
         hooks = hooked_roots(models, enter, leave)
         if hooks is not None:
             hooks.enter_context(batches_taken(self._loading))
+            backwards = BackwardCalls(lambda _: None, self._after_backward)
+            backwards.attach()
+            hooks.callback(backwards.remove)
         return hooks
+
+    def _after_backward(self) -> None:
+        if self._phase == BACKWARD:
+            self.turn(OUTSIDE)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

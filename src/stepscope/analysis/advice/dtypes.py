@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import CONVOLUTION, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms
 
@@ -24,8 +24,8 @@ _OVER_RATE_ON_CPU = 2.0
 `results/advise-slow_cpu.jsonl`, more for convolutions."""
 
 
-def _with_faster_products(facts: Facts, to: str) -> Facts | None:
-    """None where a rate is not known."""
+def with_faster_matmuls(facts: Facts, to: str) -> Facts | None:
+    """The step with its matmuls in another dtype; None where a rate is not known."""
     now, then = facts.rates.get(facts.dtype), facts.rates.get(to)
     if not now or not then or to in facts.lacks:
         return None
@@ -34,13 +34,15 @@ def _with_faster_products(facts: Facts, to: str) -> Facts | None:
         # In one kernel already, on FP32 cores whatever the format of other products.
         kernels = ONE_KERNEL_OVER_PRODUCTS
         faster["attention"] = kernels[to] / kernels["float32"] * facts.rates["float32"] / then
+        # Torch lets convolutions use TF32 from the start.
+        faster[CONVOLUTION] = min(1.0, facts.rates.get("tf32", now) / then)
     changed = facts.with_work(lambda work: work.scaled(faster))
     return replace(changed, dtype=to)
 
 
 @judge
 def _tf32(facts: Facts) -> Judged | None:
-    after = _with_faster_products(facts, "tf32") if facts.dtype == "float32" else None
+    after = with_faster_matmuls(facts, "tf32") if facts.dtype == "float32" else None
     if after is None or not facts.on_gpu:
         return None
     advice = Advice(
@@ -58,7 +60,7 @@ def _tf32(facts: Facts) -> Judged | None:
 
 @judge
 def _bfloat16(facts: Facts) -> Judged | None:
-    after = _with_faster_products(facts, "bfloat16") if facts.dtype in ("float32", "tf32") else None
+    after = with_faster_matmuls(facts, "bfloat16") if facts.dtype in ("float32", "tf32") else None
     if after is None:
         return None
 

@@ -10,6 +10,8 @@ QUEUE = "queue"
 """Between two kernels that were both launched in time: as good as work of the device."""
 BETWEEN = "between"
 """On a CPU, while no operator runs: the host is the device, and this is its work too."""
+CONVOLUTION, DEPTHWISE = "convolution", "depthwise convolution"
+"""Classes of matmuls on a GPU that gain otherwise, or not at all, from another dtype."""
 OF_MODEL = ("forward", "loss", "backward")
 CAST_BYTES = 6
 """Of a weight, read in four bytes and written in two; its gradient the other way."""

@@ -8,11 +8,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import AT_COPIES, AT_END, BETWEEN, QUEUE, Facts, Runs, Work
+from stepscope.analysis.advice.facts import (
+    AT_COPIES,
+    AT_END,
+    BETWEEN,
+    CONVOLUTION,
+    DEPTHWISE,
+    QUEUE,
+    Facts,
+    Runs,
+    Work,
+)
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernel_names import FILL
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
@@ -38,6 +48,9 @@ _EVERY_STEP = 0.9
 _OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
 _ENTRY = ".*"
 """What a trace writes for the index of a ModuleList's entry."""
+_DEPTHWISE = ("grouped_direct", "c1_k1", "depthwise")
+"""In names of convolutions that read each channel by itself: no dtype makes them faster, because
+they run on no tensor core and move more than they compute."""
 _CLEARING = ("zero_", "fill_", "Fill", "Memset")
 
 
@@ -202,6 +215,10 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     for line in summary.lines:
         if line.phase not in ("idle", ""):
             classes.setdefault(line.phase, defaultdict(float))[line.kind] += line.ms
+    for row in summary.kernels if summary.on_device else ():
+        if row.kind == "matmul" and (kind := _convolution(row)) and row.phase in classes:
+            classes[row.phase]["matmul"] -= row.ms
+            classes[row.phase][kind] += row.ms
     launches: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels if summary.on_device else ():
         # A fill comes with the product whose work space it is, or takes no longer than that.
@@ -228,6 +245,14 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     ]
     place = {name: number for number, name in enumerate(_ORDER)}
     return tuple(sorted(found, key=lambda work: place.get(work.name, len(place))))
+
+
+def _convolution(row: KernelRow) -> str:
+    """The class of a convolution, empty for other matmuls: the setting that allows TF32 for matmuls
+    leaves convolutions alone, for which torch allows it from the start."""
+    if any(word in row.kernel for word in _DEPTHWISE):
+        return DEPTHWISE
+    return CONVOLUTION if row.library == "cuDNN" else ""
 
 
 def _runs(summary: Summary, phase: str, launches: float) -> Runs | None:
