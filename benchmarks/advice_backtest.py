@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from stepscope.advisor.advise.facts_of import account_facts, facts_of
 from stepscope.analysis.advice.changes import afterwards, judged
 from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.advice.loop import with_batch_times
@@ -31,7 +32,6 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import saved_bytes
 from stepscope.records.schema import Record
-from stepscope.studies.advice.facts_of import account_facts, facts_of
 from stepscope.studies.memory.rows import Account
 
 SHARE = 0.8

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stepscope.kernels.matmul import wide_product
 from stepscope.measure.device import pick_device
 from stepscope.measure.turns import time_in_turns
-from stepscope.model.kernels.products import wide_product
 from stepscope.model.sizes import find_size
 from stepscope.optim.triton_adamw import update_one
 

@@ -58,12 +58,12 @@ from stepscope.measure.environment import describe
 from stepscope.measure.timer import Phase
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import ModelConfig
-from stepscope.studies.captured import captured
 from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Racer, racers
-from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import AS_MADE
+from stepscope.studies.training.captured import captured
+from stepscope.studies.training.flags import AS_MADE
+from stepscope.studies.training.workload import Workload
 
 WINDOW_S = 2.0
 RACES = tuple(

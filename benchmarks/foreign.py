@@ -38,13 +38,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from foreign_page import Line, first_trial, foreign_table, read_lines, summary_sentences  # noqa: E402
 
+from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS  # noqa: E402
+from stepscope.advisor.advise.tried import Tried  # noqa: E402
 from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.store import Store  # noqa: E402
 from stepscope.report.text import markdown  # noqa: E402
-from stepscope.studies.advice.cases import STUDY_NAME as TRIALS  # noqa: E402
-from stepscope.studies.advice.tried import Tried  # noqa: E402
-from stepscope.studies.inspected.rows import Watched  # noqa: E402
+from stepscope.studies.program.rows import Watched  # noqa: E402
 
 STEPS = 44
 """Of a run that is timed: a whole recording has 20 on a CPU and up to 30 on a GPU."""

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
+from stepscope.kernels.embedding import MOST_TOKENS, embedded
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.norm import plain_rms_norm
+from stepscope.kernels.rope import plain_rotate, rotated_parts_
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.environment import describe
 from stepscope.measure.turns import time_in_turns
-from stepscope.model.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.embedding import MOST_TOKENS, embedded
-from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.norm import plain_rms_norm
-from stepscope.model.kernels.products import joined_product
-from stepscope.model.kernels.rotary import plain_rotate, rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
 from stepscope.records.stats import paired_ratio, summarize

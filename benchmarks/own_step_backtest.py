@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.advisor.advise.cases import STUDY_NAME
+from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.tried import Tried
 from stepscope.analysis.advice.calibration import Verified, is_right
 from stepscope.analysis.advice.changes import advise, afterwards, judged
 from stepscope.analysis.advice.facts import Facts
@@ -27,9 +30,6 @@ from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.advice.cases import STUDY_NAME
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.tried import Tried
 
 RESULTS = Path("results")
 FIRST = 3

@@ -38,7 +38,7 @@ from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
 from stepscope.studies.ddp.measure import Way, one_step
-from stepscope.studies.rank_subject import tokens_fed
+from stepscope.studies.ranks.subject import tokens_fed
 from stepscope.studies.sharding.cases import BROADCAST, FULLY, TORCH, TORCH_FULLY
 from stepscope.studies.sharding.measure import Trained, make, timed_step
 

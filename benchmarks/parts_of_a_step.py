@@ -17,14 +17,14 @@ from torch import Tensor
 
 from stepscope.analysis.products import Group, block_groups, head_chunks
 from stepscope.attention.api import attention_with
+from stepscope.kernels.activation_policy import ALL, NORMS
+from stepscope.kernels.feed_forward import gated_back, gated_by
+from stepscope.kernels.loss_chunks import padded_columns
+from stepscope.kernels.matmul import add_product, product, product_back, wide_product
+from stepscope.kernels.norm import Normed, normed_sum
+from stepscope.kernels.rope import rotated_parts_
 from stepscope.model.config import ModelConfig
-from stepscope.model.cost import columns_of_logits
-from stepscope.model.kernels.feed_forward import gated_back, gated_by
-from stepscope.model.kernels.norm import Normed, normed_sum
-from stepscope.model.kernels.products import add_product, product, product_back, wide_product
-from stepscope.model.kernels.rotary import rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
-from stepscope.model.memory import ALL, NORMS
 
 Call = Callable[[], object]
 NARROW = torch.bfloat16
@@ -115,7 +115,7 @@ def products(setting: Setting) -> Call:
 def _head(held: Products, chunks: tuple[int, ...]) -> Tensor:
     """As the loss makes them, but for what it does to the logits; gives the weight's gradient."""
     vocab = held.head.shape[0]
-    rows = held.last.new_empty(max(chunks), columns_of_logits(vocab))
+    rows = held.last.new_empty(max(chunks), padded_columns(vocab))
     grad_last = torch.empty_like(held.last)
     total: Tensor | None = None
     for read, grad_read in zip(held.last.split(chunks), grad_last.split(chunks), strict=True):
@@ -207,7 +207,7 @@ class _Passes:
         """What a product of the backward reads where the norm itself was not kept."""
         for normed in reversed(self.normed):
             if normed.unit is not None and normed.weight is not None:
-                from stepscope.model.kernels.triton_norm import scaled
+                from stepscope.kernels.triton.norm import scaled
 
                 scaled(normed.unit, normed.weight)
 

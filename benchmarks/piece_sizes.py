@@ -22,9 +22,11 @@ from fused_pieces import SHAPES, Call, gated, ways
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.kernels import embedding
+from stepscope.kernels.triton import embedding as triton_embedding
+from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.turns import time_in_turns
-from stepscope.model.kernels import embedding, triton_embedding, triton_swiglu
 from stepscope.records.stats import paired_ratio, summarize
 
 ROUNDS = 15

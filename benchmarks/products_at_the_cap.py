@@ -23,11 +23,11 @@ from energy_by_part import Call, repeated
 from torch import Tensor
 
 from stepscope.analysis.products import block_groups
+from stepscope.kernels.autotune import searched_products
+from stepscope.kernels.matmul import wide_product
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import Energy, measure_energy
 from stepscope.model.config import ModelConfig
-from stepscope.model.kernels.products import wide_product
-from stepscope.model.kernels.search import searched_products
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import racers
 

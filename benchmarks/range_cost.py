@@ -16,10 +16,10 @@ from contextlib import nullcontext
 
 from stepscope.measure.device import pick_device
 from stepscope.model import layers, loss, transformer
-from stepscope.ranges import named
 from stepscope.records.stats import summarize
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload
+from stepscope.torch_tools.ranges import named
 
 MODULES = (layers, loss, transformer)
 

@@ -26,9 +26,9 @@ from stepscope.measure.allocator import CudaAllocator, history
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
-from stepscope.studies.step_peaks import one_step, steps_in_turns
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.peaks import one_step, steps_in_turns
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload
 
 ON_CUDA = (
     ("small", 128, "bfloat16"),

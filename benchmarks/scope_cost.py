@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 import stepscope
+from stepscope.advisor.scope.stages import Effort
+from stepscope.advisor.scope.watching import Watcher
 from stepscope.measure.device import pick_device
 from stepscope.measure.turns import time_in_turns
-from stepscope.scope.stages import Effort
-from stepscope.scope.watching import Watcher
 
 WIDTH, ROWS, EMPTY = 256, 64, 20_000
 FOREVER = 1_000_000

@@ -19,8 +19,8 @@ from torch import Tensor
 from stepscope.measure.device import pick_device
 from stepscope.measure.timer import time_step
 from stepscope.model import layers
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import MODES, Workload
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import MODES, Workload
 
 
 def softmax(x: Tensor) -> Tensor:

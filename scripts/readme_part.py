@@ -7,12 +7,12 @@ from pathlib import Path
 
 from walkthrough_page import first_advice_right
 
+from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
+from stepscope.advisor.advise.tried import Tried, best_of
 from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration, percent
 from stepscope.report.text import markdown
-from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
-from stepscope.studies.advice.tried import Tried, best_of
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import Race, races

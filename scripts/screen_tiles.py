@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from stepscope.attention.tiles import IN_PLANES, Tile, columns, tiles
-from stepscope.attention.triton_backward import key_value_kernel, query_kernel
-from stepscope.attention.triton_forward import forward_kernel
+from stepscope.attention.triton.backward import key_value_kernel, query_kernel
+from stepscope.attention.triton.forward import forward_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 << 10

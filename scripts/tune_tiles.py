@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from stepscope.attention import attention, triton_launch
+from stepscope.attention import attention
 from stepscope.attention.tiles import Pass, Tile, tiles
+from stepscope.attention.triton import launch as triton_launch
 
 PASSES: tuple[Pass, ...] = ("forward", "query", "key_value")
 FIELDS = ("m", "n", "warps", "stages", "group", "hold", "registers", "precision")

@@ -11,6 +11,13 @@ from pathlib import Path
 
 from page_parts import bullets, origin, shown
 
+from stepscope.advisor.advise.advised import advice_given
+from stepscope.advisor.advise.cases import OF_SCRIPTS
+from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
+from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.tried import Tried, best_of, first_right
+from stepscope.advisor.advise.view import advice_table, not_tried, trial_blocks
+from stepscope.advisor.inspect import STUDY as INSPECTED
 from stepscope.analysis.advice.changes import Advice, advise
 from stepscope.cli.advice_page import advice_page
 from stepscope.records.jsonl import read_records
@@ -18,13 +25,6 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.html import html_page
-from stepscope.studies.advice.advised import advice_given
-from stepscope.studies.advice.cases import OF_SCRIPTS
-from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.tried import Tried, best_of, first_right
-from stepscope.studies.advice.view import advice_table, not_tried, trial_blocks
-from stepscope.studies.inspected import STUDY as INSPECTED
 
 EXAMPLES = {
     "slow": "The slow example",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import attention
-from stepscope.model.kernels import (
+from stepscope.kernels import (
     add_rms_norm,
     embedded,
     linear_cross_entropy,
@@ -26,9 +26,9 @@ from stepscope.model.kernels import (
     rotated_heads_,
     swiglu,
 )
-from stepscope.model.kernels.products import add_product, wide_product
-from stepscope.model.kernels.rotary import rotated_parts_
-from stepscope.model.kernels.search import searched_products
+from stepscope.kernels.autotune import searched_products
+from stepscope.kernels.matmul import add_product, wide_product
+from stepscope.kernels.rope import rotated_parts_
 
 Results = list[Tensor]
 Variants = dict[str, Callable[[], Results]]
@@ -36,8 +36,9 @@ TRANSPOSED, UNALIGNED = "transposed", "unaligned"
 
 
 def clear_caches() -> None:
-    from stepscope.attention import api, triton_launch
-    from stepscope.model.kernels import search
+    from stepscope.attention import api
+    from stepscope.attention.triton import launch as triton_launch
+    from stepscope.kernels import autotune as search
 
     for held in (triton_launch._PREPARED, triton_launch._SPLITTERS, api._DECIDED, search._chosen):
         held.clear()

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from sample_records import environment, record, step_series, times
+from stepscope.advisor.advise.cases import Trial
 from stepscope.analysis.advice.changes import Advice
 from stepscope.records.schema import Quantity, Record, Series
 from stepscope.report.blocks import Block, Finding
-from stepscope.studies.advice.cases import Trial
 from stepscope.studies.own.cases import OwnCase, OwnStep
 from study_records import profile_record
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import describe, describe_operator
-from stepscope.analysis.operator_names import named_class
+from stepscope.analysis.kernels.names import describe, describe_operator
+from stepscope.analysis.kernels.operators import named_class
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 MACHINERY = ("## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stepscope.scope.stages import Effort
-from stepscope.scope.watching import Watcher
-from stepscope.studies.inspected.gather import gather
-from stepscope.studies.inspected.rows import Watched
+from stepscope.advisor.inspect.gather import gather
+from stepscope.advisor.scope.stages import Effort
+from stepscope.advisor.scope.watching import Watcher
+from stepscope.studies.program.rows import Watched
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.scope.library import Scope
+    from stepscope.advisor.scope.library import Scope
 
 __all__ = ["Scope", "__version__"]
 
@@ -15,7 +15,7 @@ __all__ = ["Scope", "__version__"]
 def __getattr__(name: str) -> object:
     """`Scope` needs torch, which nothing else here does: it is loaded when it is asked for."""
     if name == "Scope":
-        from stepscope.scope.library import Scope
+        from stepscope.advisor.scope.library import Scope
 
         return Scope
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

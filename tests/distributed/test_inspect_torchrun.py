@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from stepscope.records.jsonl import read_records
-from stepscope.studies.inspected.rows import programs, slowest
+from stepscope.studies.program.rows import programs, slowest
 
 SCRIPT = """
 import time, torch, torch.distributed as dist

@@ -37,7 +37,7 @@ def test_long_rows(length: int, d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("d", [32, 64, 80, 128, 256])
 def test_every_tile_that_a_lesser_gpu_would_take(d: int, dtype: torch.dtype) -> None:
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
 
     passes: tuple[Pass, ...] = ("forward", "query", "key_value")
     choices = {kind: tiles(kind, d, dtype.itemsize, (9, 0))[1:] for kind in passes}
@@ -72,7 +72,7 @@ def test_the_same_bits_every_time_from_either_launcher(d: int, dtype: torch.dtyp
         return (out.detach(), *torch.autograd.grad(out, leaves, grad))
 
     # Not at the top: without a GPU other tests want to load it for the interpreter first.
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
 
     triton_launch._PREPARED.clear()
     first = run()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sample_records import record, value_of
-from stepscope.analysis.foreign_kernels import foreign_kernels, owner
+from stepscope.analysis.kernels.expected import foreign_kernels, owner
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.kernels import profile_kernels
 from stepscope.studies.base import CaseSkipped, Measurement

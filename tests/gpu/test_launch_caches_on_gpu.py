@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import launch_cases
 from launch_cases import EXACT, FAMILIES, MOST_VARIANTS, Results, clear_caches, draw
 from stepscope.attention import attention
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.products import joined_product
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import AdamW, FusedAdamW
 
 pytestmark = [

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.model.cost import rows_of_a_chunk
-from stepscope.model.kernels import linear_cross_entropy
+from stepscope.kernels import linear_cross_entropy
+from stepscope.kernels.loss_chunks import rows_per_chunk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +72,7 @@ def test_memory_is_one_chunk_and_the_gradients(rows: int, vocab: int, d: int) ->
     before = torch.cuda.memory_allocated()
     both_passes(*given, above)
     peak = torch.cuda.max_memory_allocated() - before
-    chunk = min(rows, rows_of_a_chunk(rows, vocab, d))
+    chunk = min(rows, rows_per_chunk(rows, vocab, d))
     gradients = 2 * rows * d + 4 * vocab * d
     cast = 2 * vocab * d if chunk < rows else 0
     expected = 2 * chunk * vocab + gradients + cast

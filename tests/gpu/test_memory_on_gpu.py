@@ -19,7 +19,7 @@ from stepscope.records.memory import (
 )
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-from stepscope.studies.traced import TRACES
+from stepscope.studies.trace.measure import TRACES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ from stepscope.measure.timer import Phase, time_step
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.protocol import Progress
 from stepscope.studies.registry import find_study
-from stepscope.studies.runner import Runner, new_run
+from stepscope.studies.runner.protocol import Progress
+from stepscope.studies.runner.runner import Runner, new_run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import stepscope
+from stepscope.advisor.advise.facts_of import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import PARAMETERS
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.program.rows import Watched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,8 +161,8 @@ def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["read_back", "copies"])
 def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
-    from stepscope.studies.advice.turns import Contestant
-    from stepscope.studies.inspected.order import Order
+    from stepscope.advisor.advise.turns import Contestant
+    from stepscope.advisor.inspect.order import Order
 
     order = Order(
         target=str(EXAMPLES / "slow.py"), words=("--device", "cuda", "--steps", "1000"), warmup=5,
@@ -179,8 +179,8 @@ def test_the_peak_of_a_users_model_is_that_of_one_model() -> None:
     """Its FLOPs are counted on the same model, after the peak is read."""
     from stepscope.measure.device import pick_device
     from stepscope.studies.registry import find_study
-    from stepscope.studies.training_step import make_step
-    from stepscope.studies.workload import Workload
+    from stepscope.studies.training.factory import make_step
+    from stepscope.studies.training.workload import Workload
 
     study = find_study("benchmark")
     flags = study.flags(

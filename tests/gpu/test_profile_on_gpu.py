@@ -13,11 +13,11 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import first_cause
 from stepscope.records.schema import Series
 from stepscope.studies.base import CaseSkipped, Measurement
-from stepscope.studies.captured import CapturedStep
 from stepscope.studies.profile.experiments import graph_replay
 from stepscope.studies.registry import find_study
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import WorkloadFlags, workloads
+from stepscope.studies.training.captured import CapturedStep
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import WorkloadFlags, workloads
 
 pytestmark = [
     pytest.mark.gpu,

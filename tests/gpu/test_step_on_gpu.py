@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from step_records import tiny_race_case
+from stepscope.kernels import autotune as search
+from stepscope.kernels.autotune import multiplied_into, searched_products
 from stepscope.measure.device import CudaDevice, pick_device
-from stepscope.model.kernels import search
-from stepscope.model.kernels.search import multiplied_into, searched_products
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step.cases import StepFlags
 from stepscope.studies.step.measure import measure_loss
 from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import racers
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,7 +175,7 @@ def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> 
 
 
 def test_products_write_gradients_in_the_format_of_the_weights() -> None:
-    from stepscope.model.kernels.products import _writes_wide, add_product, wide_product
+    from stepscope.kernels.matmul import _writes_wide, add_product, wide_product
 
     assert _writes_wide(), "torch >= 2.8 passes it on to cuBLAS"
     a = torch.randn(300, 2048, device="cuda", dtype=torch.bfloat16)
@@ -193,9 +193,9 @@ def test_updates_beside_the_backward_keep_few_gradients(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers' gradients at most where all would be sixteen."""
-    import stepscope.beside
+    import stepscope.torch_tools.beside
 
-    monkeypatch.setattr(stepscope.beside, "MOST_WAITING", 1 << 22)
+    monkeypatch.setattr(stepscope.torch_tools.beside, "MOST_WAITING", 1 << 22)
     layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     layers.to("cuda")
     optimizer = InBackwardAdamW(layers.parameters())

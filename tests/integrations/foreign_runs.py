@@ -14,7 +14,7 @@ from typing import Any
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.program.rows import Watched
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"

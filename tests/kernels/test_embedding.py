@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-import stepscope.model.kernels.embedding as subject
-from stepscope.model.kernels import embedded, triton_embedding
+import stepscope.kernels.embedding as subject
+from stepscope.kernels import embedded
+from stepscope.kernels.triton import embedding as triton_embedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes bfloat16 wrongly.

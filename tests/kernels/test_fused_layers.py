@@ -11,17 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from accuracy import hold_to_policy
-from stepscope.model.kernels import (
-    add_rms_norm,
-    rms_norm,
-    rotated_heads_,
-    swiglu,
-    triton_norm,
-    triton_rotary,
-    triton_swiglu,
-)
-from stepscope.model.kernels.norm import WIDEST, plain_rms_norm
-from stepscope.model.kernels.rotary import plain_rotate
+from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
+from stepscope.kernels.norm import WIDEST, plain_rms_norm
+from stepscope.kernels.rope import plain_rotate
+from stepscope.kernels.triton import norm as triton_norm
+from stepscope.kernels.triton import rotary as triton_rotary
+from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model.layers import RotaryEmbedding
 
 ON_GPU = torch.cuda.is_available()

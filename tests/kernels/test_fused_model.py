@@ -8,8 +8,9 @@ from torch import Tensor
 
 from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
+from stepscope.kernels.triton import norm as triton_norm
+from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model import ModelConfig, TransformerLM, cross_entropy
-from stepscope.model.kernels import triton_norm, triton_swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(d_model=32, d_ff=48, n_layers=2, n_heads=2, vocab=70, context=12)

@@ -12,11 +12,11 @@ import torch
 from test_joined_model import DEVICE, batch, draw, model
 from torch import Tensor, nn
 
+from stepscope.kernels import matmul as products
+from stepscope.kernels.activation_policy import GATES, kept
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model import cross_entropy
-from stepscope.model.kernels import products
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.products import joined_product
-from stepscope.model.memory import GATES, kept
 from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, triton_adamw
 
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
+from stepscope.kernels.activation_policy import INPUTS, KEEPS, kept
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.matmul import joined_product, wide_product
+from stepscope.kernels.norm import normed_sum, plain_rms_norm
+from stepscope.kernels.rope import plain_rotate, rotated_parts_
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model import ModelConfig, TransformerLM, cross_entropy
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.norm import normed_sum, plain_rms_norm
-from stepscope.model.kernels.products import joined_product, wide_product
-from stepscope.model.kernels.rotary import plain_rotate, rotated_parts_
 from stepscope.model.layers import RotaryEmbedding
-from stepscope.model.memory import INPUTS, KEEPS, kept
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 
 ON_GPU = torch.cuda.is_available()
@@ -123,7 +123,7 @@ def test_less_is_kept() -> None:
 
 class TestUnits:
     def test_the_norm_is_made_of_its_unit_rows_again_with_the_same_bits(self) -> None:
-        from stepscope.model.kernels.triton_norm import scaled
+        from stepscope.kernels.triton.norm import scaled
 
         x, branch = draw(3, 5, 40), draw(3, 5, 40, dtype=HALF, seed=1)
         weight = 1 + 0.1 * draw(40, seed=2)
@@ -202,9 +202,7 @@ class TestProducts:
         with_kernels, without = [], []
         for found, runs in ((with_kernels, True), (without, False)):
             if not runs:
-                monkeypatch.setattr(
-                    "stepscope.model.kernels.feed_forward.kernels_take", lambda *_: False
-                )
+                monkeypatch.setattr("stepscope.kernels.feed_forward.kernels_take", lambda *_: False)
             leaves = [each.detach().requires_grad_() for each in inputs]
             out = feed_forward(*leaves, WeightCopies(), keep)  # type: ignore[misc]
             found += [out, *torch.autograd.grad(out.square().sum(), leaves)]

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.attention import attention, flex, triton_launch
-from stepscope.model.kernels import search
-from stepscope.model.kernels.copies import WeightCopies
+from stepscope.attention import attention, flex
+from stepscope.attention.triton import launch as triton_launch
+from stepscope.kernels import autotune as search
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import FusedAdamW
 from stepscope.optim.fused import _described
-from stepscope.triton_here import on_its_device, tf32_is_enabled
+from stepscope.torch_tools.triton_available import on_its_device, tf32_is_enabled
 
 B, H, S, D = 2, 4, 32, 64
 DEVICE = "cpu"
@@ -227,7 +228,7 @@ class TestDevice:
         ["norm", "swiglu", "rotary", "embedding", "cross_entropy", "scale"],
     )
     def test_every_launcher_of_a_fused_kernel_does_that(self, module: str) -> None:
-        held = importlib.import_module(f"stepscope.model.kernels.triton_{module}")
+        held = importlib.import_module(f"stepscope.kernels.triton_{module}")
         launchers = [
             function
             for _, function in inspect.getmembers(held, inspect.isfunction)

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from accuracy import hold_to_policy
-from stepscope.model.kernels import linear_cross_entropy, triton_cross_entropy
-from stepscope.model.kernels.launching import kernels_take
-from stepscope.model.kernels.triton_cross_entropy import count_rows, mean_of, write_losses
-from stepscope.model.kernels.triton_scale import scale_unless_one
+from stepscope.kernels import linear_cross_entropy
+from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
+from stepscope.kernels.triton.cross_entropy import count_rows, mean_of, write_losses
+from stepscope.kernels.triton.scale import scale_unless_one
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

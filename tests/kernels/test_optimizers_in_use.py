@@ -12,7 +12,7 @@ import torch
 from test_joined_model import DEVICE, HALF, batch, draw, model
 from torch import Tensor, nn
 
-from stepscope.model.kernels.copies import WeightCopies
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
 
 KINDS: dict[str, Any] = {

@@ -10,10 +10,10 @@ from test_joined_model import DEVICE, batch, draw, model
 from torch import Tensor
 
 from stepscope.attention import attention
-from stepscope.model.kernels import embedded, linear_cross_entropy, rms_norm, swiglu
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.products import joined_product
+from stepscope.kernels import embedded, linear_cross_entropy, rms_norm, swiglu
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.weight_copies import WeightCopies
 
 TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
 PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 from stepscope.attention import FlashAttentionTorch, FlashAttentionTriton, attention
-from stepscope.model.kernels import (
+from stepscope.kernels import (
     add_rms_norm,
     embedded,
     linear_cross_entropy,
@@ -22,10 +22,10 @@ from stepscope.model.kernels import (
     rotated_heads_,
     swiglu,
 )
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.products import joined_product
-from stepscope.model.kernels.rotary import rotated_parts_
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.rope import rotated_parts_
+from stepscope.kernels.weight_copies import WeightCopies
 
 OURS = ("tiled", "triton")
 Q, KV = (2, 3, 4, 16, 16), (2, 3, 2, 16, 16)

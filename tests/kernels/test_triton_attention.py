@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64
-from stepscope.attention import (
-    FlashAttentionTriton,
-    attention,
-    explain,
-    reference_attention,
-    triton_launch,
-)
+from stepscope.attention import FlashAttentionTriton, attention, explain, reference_attention
 from stepscope.attention.tiles import IN_PLANES, Tile
+from stepscope.attention.triton import launch as triton_launch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -127,7 +122,7 @@ def test_a_scale_of_zero_averages_what_is_seen() -> None:
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(16, 16, 4, 1)])
 @pytest.mark.parametrize("align", ["top-left", "bottom-right"])
 def test_any_tile_gives_the_same(tile: Tile, align: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "_INTERPRETER_TILE", tile)
     q, k, v, grad = inputs(70, 50, 16)

@@ -14,17 +14,17 @@ from command_line import CommandLine
 from own_records import BASE, advice, codes, inspected_record, tried
 from quiet_bench import QuietBench
 from sample_records import environment, record
+from stepscope.advisor.advise.cases import OF_SCRIPTS, Trial
+from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.history import add_to_history, history_file, read_history
+from stepscope.advisor.advise.tried import Tried, first_right
+from stepscope.advisor.advise.view import not_tried, trial_blocks
 from stepscope.analysis.advice.calibration import Verified, factors, off_by
 from stepscope.analysis.advice.changes import advise
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.advice.cases import OF_SCRIPTS, Trial
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.history import add_to_history, history_file, read_history
-from stepscope.studies.advice.tried import Tried, first_right
-from stepscope.studies.advice.view import not_tried, trial_blocks
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags, OwnStep
 
@@ -251,8 +251,9 @@ class StandIn:
 def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stepscope.cli import advise_command, main
-    from stepscope.studies.inspected import recording
+    from stepscope.advisor.inspect import recording
+    from stepscope.cli import main
+    from stepscope.cli.commands import advise as advise_command
 
     sheet = Ceiling(name="matmul.bfloat16", value=989e12, unit="FLOP/s", source="a data sheet")
     watched = inspected_record(step=0.24, ceilings=(sheet,))
@@ -317,7 +318,7 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
 
 
 def test_a_trial_runs_both_steps_on_the_same_data() -> None:
-    from stepscope.studies.advice.measure import measure_trial
+    from stepscope.advisor.advise.measure import measure_trial
 
     base = OwnStep(
         model="own_models:conv_net", batch=2, dtype="float32", compile="no", optimizer="adamw-loop"

@@ -12,13 +12,13 @@ from test_advice_rules import facts
 from own_records import attached, inspected_record
 from quiet_bench import QuietBench
 from sample_records import environment, record
+from stepscope.advisor.advise.attention_facts import is_called, score_bytes
+from stepscope.advisor.advise.cases import OF_SCRIPTS
+from stepscope.advisor.advise.facts_of import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, Work
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
-from stepscope.studies.advice.attention_facts import is_called, score_bytes
-from stepscope.studies.advice.cases import OF_SCRIPTS
-from stepscope.studies.advice.facts_of import facts_of
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags

@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from own_records import attached, coded, inspected_record
+from stepscope.advisor.advise.facts_of import facts_of
 from stepscope.analysis.advice.dtypes import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
-from stepscope.analysis.kernel_names import describe
+from stepscope.analysis.kernels.names import describe
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.rows import Watched
-from stepscope.studies.inspected.setting import Setting, setting_of
+from stepscope.studies.program.findings import inspected_findings
+from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.setting import Setting, setting_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 

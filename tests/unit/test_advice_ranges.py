@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from test_advice_rules import facts
 
 from own_records import advice, attached, coded, tried
+from stepscope.advisor.advise.facts_of import block_list, facts_of
+from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.view import advice_table, trial_blocks
 from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged
 from stepscope.analysis.advice.facts import Facts, Work
@@ -23,9 +26,6 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Table
-from stepscope.studies.advice.facts_of import block_list, facts_of
-from stepscope.studies.advice.tried import Tried
-from stepscope.studies.advice.view import advice_table, trial_blocks
 
 ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("cpu", "h200"))

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
 from stepscope.analysis.advice.facts import Facts, Runs, Work
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
-from stepscope.studies.advice.cases import OF_MODELS, OF_SCRIPTS
 
 GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from prepared_store import Desk
+from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.view import advice_table, cannot_rank
 from stepscope.analysis.advice.changes import advise, without_ranks
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Lint, Record
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.view import advice_table, cannot_rank
-from stepscope.studies.inspected.cases import STUDY_NAME
+from stepscope.studies.program.cases import STUDY_NAME
 
 SLOW = Path(__file__).parents[2] / "results" / "advise-slow_h200.jsonl"
 

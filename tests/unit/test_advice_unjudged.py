@@ -13,7 +13,8 @@ from test_advice_rules import facts
 
 from sample_records import environment
 from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, unjudged
-from stepscope.cli import advise_command, main
+from stepscope.cli import main
+from stepscope.cli.commands import advise as advise_command
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Ceiling, Environment, Record
 

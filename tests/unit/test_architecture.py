@@ -20,12 +20,7 @@ FOR_ALL = {
     f"stepscope{name}"
     for name in (
         "",
-        ".beside",
-        ".derivatives",
         ".errors",
-        ".gradient_hooks",
-        ".ranges",
-        ".triton_here",
         ".version",
     )
 }
@@ -33,26 +28,33 @@ LEAVES = {
     "stepscope.model.checkpointing",
     "stepscope.model.config",
     "stepscope.model.cost",
-    "stepscope.model.memory",
+    "stepscope.kernels.activation_policy",
+    "stepscope.kernels.loss_chunks",
     "stepscope.model.sizes",
     "stepscope.attention.cost",
     "stepscope.parallel.buckets",
 }
+TOOLS = {"torch_tools"}
 # A room stands for all of its modules; a module stands for itself.
 ARROWS: dict[str, set[str]] = {
-    "cli": {"studies", "report", "records", "analysis", "stepscope.attention.registry"} | LEAVES,
-    "studies": {"model", "attention", "optim", "parallel", "measure", "analysis", "records"}
-    | {"published"}
-    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"},
-    "scope": {"studies", "measure", "analysis", "records", "report"},
-    "measure": {"records"},
+    "cli": {"advisor", "studies", "report", "records", "analysis", "stepscope.attention.registry"}
+    | LEAVES,
+    "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
+    "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
+    | {"analysis", "records", "published"}
+    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    | TOOLS,
+    "acceleration": {"attention", "kernels", "optim"} | TOOLS,
+    "measure": {"records"} | TOOLS,
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
-    "model": {"attention"},
+    "model": {"attention", "kernels"} | TOOLS,
+    "kernels": {"attention"} | TOOLS,
     "report": set(),
     "records": set(),
-    "optim": set(),
-    "attention": set(),
-    "parallel": set(),
+    "optim": TOOLS,
+    "attention": TOOLS,
+    "parallel": TOOLS,
+    "torch_tools": set(),
     "published": set(),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepscope.beside import Beside, offered, run_beside, taker_of
+from stepscope.torch_tools.beside import Beside, offered, run_beside, taker_of
 
 CPU = torch.device("cpu")
 

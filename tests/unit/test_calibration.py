@@ -7,11 +7,11 @@ import random
 import pytest
 from test_advice_rules import facts
 
+from stepscope.advisor.advise.history_view import history_blocks
 from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts
 from stepscope.report.blocks import Figure, Finding, Table
-from stepscope.studies.advice.history_view import history_blocks
 
 STEP: Facts = facts({"matmul": 80.0}, {}, dtype="float32")
 TRULY = {"tf32": 35.0, "bfloat16": 60.0}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from stepscope.studies import captured
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.captured import CapturedStep
+from stepscope.studies.training import captured
+from stepscope.studies.training.captured import CapturedStep
 
 
 def built_where_the_capture_says(error: Exception, patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from stepscope.measure.ceilings import ceilings, measure_ceilings
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import CpuDevice, Device
 from stepscope.records.schema import Ceiling
-from stepscope.triton_here import tf32_is_enabled
+from stepscope.torch_tools.triton_available import tf32_is_enabled
 
 HERE = environment(device_kind="cpu", device_name="a processor that no data sheet lists")
 

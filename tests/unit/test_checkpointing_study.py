@@ -12,7 +12,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Finding, Table
 from stepscope.studies.checkpointing.cases import CheckpointingFlags, chosen_for, worth_running
 from stepscope.studies.registry import find_study
-from stepscope.studies.workload import WorkloadFlags, workloads
+from stepscope.studies.training.workload import WorkloadFlags, workloads
 from study_records import checkpointing_record
 
 MIB = 1 << 20

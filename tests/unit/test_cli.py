@@ -13,7 +13,9 @@ import pytest
 from prepared_store import Desk, Said, fill, one_line, run_of
 from sample_records import record, run
 from stepscope.analysis.compare import Comparison
-from stepscope.cli import COMMANDS, compare_command, doctor_command, main
+from stepscope.cli import COMMANDS, main
+from stepscope.cli.commands import compare as compare_command
+from stepscope.cli.commands import doctor as doctor_command
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Lint, Record

@@ -30,9 +30,10 @@ from stepscope.analysis.energy_parts import (
 )
 from stepscope.analysis.products import Product, head_chunks, step_products
 from stepscope.errors import UsageError
+from stepscope.kernels.activation_policy import GATES
+from stepscope.kernels.loss_chunks import rows_per_chunk
 from stepscope.model.config import ModelConfig, precision
-from stepscope.model.cost import flops, parameters, rows_of_a_chunk
-from stepscope.model.memory import GATES
+from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import SIZES, find_size, with_overrides
 from stepscope.studies.step.races import RACES, racers
 
@@ -83,7 +84,7 @@ class TestShapes:
     def test_the_head_goes_by_chunks_where_the_loss_does(self) -> None:
         assert head_chunks(find_size("xl"), 2048, joined=True) == (2048,)
         large = find_size("8b", "2026")
-        rows = rows_of_a_chunk(32_000, large.vocab, large.d_model)
+        rows = rows_per_chunk(32_000, large.vocab, large.d_model)
         *full, last = head_chunks(large, 32_000, joined=True)
         assert full
         assert set(full) == {rows}
@@ -128,7 +129,7 @@ class TestParts:
         self, make: Callable[[Setting], Callable[[], object]], joined: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(listing, "rows_of_a_chunk", lambda *_: 20)
+        monkeypatch.setattr(listing, "rows_per_chunk", lambda *_: 20)
         assert head_chunks(TINY, 48, joined=True) == (20, 20, 8)
         run = make(Setting(TINY, 3, HERE))
         # On a GPU the first call also asks what cuBLAS can do.
@@ -172,7 +173,9 @@ class TestParts:
     @pytest.mark.parametrize("keep", ["all", GATES])
     def test_passes_run_by_our_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a format that the interpreter computes rightly."""
-        from stepscope.model.kernels import triton_norm, triton_rotary, triton_swiglu
+        from stepscope.kernels.triton import norm as triton_norm
+        from stepscope.kernels.triton import rotary as triton_rotary
+        from stepscope.kernels.triton import swiglu as triton_swiglu
 
         calls: Counter[str] = Counter()
         for module, name in (

@@ -12,8 +12,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from sample_records import value_of
-from stepscope.attention import triton_launch
 from stepscope.attention.tiles import Tile
+from stepscope.attention.triton import launch as triton_launch
 from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
 from stepscope.measure.kernels import KernelRun

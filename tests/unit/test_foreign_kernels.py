@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sample_records import record
-from stepscope.analysis.foreign_kernels import foreign_kernels, owner
-from stepscope.attention import triton_backward, triton_forward
+from stepscope.analysis.kernels.expected import foreign_kernels, owner
+from stepscope.attention.triton import backward as triton_backward
+from stepscope.attention.triton import forward as triton_forward
 from stepscope.records.schema import Record
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64>>"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import stepscope
+from stepscope.advisor.inspect.progress import read_progress
+from stepscope.advisor.scope import counting, stages
 from stepscope.records.memory import SAVED
-from stepscope.scope import counting, stages
-from stepscope.studies.inspected.progress import read_progress
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.program.rows import Watched
 from watched_models import WIDTH, Network, batch, network_flops
 from watched_programs import only, watching
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.analysis.kernel_names import CLASSES, Description, describe
-from stepscope.analysis.tensor_cores import tensor_core_dtypes
+from stepscope.analysis.kernels.names import CLASSES, Description, describe
+from stepscope.analysis.kernels.tensor_cores import tensor_core_dtypes
 from stepscope.analysis.trace import work as work_module
 from stepscope.analysis.trace.chrome import read_chrome
 from stepscope.analysis.trace.files import read_trace
@@ -19,8 +19,8 @@ from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import Summary
 from stepscope.report.blocks import Finding
-from stepscope.studies.trace_findings import trace_findings
-from stepscope.studies.trace_view import gap_table, trace_blocks
+from stepscope.studies.trace.findings import trace_findings
+from stepscope.studies.trace.view import gap_table, trace_blocks
 from trace_files import (
     ADD,
     ENGINE,

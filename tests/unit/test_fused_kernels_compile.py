@@ -23,9 +23,12 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from stepscope.model.kernels import (
-    triton_cross_entropy, triton_embedding, triton_norm, triton_rotary, triton_scale, triton_swiglu
-)
+from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
+from stepscope.kernels.triton import embedding as triton_embedding
+from stepscope.kernels.triton import norm as triton_norm
+from stepscope.kernels.triton import rotary as triton_rotary
+from stepscope.kernels.triton import scale as triton_scale
+from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.optim import triton_adamw
 
 def wide_loads(kernel, types, warps=8, odd=("seed", "S"), **constants):

@@ -14,7 +14,7 @@ import pytest
 
 from command_line import CommandLine
 from stepscope.records.jsonl import read_records
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.program.rows import Watched
 from stepscope.studies.trusted import banner
 
 TRAINING = """

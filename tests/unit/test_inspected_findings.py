@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from own_records import attached, coded, inspected_record
 from sample_records import environment, times
+from stepscope.advisor.inspect.gather import with_profile
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
-from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.gather import with_profile
-from stepscope.studies.inspected.rows import Watched, programs
-from stepscope.studies.inspected.view import headline_table
+from stepscope.studies.program.findings import inspected_findings
+from stepscope.studies.program.rows import Watched, programs
+from stepscope.studies.program.view import headline_table
 from study_records import memory_record
 
 

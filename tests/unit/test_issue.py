@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from stepscope.scope import issue
-from stepscope.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
+from stepscope.advisor.scope import issue
+from stepscope.advisor.scope.issue import OPTIMIZER, OUTSIDE, IssueClock
 
 
 @pytest.fixture

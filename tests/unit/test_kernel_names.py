@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import stepscope
-from stepscope.analysis.kernel_names import (
+from stepscope.analysis.kernels.names import (
     CLASSES,
     describe,
     describe_operator,
     linear_role,
 )
-from stepscope.analysis.operator_names import inductor_parts
+from stepscope.analysis.kernels.operators import inductor_parts
 
 FP32, TF32, FP16, BF16 = (
     "FP32 cores", "TF32 tensor cores", "FP16 tensor cores", "BF16 tensor cores",

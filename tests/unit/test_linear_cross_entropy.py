@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepscope.model.cost import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_ROWS, rows_of_a_chunk
-from stepscope.model.kernels import linear_cross_entropy
+from stepscope.kernels import linear_cross_entropy
+from stepscope.kernels.loss_chunks import CHUNK_ELEMENTS, CHUNK_ROWS, rows_per_chunk
 
 ROWS, D, VOCAB = 37, 12, 53
 
@@ -197,14 +197,14 @@ def test_nothing_is_read_back_to_the_host() -> None:
     ],
 )
 def test_rows_of_a_chunk(rows: int, vocab: int, d: int, expected: int) -> None:
-    assert rows_of_a_chunk(rows, vocab, d) == expected
+    assert rows_per_chunk(rows, vocab, d) == expected
 
 
 @given(rows=st.integers(1, 10**6), vocab=st.integers(1, 10**6), d=st.integers(1, 16_384))
 def test_chunks_are_bounded_and_about_the_same_size(rows: int, vocab: int, d: int) -> None:
-    chunk = rows_of_a_chunk(rows, vocab, d)
+    chunk = rows_per_chunk(rows, vocab, d)
     assert chunk % 128 == 0
-    assert chunk <= max(128, min(LOSS_CHUNK_ROWS, 2 * d), LOSS_CHUNK_ELEMENTS // vocab)
+    assert chunk <= max(128, min(CHUNK_ROWS, 2 * d), CHUNK_ELEMENTS // vocab)
     chunks = -(-rows // chunk)
     last = rows - (chunks - 1) * chunk
     assert 0 < last <= chunk

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from sample_records import record, run
+from stepscope.cli.commands.run import seconds_to_wait
 from stepscope.cli.progress import Bar, PlainLines
-from stepscope.cli.run_command import seconds_to_wait
 from stepscope.errors import UsageError
 from stepscope.records.schema import Lint
-from stepscope.studies import load
-from stepscope.studies.load import Wait, other_work
+from stepscope.studies.runner import load
+from stepscope.studies.runner.load import Wait, other_work
 
 Told = list[tuple[float, float, int]]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.studies.inspected.background import Background
-from stepscope.studies.inspected.meeting import Meeting, meet
+from stepscope.advisor.inspect.background import Background
+from stepscope.advisor.inspect.meeting import Meeting, meet
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_folder_of_another_user_is_refused(led: Meeting, monkeypatch: pytest.M
 
 
 def test_each_of_several_machines_has_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.cli.inspect_command import _of_this_machine
+    from stepscope.cli.commands.inspect import _of_this_machine
 
     page = Path("out/train.html")
     assert _of_this_machine(page) == page

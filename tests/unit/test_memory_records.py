@@ -11,8 +11,8 @@ import pytest
 from stepscope.records.jsonl import read_records
 from stepscope.studies.checkpointing.view import Tried
 from stepscope.studies.memory.rows import Accounted, accounted
-from stepscope.studies.plans import prediction_for
 from stepscope.studies.registry import find_study
+from stepscope.studies.training.plans import prediction_for
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 

@@ -23,10 +23,10 @@ from stepscope.records.memory import (
 from stepscope.studies.memory import measure
 from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
-from stepscope.studies.step_peaks import steps_in_turns
-from stepscope.studies.traced import TRACES
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload
+from stepscope.studies.trace.measure import TRACES
+from stepscope.studies.training.peaks import steps_in_turns
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload
 
 GIB = 1 << 30
 

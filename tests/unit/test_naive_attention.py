@@ -8,8 +8,8 @@ import torch
 from test_advice_attention import account, measured_step, saved, summary
 from torch import nn
 
+from stepscope.advisor.advise.attention_facts import attention_work
 from stepscope.analysis.trace.summary import Summary, Use
-from stepscope.studies.advice.attention_facts import attention_work
 
 WIDTH, HEADS, CONTEXT, VOCAB = 32, 2, 16, 64
 

@@ -18,16 +18,16 @@ from stepscope.measure.device import CpuDevice
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies import timed_step
 from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.memory.measure import in_small
 from stepscope.studies.own import step as own_step
 from stepscope.studies.own.building import build
 from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
-from stepscope.studies.subject import TrainingStep
-from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload, WorkloadFlags, workloads
+from stepscope.studies.training import timed as timed_step
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.subject import TrainingStep
+from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
 SMALL: dict[str, dict[str, Any]] = {

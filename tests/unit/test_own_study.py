@@ -12,13 +12,13 @@ from command_line import CommandLine
 from own_models import causal_lm_flops, conv_net_flops
 from own_records import own_record
 from quiet_bench import QuietBench
+from stepscope.advisor.advise.cases import Trial
 from stepscope.errors import UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.advice.cases import Trial
-from stepscope.studies.inspected.cases import InspectedCase
 from stepscope.studies.own import STUDY
 from stepscope.studies.own.cases import OwnFlags
+from stepscope.studies.program.cases import InspectedCase
 
 RESULTS = Path(__file__).parents[2] / "results"
 

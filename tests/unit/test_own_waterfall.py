@@ -14,8 +14,8 @@ from sample_records import environment
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Timeline
-from stepscope.studies.inspected.rows import Watched
-from stepscope.studies.inspected.waterfall import least_ms, parts_of, waterfall_blocks
+from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.waterfall import least_ms, parts_of, waterfall_blocks
 
 KNOWN = (
     Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured"),

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from own_records import attached, coded, inspected_record, tried
+from stepscope.advisor.advise.view import not_judged
+from stepscope.advisor.inspect import STUDY as INSPECT
 from stepscope.analysis.advice.unjudged import MEMORY, Unjudged
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.trace.summary import Line, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
-from stepscope.studies.advice.view import not_judged
-from stepscope.studies.inspected import STUDY as INSPECT
-from stepscope.studies.inspected.setting import OptimizerSetting, Setting
+from stepscope.studies.program.setting import OptimizerSetting, Setting
 from stepscope.studies.registry import viewables
 
 OPTIMIZER = OptimizerSetting(

@@ -15,12 +15,18 @@ from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
 from stepscope.analysis.predict.step import overrun, predict, runs_within
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.benchmark.cases import BenchmarkCase
-from stepscope.studies.plans import plan_of
-from stepscope.studies.post_mortem import NOTE, Refusal, examined, read_refusal, step_post_mortem
-from stepscope.studies.protocol import Failed, MeasureCase
 from stepscope.studies.registry import find_study
-from stepscope.studies.worker import Worker
-from stepscope.studies.workload import Workload, WorkloadFlags, case_of, workloads
+from stepscope.studies.runner.protocol import Failed, MeasureCase
+from stepscope.studies.runner.worker import Worker
+from stepscope.studies.training.plans import plan_of
+from stepscope.studies.training.post_mortem import (
+    NOTE,
+    Refusal,
+    examined,
+    read_refusal,
+    step_post_mortem,
+)
+from stepscope.studies.training.workload import Workload, WorkloadFlags, case_of, workloads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planted_ooms

@@ -12,7 +12,7 @@ from test_prediction import plan
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.cli import main
-from stepscope.studies.prediction_view import budget_finding
+from stepscope.studies.views.prediction import budget_finding
 
 
 def test_it_prints_phases_and_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:

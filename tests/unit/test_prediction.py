@@ -15,6 +15,7 @@ from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.errors import UsageError
+from stepscope.kernels import loss_chunks
 from stepscope.measure.device import pick_device
 from stepscope.measure.tensors import TensorBytes
 from stepscope.model import cost
@@ -23,9 +24,9 @@ from stepscope.model.sizes import find_size, with_overrides
 from stepscope.model.transformer import TransformerLM
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
-from stepscope.studies.plans import plan_of
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import OPTIMIZERS, Mode, Workload
+from stepscope.studies.training.plans import plan_of
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import OPTIMIZERS, Mode, Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"
 GIB = 2**30
@@ -87,9 +88,9 @@ def test_a_loss_by_chunks_is_predicted(
     dtype: str, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks: the logits of the one before are still there when the next are made."""
-    monkeypatch.setattr(cost, "LOSS_CHUNK_ROWS", 16)
-    monkeypatch.setattr(cost, "LOSS_CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(cost, "_ROWS_TOGETHER", 16)
+    monkeypatch.setattr(loss_chunks, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(loss_chunks, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(loss_chunks, "_ROW_MULTIPLE", 16)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     work = msgspec.structs.replace(tiny(dtype, "sdpa", vocab=vocab), loss="fused")
     with warnings.catch_warnings():

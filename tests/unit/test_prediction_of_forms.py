@@ -16,23 +16,24 @@ import pytest
 from test_prediction import counted_phases, plan, tiny
 from triton.runtime.interpreter import InterpretedFunction
 
-from stepscope import beside
 from stepscope.analysis.predict import beside as predicted_beside
 from stepscope.analysis.predict import fused_layers
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
+from stepscope.kernels import launching, norm
+from stepscope.kernels.activation_policy import KEEPS
+from stepscope.kernels.triton import norm as triton_norm
 from stepscope.model import cost
 from stepscope.model.config import precision
-from stepscope.model.kernels import launching, norm, triton_norm
-from stepscope.model.memory import KEEPS
 from stepscope.optim import fused, in_backward
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
-from stepscope.studies.plans import plan_of, prediction_for
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Heat, Racer
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.plans import plan_of, prediction_for
+from stepscope.studies.training.workload import Workload
+from stepscope.torch_tools import beside
 
 RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
 FUSED = {"fused": True}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.model.kernels import search
-from stepscope.model.kernels.cublaslt import Kernel, Matrix, Product
-from stepscope.model.kernels.products import wide_product
-from stepscope.model.kernels.search import multiplied_into, searched_products, searching
+from stepscope.kernels import autotune as search
+from stepscope.kernels.autotune import multiplied_into, searched_products, searching
+from stepscope.kernels.cublaslt import Kernel, Matrix, Product
+from stepscope.kernels.matmul import wide_product
 
 
 def read(matrix: Matrix, memory: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ import torch
 
 from stepscope.errors import first_cause
 from stepscope.measure.device import CpuDevice
-from stepscope.studies.captured import forget_steps
 from stepscope.studies.profile.experiments import (
     LARGER,
     experiments,
     larger_batch,
 )
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import MODES, Mode, WorkloadFlags, workloads
+from stepscope.studies.training.captured import forget_steps
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import MODES, Mode, WorkloadFlags, workloads
 
 
 def built(mode: Mode, compiled: str = "no") -> TransformerStep:

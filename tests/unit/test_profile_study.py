@@ -27,8 +27,8 @@ from stepscope.studies.profile.rows import (
     top_kernel,
 )
 from stepscope.studies.registry import find_study
-from stepscope.studies.subject import Subject
-from stepscope.studies.traced import trace_step
+from stepscope.studies.trace.measure import trace_step
+from stepscope.studies.training.subject import Subject
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from stepscope import ranges
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summarize import summarize
@@ -19,9 +18,10 @@ from stepscope.measure.capture import capture
 from stepscope.measure.device import CpuDevice
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import AdamW
-from stepscope.ranges import name_groups, named
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload
+from stepscope.torch_tools import ranges
+from stepscope.torch_tools.ranges import name_groups, named
 
 CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)

@@ -21,12 +21,12 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Lint, Record
 from stepscope.records.store import Store
 from stepscope.studies import registry
-from stepscope.studies import runner as runner_module
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.load import Wait
-from stepscope.studies.nursery import can_fork
-from stepscope.studies.protocol import Progress
-from stepscope.studies.runner import Runner, new_run, plan_digest
+from stepscope.studies.runner import runner as runner_module
+from stepscope.studies.runner.load import Wait
+from stepscope.studies.runner.nursery import can_fork
+from stepscope.studies.runner.protocol import Progress
+from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 EXPECTED = {
     "raise": ("error", "RuntimeError: planted"),
@@ -347,7 +347,7 @@ def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
 
 
 PARENT = """
-from stepscope.studies.process import WorkerProcess
+from stepscope.studies.runner.process import WorkerProcess
 worker = WorkerProcess("cpu")
 hang = {"does": "hang", "number": 0, "seconds": 0}
 worker.measure("planted", hang, 600, lambda _: print(worker._process.pid, flush=True))

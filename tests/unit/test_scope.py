@@ -13,8 +13,8 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.inspected.rows import Watched
 from stepscope.studies.page import make_page
+from stepscope.studies.program.rows import Watched
 from watched_models import Network, batch, network_flops, train
 
 FEW = {"warmup": 1, "timed": 5, "traced": 2}

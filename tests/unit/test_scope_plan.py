@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.cli.inspect_command import InspectOptions
+from stepscope.advisor.inspect.child import describe_end
+from stepscope.advisor.inspect.progress import Progress, why_nothing
+from stepscope.advisor.scope.anchor import Anchor
+from stepscope.advisor.scope.arrival import when_imported
+from stepscope.advisor.scope.stages import Effort, Stage
+from stepscope.cli.commands.inspect import InspectOptions
 from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError
-from stepscope.scope.anchor import Anchor
-from stepscope.scope.arrival import when_imported
-from stepscope.scope.stages import Effort, Stage
-from stepscope.studies.inspected.child import describe_end
-from stepscope.studies.inspected.progress import Progress, why_nothing
 
 
 def ends(calls: str) -> str:
@@ -145,7 +145,7 @@ def test_a_module_is_noticed_when_it_is_imported_and_not_before(
 def test_a_batch_is_that_of_all_loaders_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data import DataLoader
 
-    from stepscope.scope import result
+    from stepscope.advisor.scope import result
 
     four, eight = (DataLoader([1], size) for size in (4, 8))  # type: ignore[arg-type]
     for living, expected in (([four, 1], 4), ([four, eight], None), (["none"], None)):

@@ -14,13 +14,13 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import stepscope
+from stepscope.advisor.inspect.progress import read_progress
 from stepscope.errors import StepscopeError
 from stepscope.measure.device import Mark
 from stepscope.measure.flops import FlopCount
 from stepscope.records.memory import GRADIENTS
 from stepscope.records.schema import Record
-from stepscope.studies.inspected.progress import read_progress
-from stepscope.studies.inspected.rows import Watched
+from stepscope.studies.program.rows import Watched
 from watched_models import Network, batch, network_flops, train
 from watched_programs import watching
 

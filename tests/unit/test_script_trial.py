@@ -12,13 +12,13 @@ import pytest
 from command_line import CommandLine
 from own_records import advice, tried
 from quiet_bench import QuietBench
+from stepscope.advisor.advise.cases import Script, Trial
+from stepscope.advisor.advise.script_trial import measure_script_trial
+from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.turns import Contestant, ScriptEndedError
+from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
-from stepscope.studies.advice.cases import Script, Trial
-from stepscope.studies.advice.script_trial import measure_script_trial
-from stepscope.studies.advice.tried import Tried
-from stepscope.studies.advice.turns import Contestant, ScriptEndedError
-from stepscope.studies.inspected.order import Order
 
 SCRIPT = """
 import random, sys, torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
-from stepscope.cli.run_command import Asked, Share
+from stepscope.cli.commands.run import Asked, Share
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import StepFlags

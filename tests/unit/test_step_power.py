@@ -16,10 +16,10 @@ from stepscope.measure.device import CpuDevice, Mark
 from stepscope.records.schema import Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Spread, Table
 from stepscope.studies.base import Measurement
-from stepscope.studies.energy_view import energy_finding
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.race import measure_race
-from stepscope.studies.transformer_step import TransformerStep
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.views.energy import energy_finding
 
 STUDY = find_study("step")
 H200 = environment(max_sm_clock_mhz=1980.0)

@@ -25,7 +25,7 @@ from stepscope.studies.step.cases import PARTS, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
 from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
 from stepscope.studies.step.rows import ladders, loss_curves, races
-from stepscope.studies.transformer_step import TransformerStep
+from stepscope.studies.training.transformer import TransformerStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
@@ -373,7 +373,7 @@ class TestPage:
 
 
 def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    from stepscope.cli.report_command import print_results
+    from stepscope.cli.commands.report import print_results
 
     print_results([rung_record(), rung_record("bf16", "first", step=50.0), waterfall_record()])
     told = capsys.readouterr().out

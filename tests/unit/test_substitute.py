@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stepscope.attention.substitute import PutOff, written_out_as_one_kernel
-from stepscope.attention.substitute_graph import substitute
+from stepscope.acceleration.attention.graph import substitute
+from stepscope.acceleration.attention.substitute import PutOff, written_out_as_one_kernel
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 8, 16
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

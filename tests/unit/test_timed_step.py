@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from quiet_bench import QuietBench
-from stepscope.studies.plans import prediction_for
-from stepscope.studies.subject import TrainingStep
-from stepscope.studies.timed_step import measure_step
-from stepscope.studies.workload import Mode, Workload
+from stepscope.studies.training.plans import prediction_for
+from stepscope.studies.training.subject import TrainingStep
+from stepscope.studies.training.timed import measure_step
+from stepscope.studies.training.workload import Mode, Workload
 
 
 class Effort(NamedTuple):

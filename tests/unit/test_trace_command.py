@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.report.svg import CURVES
-from stepscope.studies.trace_findings import trace_findings
-from stepscope.studies.trace_view import comparison_table, trace_blocks
+from stepscope.studies.trace.findings import trace_findings
+from stepscope.studies.trace.view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
 
 EVIL = "</script><img src=x onerror=alert(1)>"

@@ -10,10 +10,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from stepscope.scope.trial import changes as changing
-from stepscope.scope.trial.backwards import Backwards
-from stepscope.scope.trial.changes import Changes
-from stepscope.studies.own.changing import blocks_of, one_kernel_attention
+from stepscope.acceleration.changes import blocks_of, one_kernel_attention
+from stepscope.advisor.trial import changes as changing
+from stepscope.advisor.trial.backwards import Backwards
+from stepscope.advisor.trial.changes import Changes
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 HEADS, WIDTH, LENGTH = 2, 16, 8

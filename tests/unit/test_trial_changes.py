@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepscope.scope.trial import habits
-from stepscope.scope.trial.backwards import Backwards
-from stepscope.scope.trial.changes import COMPILED_AFTER, Changes
-from stepscope.scope.trial.optimizers import fuse_optimizers
+from stepscope.advisor.trial import habits
+from stepscope.advisor.trial.backwards import Backwards
+from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
+from stepscope.advisor.trial.optimizers import fuse_optimizers
 from watched_models import Network, batch
 
 

@@ -19,22 +19,22 @@ import pytest
 from command_line import CommandLine
 from own_records import advice, tried
 from quiet_bench import QuietBench
+from stepscope.advisor.advise import script_trial
+from stepscope.advisor.advise.advised import advice_given, with_advice
+from stepscope.advisor.advise.cases import APART, OF_MODELS, Script, Trial
+from stepscope.advisor.advise.history import read_history
+from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.turns import Contestant, Ready, ScriptOutOfMemoryError
+from stepscope.advisor.advise.view import trial_blocks
+from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import Advice
 from stepscope.cli import verification
 from stepscope.cli.verification import Deadline, Later, Verification
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Run
 from stepscope.records.store import Store
-from stepscope.studies.advice import script_trial
-from stepscope.studies.advice.advised import advice_given, with_advice
-from stepscope.studies.advice.cases import APART, OF_MODELS, Script, Trial
-from stepscope.studies.advice.history import read_history
-from stepscope.studies.advice.tried import Tried
-from stepscope.studies.advice.turns import Contestant, Ready, ScriptOutOfMemoryError
-from stepscope.studies.advice.view import trial_blocks
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.inspected.order import Order
-from stepscope.studies.runner import new_run
+from stepscope.studies.runner.runner import new_run
 
 FORMAT = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")
@@ -352,7 +352,7 @@ def test_models_that_do_not_fit_together_are_timed_one_after_the_other(
 ) -> None:
     import torch
 
-    from stepscope.studies.advice import measure
+    from stepscope.advisor.advise import measure
     from stepscope.studies.own.cases import OwnStep
 
     plain = measure._in_turns

@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from own_records import coded
+from stepscope.advisor.inspect.gather import gather, parts
+from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
-from stepscope.studies.inspected.findings import inspected_findings
-from stepscope.studies.inspected.gather import gather, parts
-from stepscope.studies.inspected.progress import CHILD_STEPPED, read_progress
-from stepscope.studies.inspected.rows import (
+from stepscope.studies.program.findings import inspected_findings
+from stepscope.studies.program.rows import (
     lateness,
     programs,
     slowest,
@@ -52,8 +52,8 @@ def test_gradient_accumulation_is_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["stepscope.measure.modules.trained_models", "stepscope.scope.result.make_record",
-     "stepscope.scope.recorder.Recorder.watch", "stepscope.records.jsonl.write_records"],
+    ["stepscope.measure.modules.trained_models", "stepscope.advisor.scope.result.make_record",
+     "stepscope.advisor.scope.recorder.Recorder.watch", "stepscope.records.jsonl.write_records"],
 )  # fmt: skip
 def test_what_goes_wrong_here_never_reaches_the_script(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,8 +243,8 @@ def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
     last = slowest(ranks)
     assert last is not None
     assert last.rank == 1
-    from stepscope.studies.inspected import STUDY
-    from stepscope.studies.inspected.view import inspected_blocks
+    from stepscope.advisor.inspect import STUDY
+    from stepscope.studies.program.view import inspected_blocks
 
     texts = [
         getattr(block, "text", "") for block in inspected_blocks([one.record for one in ranks])
@@ -259,7 +259,7 @@ def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
 def test_stand_ins_of_the_compiler_are_no_memory() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from stepscope.scope.memory import _living_tensors
+    from stepscope.advisor.scope.memory import _living_tensors
 
     with FakeTensorMode():
         stand_in = torch.empty(1 << 20)

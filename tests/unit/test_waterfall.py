@@ -23,7 +23,7 @@ from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
-from stepscope.studies.waterfall_view import Fall, fall_of, remedy, waterfall_blocks
+from stepscope.studies.views.waterfall import Fall, fall_of, remedy, waterfall_blocks
 from study_records import profile_record
 from trace_files import training_step
 

@@ -13,7 +13,7 @@ import pytest
 
 from command_line import CommandLine
 from planted_study import RAW_LINES
-from stepscope.studies.process import Lines
+from stepscope.studies.runner.process import Lines
 
 RUN = ("--device", "cpu", "--no-report")
 

@@ -15,8 +15,9 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
 from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import (
+from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import (
     COMPILE,
     MODES,
     OPTIMIZERS,
@@ -25,7 +26,6 @@ from stepscope.studies.workload import (
     WorkloadFlags,
     workloads,
 )
-from stepscope.studies.workload_flags import WITHIN_BACKWARD
 
 SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
 EVERYTHING = WorkloadFlags(
@@ -250,7 +250,7 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
 
 
 def test_names_in_words_stay_apart() -> None:
-    from stepscope.studies.workload import WorkloadFlags, workloads
+    from stepscope.studies.training.workload import WorkloadFlags, workloads
 
     flags = [
         WorkloadFlags(size=("xl",), attention=("reference", "sdpa"), compile=("no", "block")),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from stepscope.analysis.foreign_kernels import foreign_kernels
 from stepscope.analysis.group_lints import GROUP_CHECKS, lint_group
+from stepscope.analysis.kernels.expected import foreign_kernels
 from stepscope.analysis.limits import (
     PHASES,
     achieved_flops,

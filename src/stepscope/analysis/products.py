@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from stepscope.kernels.loss_chunks import rows_per_chunk
 from stepscope.model.config import ModelConfig
-from stepscope.model.cost import rows_of_a_chunk
 
 Way = Literal["forward", "towards the input", "towards the weight"]
 HEAD = "head"
@@ -58,7 +58,7 @@ def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
 
 def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int, ...]:
     """Rows of each product of the head: by chunks where the loss is fused."""
-    rows = rows_of_a_chunk(tokens, config.vocab, config.d_model) if joined else tokens
+    rows = rows_per_chunk(tokens, config.vocab, config.d_model) if joined else tokens
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 

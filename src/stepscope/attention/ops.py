@@ -9,7 +9,6 @@ Python costs more host time than a short attention takes on the GPU.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +24,12 @@ from stepscope.attention.inputs import (
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import Passes, attend_under_transforms
-from stepscope.derivatives import (
+from stepscope.torch_tools.derivatives import (
     differentiable_once,
     no_second_derivative,
     transforms_active,
 )
+from stepscope.torch_tools.triton_available import is_interpreted
 
 FEWEST_PRODUCTS = 1 << 34
 """Multiplications of one matrix product below which a launch through torch's own C++ is faster."""
@@ -40,7 +40,7 @@ WIDEST = 96
 
 @functools.cache
 def _kernels() -> Any:
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
 
     return triton_launch
 
@@ -210,7 +210,7 @@ def refuses(
     scale: float | None,  # noqa: ARG001
     causal_align: str | None,  # noqa: ARG001
 ) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = is_interpreted()
     if q.device.type != "cuda" and not interpreted:
         return f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
     if q.dtype == torch.float64:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import default_scale, heads_per_key_head
 from stepscope.attention.masking import Sight
-from stepscope.ranges import named
+from stepscope.torch_tools.ranges import named
 
 
 def reference_attention(

@@ -24,7 +24,7 @@ from torch import Tensor
 from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
 from stepscope.attention.masking import Sight
 from stepscope.attention.transforms import Passes, attend_under_transforms
-from stepscope.derivatives import differentiable_once, transforms_active
+from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 QUERY_TILE = 128
 KEY_TILE = 128

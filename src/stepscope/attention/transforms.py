@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.derivatives import no_second_derivative
+from stepscope.torch_tools.derivatives import no_second_derivative
 
 
 @dataclass(frozen=True, eq=False)

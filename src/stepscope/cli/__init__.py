@@ -102,7 +102,9 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
-    module = importlib.import_module(f"stepscope.cli.{name.replace('-', '_')}_command")
+    # `import` is a keyword, so its module is `import_`.
+    file = {"import": "import_"}.get(name, name.replace("-", "_"))
+    module = importlib.import_module(f"stepscope.cli.commands.{file}")
     return int(module.main(rest))
 
 

@@ -7,28 +7,28 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.analysis.advice.calibration import Verified
-from stepscope.analysis.advice.changes import Advice, without_ranks
-from stepscope.analysis.advice.unjudged import unjudged
-from stepscope.cli.common import json_line, write_text
-from stepscope.records.schema import Record
-from stepscope.report.blocks import Interval, Page, Section, Table
-from stepscope.studies.advice.cases import OF_MODELS, OF_SCRIPTS
-from stepscope.studies.advice.cases import STUDY_NAME as TRIALS
-from stepscope.studies.advice.facts_of import facts_of
-from stepscope.studies.advice.history import read_history
-from stepscope.studies.advice.history_view import history_blocks
-from stepscope.studies.advice.tried import Tried
-from stepscope.studies.advice.view import (
+from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
+from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
+from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.history import read_history
+from stepscope.advisor.advise.history_view import history_blocks
+from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.view import (
     advice_table,
     cannot_rank,
     lines_table,
     not_judged,
     not_tried,
 )
-from stepscope.studies.inspected.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.inspected.rows import Watched
+from stepscope.analysis.advice.calibration import Verified
+from stepscope.analysis.advice.changes import Advice, without_ranks
+from stepscope.analysis.advice.unjudged import unjudged
+from stepscope.cli.common import json_line, write_text
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Interval, Page, Section, Table
 from stepscope.studies.page import make_page, study_sections
+from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
+from stepscope.studies.program.rows import Watched
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How far off were predictions on this device, and what is learnt from that?"

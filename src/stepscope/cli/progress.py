@@ -14,7 +14,7 @@ from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.protocol import Progress
+from stepscope.studies.runner.protocol import Progress
 
 
 def outcome(record: Record) -> str:

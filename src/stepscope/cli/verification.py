@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from stepscope.advisor.advise import STUDY as TRIALS
+from stepscope.advisor.advise.cases import Trial
+from stepscope.advisor.advise.history import add_to_history
+from stepscope.advisor.advise.tried import NO_GAIN, Tried
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
 from stepscope.cli.messages import say
 from stepscope.cli.progress import make_observer
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
-from stepscope.studies.advice import STUDY as TRIALS
-from stepscope.studies.advice.cases import Trial
-from stepscope.studies.advice.history import add_to_history
-from stepscope.studies.advice.tried import NO_GAIN, Tried
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.protocol import Progress
-from stepscope.studies.runner import OUT_OF_TIME, Observer, Runner
+from stepscope.studies.runner.protocol import Progress
+from stepscope.studies.runner.runner import OUT_OF_TIME, Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
 """How many times as long a trial takes that waits for a compiler."""

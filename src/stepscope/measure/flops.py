@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from stepscope.triton_here import tf32_is_enabled
+from stepscope.torch_tools.triton_available import tf32_is_enabled
 
 Count = Callable[..., int]
 

@@ -24,14 +24,6 @@ _ATTENTION_OUTPUT = "attention output"
 
 MODES = ("forward", "forward-backward", "train-step")
 
-LOSS_CHUNK_ROWS = 8192
-"""Of the fused loss: enough. A chunk reads and writes the float32 gradient of the weight, 8 bytes
-for 6 FLOPs a row: at 700 TFLOP/s and 4.2 TB/s (an H200) 222 / rows of what its products take."""
-LOSS_CHUNK_ELEMENTS = 1 << 27
-"""Logits that a chunk may have in any case: 256 MiB in 16 bits."""
-_ROWS_TOGETHER = 128
-_COLUMNS_TOGETHER = 16
-
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters by part; `attention`, `feed_forward` and `norms` over all layers."""
@@ -219,21 +211,6 @@ def minimum_bytes(
     if mode == "train-step":
         return weights + most + optimizer_bytes(config, precision)
     raise unknown_name("mode", mode, MODES)
-
-
-def rows_of_a_chunk(rows: int, vocab: int, d: int) -> int:
-    """Of the fused loss: as many as make its traffic small beside its products, in chunks of about
-    the same size. In 16 bits their logits take no more room than the weight's gradient in float32,
-    which is there anyway, or than `LOSS_CHUNK_ELEMENTS`."""
-    most = max(min(LOSS_CHUNK_ROWS, 2 * d), LOSS_CHUNK_ELEMENTS // columns_of_logits(vocab))
-    most = max(1, most // _ROWS_TOGETHER) * _ROWS_TOGETHER
-    chunks = max(1, -(-rows // most))
-    return max(1, -(-rows // (chunks * _ROWS_TOGETHER))) * _ROWS_TOGETHER
-
-
-def columns_of_logits(vocab: int) -> int:
-    """Of the fused loss, with what is left free so that rows start where wide loads can."""
-    return -(-vocab // _COLUMNS_TOGETHER) * _COLUMNS_TOGETHER
 
 
 def _shape(config: ModelConfig, batch: int, context: int) -> AttentionShape:

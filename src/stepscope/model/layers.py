@@ -19,21 +19,21 @@ from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
 from stepscope.attention.inputs import product_format
-from stepscope.model.kernels.copies import WeightCopies
-from stepscope.model.kernels.embedding import embedded
-from stepscope.model.kernels.feed_forward import feed_forward
-from stepscope.model.kernels.norm import (
+from stepscope.kernels.activation_policy import ALL, NORMS
+from stepscope.kernels.embedding import embedded
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.glu import swiglu
+from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.norm import (
     Normed,
     add_rms_norm,
     normed_sum,
     plain_rms_norm,
     rms_norm,
 )
-from stepscope.model.kernels.products import joined_product
-from stepscope.model.kernels.rotary import plain_rotate, rotated_heads_, rotated_parts_
-from stepscope.model.kernels.swiglu import swiglu
-from stepscope.model.memory import ALL, NORMS
-from stepscope.ranges import named
+from stepscope.kernels.rope import plain_rotate, rotated_heads_, rotated_parts_
+from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.torch_tools.ranges import named
 
 
 class Linear(nn.Linear):

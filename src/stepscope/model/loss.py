@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.ranges import named
+from stepscope.torch_tools.ranges import named
 
 
 def cross_entropy(

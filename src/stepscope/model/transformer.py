@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint as run_again_in_backward
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
 from stepscope.attention.inputs import product_format
+from stepscope.kernels import linear_cross_entropy
+from stepscope.kernels.activation_policy import ALL
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model.config import ModelConfig
-from stepscope.model.kernels import linear_cross_entropy
-from stepscope.model.kernels.copies import WeightCopies
 from stepscope.model.layers import (
     CausalSelfAttention,
     Embedding,
@@ -25,8 +26,7 @@ from stepscope.model.layers import (
     RotaryEmbedding,
     SwiGLU,
 )
-from stepscope.model.memory import ALL
-from stepscope.ranges import named
+from stepscope.torch_tools.ranges import named
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream, and the branch that is still to be added to it."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.adamw import AdamW, Rule
-from stepscope.triton_here import HAS_TRITON, format_taken, interpreted
+from stepscope.torch_tools.triton_available import HAS_TRITON, format_taken, is_interpreted
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
@@ -317,7 +317,7 @@ def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
-    return parameter.is_cuda or interpreted()
+    return parameter.is_cuda or is_interpreted()
 
 
 def _settings(group: dict[str, Any], steps: float) -> Settings:

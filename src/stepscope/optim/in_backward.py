@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from stepscope.beside import Beside, offered
-from stepscope.gradient_hooks import hook_for_life, hook_of
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
-from stepscope.triton_here import format_taken
+from stepscope.torch_tools.beside import Beside, offered
+from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
+from stepscope.torch_tools.triton_available import format_taken
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings

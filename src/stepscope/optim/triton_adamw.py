@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.optim.adamw import Rule
-from stepscope.triton_here import on_its_device
+from stepscope.torch_tools.triton_available import on_its_device
 
 BLOCK = 1024
 """Four elements for each thread of a program: few registers, so five programs share a processor and

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepscope.errors import unknown_name
-from stepscope.gradient_hooks import hook_of
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.errors import ParallelError
@@ -48,6 +47,7 @@ from stepscope.parallel.guard import (
 from stepscope.parallel.layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch, unplanned_gradient
 from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
+from stepscope.torch_tools.gradient_hooks import hook_of
 
 
 class SyncTiming(NamedTuple):

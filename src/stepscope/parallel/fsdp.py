@@ -54,7 +54,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepscope.gradient_hooks import hook_for_life
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.clipping import clip
@@ -65,6 +64,7 @@ from stepscope.parallel.order import Order
 from stepscope.parallel.parameter_watch import ParameterWatch
 from stepscope.parallel.sharded_module import IN_PLACE_OF_A_COPY, Unit
 from stepscope.parallel.sharded_parameter import ShardedParameter
+from stepscope.torch_tools.gradient_hooks import hook_for_life
 
 
 class FSDP(NotCopied, nn.Module):

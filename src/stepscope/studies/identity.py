@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from stepscope.model.memory import ALL
+from stepscope.kernels.activation_policy import ALL
 from stepscope.report.blocks import Cell, Column
 from stepscope.report.tables import Declared
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.workload import Workload
 
 
 class OfStep(Protocol):

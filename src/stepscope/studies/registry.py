@@ -1,4 +1,4 @@
-"""Which studies there are: every module of this package that holds a `STUDY`.
+"""The studies: every module of `studies` and `advisor` that defines a `STUDY`.
 
 Studies of your own join them without a change here: name their modules, separated by commas, in
 the environment variable STEPSCOPE_STUDIES. They must be importable (see PYTHONPATH) and load
@@ -15,10 +15,11 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from stepscope import studies
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Measurable, Study, Viewable
 
+# By name: `advisor` is built on studies, and a worker runs its trials as it runs any case.
+_PACKAGES = ("stepscope.studies", "stepscope.advisor")
 # The order in which a reader wants them; a study that is not named here comes after.
 _ORDER = (
     "inspect",
@@ -48,10 +49,11 @@ _ORDER = (
 def viewables() -> dict[str, Viewable]:
     """Everything whose records can be shown, in the order of a page."""
     found = {}
-    for module in pkgutil.iter_modules(studies.__path__):
-        study = getattr(importlib.import_module(f"{studies.__name__}.{module.name}"), "STUDY", None)
-        if study is not None:
-            found[study.name] = study
+    for package in map(importlib.import_module, _PACKAGES):
+        for module in pkgutil.iter_modules(package.__path__):
+            imported = importlib.import_module(f"{package.__name__}.{module.name}")
+            if (study := getattr(imported, "STUDY", None)) is not None:
+                found[study.name] = study
     for name in os.environ.get("STEPSCOPE_STUDIES", "").replace(",", " ").split():
         study = _study_of_user(name)
         if study.name in found:

@@ -12,7 +12,7 @@ from stepscope.analysis.advice.dtypes import ONE_KERNEL_OVER_PRODUCTS
 from stepscope.analysis.advice.facts import BETWEEN, OF_MODEL, QUEUE, Facts, Work
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
-from stepscope.analysis.kernel_names import MEMORY_BOUND
+from stepscope.analysis.kernels.names import MEMORY_BOUND
 
 _ONE_KERNEL_ON_CPU = 1.3
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
@@ -282,7 +282,7 @@ def _fused_loss(facts: Facts) -> Judged | None:
         why=f"from logits to loss and back takes {facts.loss_ms:.3g} ms, and"
         f" {facts.logit_bytes / 2**20:.4g} MiB of logits are kept in between",
         risk=_OTHER_ORDER,
-        lines=("from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy",
+        lines=("from stepscope.kernels.cross_entropy import linear_cross_entropy",
                "loss = linear_cross_entropy(hidden, head.weight, targets)"),
         by_author="the loss has to be given what the head is given, and not its logits",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients that an update beside the backward still reads, in sizes: `stepscope.beside`."""
+"""Bytes of the gradients that an update overlapped with the backward still reads."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import msgspec
 from stepscope.analysis.predict.plan import IN_BACKWARD, WITHIN_BACKWARD, StepPlan
 from stepscope.analysis.predict.step import predict, runs_within
 from stepscope.errors import UsageError
+from stepscope.kernels.activation_policy import KEEPS
 from stepscope.model.checkpointing import NONE
-from stepscope.model.memory import KEEPS
 
 MARGIN = 1.02
 """What a peak may be off."""

@@ -12,7 +12,7 @@ from stepscope.analysis.predict.layers import Layers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
-from stepscope.model.memory import ALL, INPUTS, NORMS
+from stepscope.kernels.activation_policy import ALL, INPUTS, NORMS
 from stepscope.records.memory import WEIGHT_COPIES
 
 WARPS_TO_A_PROCESSOR = 32

@@ -8,7 +8,7 @@ from stepscope.analysis.predict.fused_layers import JoinedLayers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
-from stepscope.model.cost import columns_of_logits, rows_of_a_chunk
+from stepscope.kernels.loss_chunks import padded_columns, rows_per_chunk
 from stepscope.records.memory import LOGITS
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def _chunks(
     last chunk did; the weight's cast goes before the last product."""
     new, model = play.memory.buffer, play.plan.model
     tokens, vocab, d = play.shape.tokens, model.vocab, model.d_model
-    rows = min(tokens, rows_of_a_chunk(tokens, vocab, d))
-    logits = new(rows * columns_of_logits(vocab) * compute, LOGITS)
+    rows = min(tokens, rows_per_chunk(tokens, vocab, d))
+    logits = new(rows * padded_columns(vocab) * compute, LOGITS)
     grad_weight = read = None
     for start in range(0, tokens, rows):
         own = min(rows, tokens - start)

@@ -8,10 +8,10 @@ import msgspec
 
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
+from stepscope.kernels.activation_policy import ALL, check_forms, kept
 from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
-from stepscope.model.memory import ALL, check_forms, kept
 
 IN_BACKWARD = "stepscope-in-backward"
 AS_MADE = "stepscope-as-made"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES, Class, Description
-from stepscope.analysis.operator_names import named_class
+from stepscope.analysis.kernels.names import CLASSES, Class, Description
+from stepscope.analysis.kernels.operators import named_class
 from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.statistics import instances

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES, FILL, MEMORY_BOUND
+from stepscope.analysis.kernels.names import CLASSES, FILL, MEMORY_BOUND
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.statistics import Instances
 from stepscope.analysis.trace.summary import Runs

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, union
 from stepscope.analysis.trace.ledger import gap_causes, waits

@@ -1,16 +1,14 @@
-"""Fused pieces of a training step; the plain form of each is in `model.layers` and `model.loss`."""
+"""The former place of `stepscope.kernels`; it goes away in the next version."""
 
-from stepscope.model.kernels.embedding import embedded
-from stepscope.model.kernels.linear_cross_entropy import linear_cross_entropy
-from stepscope.model.kernels.norm import add_rms_norm, rms_norm
-from stepscope.model.kernels.rotary import rotated_heads_
-from stepscope.model.kernels.swiglu import swiglu
+from __future__ import annotations
 
-__all__ = [
-    "add_rms_norm",
-    "embedded",
-    "linear_cross_entropy",
-    "rms_norm",
-    "rotated_heads_",
-    "swiglu",
-]
+import sys
+import warnings
+
+from stepscope import kernels
+from stepscope.kernels import cross_entropy
+
+warnings.warn("stepscope.model.kernels is now stepscope.kernels", DeprecationWarning, stacklevel=2)
+sys.modules[f"{__name__}.linear_cross_entropy"] = cross_entropy
+for _name in kernels.__all__:
+    globals()[_name] = getattr(kernels, _name)

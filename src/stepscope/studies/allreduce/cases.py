@@ -7,7 +7,7 @@ import msgspec
 from stepscope.analysis.links import COLLECTIVES
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.flag_checks import check_each
-from stepscope.studies.ranked import RankedCase, default_ranks
+from stepscope.studies.ranks.cases import RankedCase, default_ranks
 
 BACKENDS = ("auto", "gloo", "nccl")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.rank_subject import settle
-from stepscope.studies.ranked import on_ranks
+from stepscope.studies.ranks.cases import on_ranks
+from stepscope.studies.ranks.subject import settle
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
-from stepscope.studies.published_view import Mine, published_tables
-from stepscope.studies.ranked_results import RankedResult
+from stepscope.studies.ranks.results import RankedResult
+from stepscope.studies.views.published import Mine, published_tables
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"

@@ -19,8 +19,8 @@ from stepscope.report.tables import STATUS, col, table
 from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Result
-from stepscope.studies.published_view import Mine, published_tables
 from stepscope.studies.trusted import all_good
+from stepscope.studies.views.published import Mine, published_tables
 
 _LONGEST = 3
 """Lengths that an exponent is fitted to: at short ones the host and fixed costs decide."""

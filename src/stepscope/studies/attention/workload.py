@@ -18,7 +18,7 @@ from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
 from stepscope.studies.host_memory import refuse_beyond_host_memory
-from stepscope.studies.subject import Subject
+from stepscope.studies.training.subject import Subject
 
 if TYPE_CHECKING:
     import torch

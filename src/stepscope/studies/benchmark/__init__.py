@@ -18,8 +18,8 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
-from stepscope.studies.post_mortem import step_post_mortem
-from stepscope.studies.workload import case_of, workloads
+from stepscope.studies.training.post_mortem import step_post_mortem
+from stepscope.studies.training.workload import case_of, workloads
 
 
 class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
@@ -51,7 +51,7 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         )
 
     def measure(self, case: BenchmarkCase, bench: Bench) -> Measurement:
-        from stepscope.studies.timed_step import measure_step
+        from stepscope.studies.training.timed import measure_step
 
         return measure_step(case, case, bench, energy=case.energy is True)
 

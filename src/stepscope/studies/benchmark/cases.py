@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.errors import UsageError
 from stepscope.studies.flag_checks import check_seconds
-from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags
+from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadFlags
 
 
 class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.benchmark.rows import Pair, Row, is_steady, pairs_of
-from stepscope.studies.energy_view import energy_finding
+from stepscope.studies.views.energy import energy_finding
 
 _AS_EXPECTED = 0.3
 """A ratio this near to 2 needs no explanation."""

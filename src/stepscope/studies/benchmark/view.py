@@ -24,7 +24,7 @@ from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.benchmark.findings import benchmark_findings
 from stepscope.studies.benchmark.rows import Pair, Row, common_context, is_steady, pairs_of, rows_of
 from stepscope.studies.identity import step_columns
-from stepscope.studies.published_view import Mine, published_tables, step_conditions
+from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
 _HEADLINE_ROWS = 12
 """More than these are a table, not a headline: then one context stands for all."""

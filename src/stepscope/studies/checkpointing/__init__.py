@@ -17,7 +17,7 @@ from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.checkpointing.cases import CheckpointingCase, CheckpointingFlags, cases_of
-from stepscope.studies.post_mortem import step_post_mortem
+from stepscope.studies.training.post_mortem import step_post_mortem
 
 
 class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):

@@ -12,8 +12,8 @@ from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NESTED, NONE, run_again, stretches
-from stepscope.studies.plans import plan_of
-from stepscope.studies.workload import Workload, WorkloadFlags, case_of, workloads
+from stepscope.studies.training.plans import plan_of
+from stepscope.studies.training.workload import Workload, WorkloadFlags, case_of, workloads
 
 _POWERS = (1, 2, 4, 8, 16, 32)
 _GIB = 2**30

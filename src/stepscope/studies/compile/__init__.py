@@ -32,7 +32,7 @@ from stepscope.studies.compile.cases import (
     ModelCase,
     TraceCase,
 )
-from stepscope.studies.workload import case_of, workloads
+from stepscope.studies.training.workload import case_of, workloads
 
 
 class Compile(Study[CompileFlags, CompileCase]):

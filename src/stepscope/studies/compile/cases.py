@@ -6,7 +6,7 @@ from typing import Literal
 
 from stepscope.errors import UsageError
 from stepscope.studies.attention.workload import AttentionWorkload
-from stepscope.studies.workload import Workload, WorkloadFlags
+from stepscope.studies.training.workload import Workload, WorkloadFlags
 
 Part = Literal["trace", "attention", "model"]
 PARTS: tuple[Part, ...] = ("trace", "attention", "model")

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stepscope.acceleration.changes import blocks_of
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention.workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.compile.cases import AttentionCase, ModelCase, TraceCase
-from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.training_step import make_step
-from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.studies.subject import Subject
+    from stepscope.studies.training.subject import Subject
 
 TimedCase = ModelCase | AttentionCase
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

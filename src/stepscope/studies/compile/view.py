@@ -14,7 +14,7 @@ from stepscope.report.format import count, duration, number
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
-from stepscope.studies.workload_flags import GRAPHS_OF_TORCH
+from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 
 PHASES = ("forward", "backward", "step")
 FORMS = ("eager", "compiled")

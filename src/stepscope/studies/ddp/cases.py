@@ -6,7 +6,7 @@ import msgspec
 
 from stepscope.errors import unknown_name
 from stepscope.studies.flag_checks import check_each
-from stepscope.studies.rank_subject import RankedFlags, RankedStep
+from stepscope.studies.ranks.subject import RankedFlags, RankedStep
 
 DTYPES = ("float32", "bfloat16", "bfloat16-pure")
 ALONE = "no communication"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.rank_subject import (
+from stepscope.studies.ranks.cases import on_ranks
+from stepscope.studies.ranks.subject import (
     WARMUP,
     Fed,
     RankedStep,
@@ -24,13 +25,12 @@ from stepscope.studies.rank_subject import (
     series_of,
     settle,
 )
-from stepscope.studies.ranked import on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stepscope.parallel import DDP, World
-    from stepscope.studies.workload import Workload
+    from stepscope.studies.training.workload import Workload
 
 _DRAWN = 3
 """Steps that are tried for a picture."""

@@ -20,8 +20,8 @@ from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.published_view import published_tables, ranked_step
-from stepscope.studies.ranked_results import RankedResult, step_column, way_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, way_rows
+from stepscope.studies.views.published import published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 

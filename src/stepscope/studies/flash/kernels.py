@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from stepscope.analysis.foreign_kernels import SEPARATOR, owner
-from stepscope.analysis.kernel_names import describe
+from stepscope.analysis.kernels.expected import SEPARATOR, owner
+from stepscope.analysis.kernels.names import describe
 from stepscope.attention.tiles import Pass
 from stepscope.report.blocks import Cell, Finding, Table
 from stepscope.report.format import duration, number, percent

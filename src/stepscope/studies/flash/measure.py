@@ -258,7 +258,7 @@ def measure_tile(
     """
     from triton.runtime.errors import OutOfResources
 
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
     from stepscope.measure.kernels import profile_kernels
 
     def repeat() -> None:
@@ -305,7 +305,7 @@ def _processor(properties: Any) -> Facts:
 
 def launch_facts(run: Callable[[], object]) -> tuple[Quantity, ...]:
     """Tile and compiled size of each kernel that `run` launches; the variant is its pass."""
-    from stepscope.attention import triton_launch
+    from stepscope.attention.triton import launch as triton_launch
 
     with triton_launch.recorded_launches() as launches:
         run()

@@ -8,7 +8,7 @@ from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col
 from stepscope.studies.base import Result
-from stepscope.studies.rank_subject import RankedStep
+from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import FULLY, FULLY_WAYS, TORCH_FULLY, WHOLE
 from stepscope.studies.sharding.view import (
     KINDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from stepscope.errors import UsageError
-from stepscope.studies.workload import Mode, Workload, WorkloadFlags
+from stepscope.studies.training.workload import Mode, Workload, WorkloadFlags
 
 Snapshot = Literal["yes", "no"]
 

@@ -28,8 +28,8 @@ from stepscope.studies.memory.rows import (
     but_for_context,
     highest_steps,
 )
-from stepscope.studies.plans import can_be_predicted, prediction_for
-from stepscope.studies.post_mortem import NOTE, examined, read_refusal
+from stepscope.studies.training.plans import can_be_predicted, prediction_for
+from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
 
 _CLOSED = 0.01
 _PREDICTED = 0.05

@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.errors import one_line
+from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
-from stepscope.model.memory import ALL
 from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
 from stepscope.records.schema import Series, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.memory.cases import MemoryCase
-from stepscope.studies.step_peaks import (
+from stepscope.studies.trace.measure import TRACES
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.peaks import (
     account,
     one_step,
     peak_quantities,
     plain_steps,
     steps_in_turns,
 )
-from stepscope.studies.traced import TRACES
-from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
-    from stepscope.studies.subject import TrainingStep
+    from stepscope.studies.training.subject import TrainingStep
 
 _TURNS = 5
 

@@ -35,8 +35,8 @@ from stepscope.studies.memory.rows import (
     highest_steps,
     leading,
 )
-from stepscope.studies.prediction_view import lines_table
-from stepscope.studies.published_view import Mine, published_tables, step_conditions
+from stepscope.studies.views.prediction import lines_table
+from stepscope.studies.views.published import Mine, published_tables, step_conditions
 
 _MIB, _GIB = 2**20, 2**30
 _PHASES = ("forward", "loss", "backward", "optimizer")

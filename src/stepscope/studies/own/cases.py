@@ -7,7 +7,7 @@ import msgspec
 from stepscope.errors import UsageError, unknown_name
 from stepscope.model.config import precision
 from stepscope.studies.base import Case
-from stepscope.studies.model_names import check_dtype, check_name
+from stepscope.studies.training.model_names import check_dtype, check_name
 
 STUDY_NAME = "own"
 COMPILE = ("no", "block", "model", "graphs")

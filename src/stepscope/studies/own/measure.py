@@ -11,9 +11,9 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own.cases import OwnCase
 from stepscope.studies.own.step import UserStep, own_step
-from stepscope.studies.step_peaks import account
-from stepscope.studies.timed_step import time_steps
-from stepscope.studies.traced import trace_step
+from stepscope.studies.trace.measure import trace_step
+from stepscope.studies.training.peaks import account
+from stepscope.studies.training.timed import time_steps
 
 if TYPE_CHECKING:
     from stepscope.measure.ledger import StorageLedger

@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stepscope.acceleration.changes import blocks_of, checkpoint_blocks, one_kernel_attention
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own.building import build, call, loss_of
 from stepscope.studies.own.cases import OwnStep
-from stepscope.studies.own.changing import blocks_of, checkpoint_blocks, one_kernel_attention
-from stepscope.studies.subject import TrainingStep
-from stepscope.studies.workload_flags import Mode
+from stepscope.studies.training.flags import Mode
+from stepscope.studies.training.subject import TrainingStep
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,8 @@ class UserStep(TrainingStep):
     ) -> None:
         import torch
 
-        from stepscope.studies.shared_weights import adopt_moments, adopt_weights
-        from stepscope.studies.step_parts import make_optimizer
+        from stepscope.studies.training.parts import make_optimizer
+        from stepscope.studies.training.shared_weights import adopt_moments, adopt_weights
 
         super().__init__(device, user.dtype, user.mode, seed=seed)
         self._user = user
@@ -137,7 +137,7 @@ class UserStep(TrainingStep):
         return counting.counted.total
 
     def _forward(self) -> None:
-        from stepscope.ranges import named
+        from stepscope.torch_tools.ranges import named
 
         self._mark_graph_step()
         with named("forward"), self._autocast():

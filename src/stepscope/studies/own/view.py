@@ -10,13 +10,13 @@ from stepscope.report.blocks import Block, Finding, Interval, Table
 from stepscope.report.format import bytes_, duration, number
 from stepscope.report.tables import col, failed_table, table
 from stepscope.studies.base import Result
-from stepscope.studies.energy_view import energy_finding
-from stepscope.studies.inspected.findings import memory_finding, rate_finding
-from stepscope.studies.inspected.rows import Watched, resting_on
-from stepscope.studies.inspected.view import account_blocks, trace_parts
-from stepscope.studies.inspected.waterfall import waterfall_blocks
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
-from stepscope.studies.trace_findings import trace_findings
+from stepscope.studies.program.findings import memory_finding, rate_finding
+from stepscope.studies.program.rows import Watched, resting_on
+from stepscope.studies.program.view import account_blocks, trace_parts
+from stepscope.studies.program.waterfall import waterfall_blocks
+from stepscope.studies.trace.findings import trace_findings
+from stepscope.studies.views.energy import energy_finding
 
 Own = Result[OwnCase]
 

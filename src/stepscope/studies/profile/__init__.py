@@ -18,9 +18,9 @@ import msgspec
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
-from stepscope.studies.post_mortem import step_post_mortem
 from stepscope.studies.profile.cases import ProfileCase, ProfileFlags
-from stepscope.studies.workload import case_of, workloads
+from stepscope.studies.training.post_mortem import step_post_mortem
+from stepscope.studies.training.workload import case_of, workloads
 
 
 class Profile(Study[ProfileFlags, ProfileCase]):

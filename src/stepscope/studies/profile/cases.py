@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.errors import UsageError
-from stepscope.studies.workload import MODES, Mode, Workload, WorkloadFlags
+from stepscope.studies.training.workload import MODES, Mode, Workload, WorkloadFlags
 
 
 class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):

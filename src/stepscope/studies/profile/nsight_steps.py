@@ -13,8 +13,8 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
-from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.workload import Workload
 
 
 class Watched(Workload, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ def main(words: list[str]) -> None:
     import torch
 
     from stepscope.measure.device import pick_device
-    from stepscope.ranges import mark_for_nsight, named
+    from stepscope.torch_tools.ranges import mark_for_nsight, named
 
     config = read_config(words)
     device = pick_device("cuda")

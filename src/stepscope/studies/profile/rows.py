@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
+from stepscope.kernels.activation_policy import ALL
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
-from stepscope.model.memory import ALL
 from stepscope.records.schema import Record
 from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
-from stepscope.studies.trace_findings import top_kernels
-from stepscope.studies.workload import MODES, Mode, Workload
+from stepscope.studies.trace.findings import top_kernels
+from stepscope.studies.training.workload import MODES, Mode, Workload
 
 AGREES_WITHIN = 0.1
 """The profiler's and the timer's forward agree if they differ by less than this."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from stepscope.analysis.kernel_names import CLASSES
+from stepscope.analysis.kernels.names import CLASSES
 from stepscope.report.blocks import Block, Cell, Curve, Figure, Table, Timeline
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
@@ -29,7 +29,7 @@ from stepscope.studies.profile.rows import (
     top_kernel,
     variant,
 )
-from stepscope.studies.trace_view import (
+from stepscope.studies.trace.view import (
     CLASS_STYLES,
     IDLE_STYLE,
     comparison_table,
@@ -38,8 +38,8 @@ from stepscope.studies.trace_view import (
     outlier_table,
     timeline_block,
 )
-from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
-from stepscope.studies.workload import MODES, Mode, Workload
+from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
 _MOST_STACKS = 12
 _MOST_COMPARISONS = 6

@@ -24,7 +24,7 @@ from stepscope.studies.rehearsal.cases import (
     RehearsalCase,
     RehearsalFlags,
 )
-from stepscope.studies.workload import case_of, workloads
+from stepscope.studies.training.workload import case_of, workloads
 
 
 class Rehearsal(Study[RehearsalFlags, RehearsalCase]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from stepscope.analysis.rehearsal.cluster import LINKS
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.flag_checks import check_each
-from stepscope.studies.workload import Workload, WorkloadFlags
+from stepscope.studies.training.workload import Workload, WorkloadFlags
 
 if TYPE_CHECKING:
     from stepscope.parallel.reducer import Strategy

@@ -20,10 +20,10 @@ from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.ddp import measure as ddp
 from stepscope.studies.ddp.cases import ALONE, TORCH
-from stepscope.studies.ranked import patience
+from stepscope.studies.ranks.cases import patience
 from stepscope.studies.rehearsal.cases import CheckCase, RehearsalCase, Sampled, strategies
-from stepscope.studies.training_step import make_step
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor

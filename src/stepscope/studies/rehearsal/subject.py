@@ -24,7 +24,7 @@ from stepscope.analysis.rehearsal.sweep import (
 from stepscope.model.config import ModelConfig, precision
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone, Value
-from stepscope.studies.workload import Workload
+from stepscope.studies.training.workload import Workload
 
 _HALF = 2
 _BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}

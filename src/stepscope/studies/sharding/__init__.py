@@ -13,7 +13,7 @@ from typing import ClassVar
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
-from stepscope.studies.rank_subject import RankedStep
+from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import WAYS, ShardingFlags
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.studies.rank_subject import RankedFlags
+from stepscope.studies.ranks.subject import RankedFlags
 
 WHOLE, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
 WAYS = (WHOLE, BROADCAST, SCATTER, TORCH)

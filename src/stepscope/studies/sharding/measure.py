@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stepscope.acceleration.changes import blocks_of
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.own.changing import blocks_of
-from stepscope.studies.rank_subject import (
+from stepscope.studies.ranks.cases import on_ranks
+from stepscope.studies.ranks.subject import (
     Fed,
     RankedStep,
     Samples,
@@ -24,7 +25,6 @@ from stepscope.studies.rank_subject import (
     settle,
     tokens_fed,
 )
-from stepscope.studies.ranked import on_ranks
 from stepscope.studies.sharding.cases import FULLY, PEERS, SCATTER, TORCH, TORCH_FULLY, WHOLE
 from stepscope.studies.sharding.traffic import counted
 

@@ -9,10 +9,10 @@ from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Tone, 
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.published_view import published_tables, ranked_step
-from stepscope.studies.rank_subject import RankedStep
-from stepscope.studies.ranked_results import RankedResult, step_column, way_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, way_rows
+from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
+from stepscope.studies.views.published import published_tables, ranked_step
 
 KINDS = ("parameters", "gradients", "state")
 AFTER_STEP = "after step"

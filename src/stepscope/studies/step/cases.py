@@ -22,7 +22,7 @@ from stepscope.studies.step.ladder import (
     start,
 )
 from stepscope.studies.step.races import ATTENTIONS, MODES, RACES, SCOPES, Racer, race_spec, racers
-from stepscope.studies.workload import Workload, case_of
+from stepscope.studies.training.workload import Workload, case_of
 
 Part = Literal["ladder", "loss", "waterfall", "race"]
 PARTS: tuple[Part, ...] = ("ladder", "loss", "waterfall", "race")

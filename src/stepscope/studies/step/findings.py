@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import duration, number, percent
-from stepscope.studies.energy_view import at_cap_words
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.races import SIDES
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, Race
+from stepscope.studies.views.energy import at_cap_words
 
 GAINS = 1.01
 """From here on a step counts as faster."""

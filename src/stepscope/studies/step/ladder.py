@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from stepscope.errors import unknown_name
 from stepscope.model.config import precision
-from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD, WITHIN_BACKWARD
+from stepscope.studies.training.flags import AS_MADE, IN_BACKWARD, WITHIN_BACKWARD
+from stepscope.studies.training.workload import Workload
 
 How = Literal["start", "first", "alone", "so far"]
 """`first`: alone and so far are the same, because nothing of what is below is left."""

@@ -22,12 +22,12 @@ import msgspec
 from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.captured import forget_steps
-from stepscope.studies.shared_weights import begin_moments
 from stepscope.studies.step.cases import RaceCase
 from stepscope.studies.step.races import Heat, Racer
-from stepscope.studies.transformer_step import TransformerStep
-from stepscope.studies.workload import GRAPHS_OF_TORCH
+from stepscope.studies.training.captured import forget_steps
+from stepscope.studies.training.shared_weights import begin_moments
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

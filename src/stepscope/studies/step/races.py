@@ -9,12 +9,12 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.errors import UsageError, unknown_name
+from stepscope.kernels.activation_policy import ALL, GATES, INPUTS, NORMS
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.model.memory import ALL, GATES, INPUTS, NORMS
 from stepscope.studies.step.ladder import start
-from stepscope.studies.workload import Workload
-from stepscope.studies.workload_flags import AS_MADE, IN_BACKWARD
+from stepscope.studies.training.flags import AS_MADE, IN_BACKWARD
+from stepscope.studies.training.workload import Workload
 
 SCOPES = ("block", "model")
 MODES = ("default", "reduce-overhead")

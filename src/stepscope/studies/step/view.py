@@ -30,7 +30,7 @@ from stepscope.studies.step.rows import (
     loss_curves,
     races,
 )
-from stepscope.studies.waterfall_view import Fall, fall_of, waterfall_blocks
+from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
 """Points of a loss curve, and of its distance from another: each the mean of the steps up to the

@@ -15,9 +15,9 @@ from typing import Any
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
-from stepscope.studies.post_mortem import step_post_mortem
+from stepscope.studies.training.post_mortem import step_post_mortem
+from stepscope.studies.training.workload import case_of, workloads
 from stepscope.studies.warmup.cases import WarmupCase, WarmupFlags
-from stepscope.studies.workload import case_of, workloads
 
 
 class Warmup(Study[WarmupFlags, WarmupCase]):

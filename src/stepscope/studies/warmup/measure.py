@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.timed_step import time_steps
-from stepscope.studies.training_step import make_step
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.timed import time_steps
 from stepscope.studies.warmup.cases import WarmupCase
 
 

@@ -1,0 +1,1 @@
+"""Other people's programs: recording their steps (`inspect`) and trying changes (`advise`)."""

@@ -1,0 +1,44 @@
+"""Is a change of a training step worth it: predicted from its ledgers, then tried?
+
+    stepscope advise --model lab.net:build --verify
+    stepscope advise --verify train.py --batch-size 8
+
+A case is a model, or a script, with some settings changed against the same without, in turns, in
+processes of its own. Both begin with the same weights and see the same data, and their losses are
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.advisor.advise.cases import STUDY_NAME, Trial
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block
+from stepscope.studies.base import Bench, Measurable, Measurement
+
+
+class Advise(Measurable[Trial]):
+    name = STUDY_NAME
+    title = "Changes, tried"
+    question = "Which of the advised changes are worth it: predicted against realised gains?"
+    case = Trial
+    fresh_process = True
+    recorded_by = "stepscope advise --verify"
+
+    def measure(self, trial: Trial, bench: Bench) -> Measurement:
+        if trial.program is not None:
+            from stepscope.advisor.advise.script_trial import measure_script_trial
+
+            return measure_script_trial(trial, trial.program, bench)
+        from stepscope.advisor.advise.measure import measure_trial
+
+        return measure_trial(trial, bench)
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.advisor.advise.view import trial_blocks
+
+        return trial_blocks(records)
+
+
+STUDY = Advise()

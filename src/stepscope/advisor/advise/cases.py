@@ -1,0 +1,100 @@
+"""Cases of advice that is verified: a model or a script with changes, against the same without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.advice.changes import Advice
+from stepscope.studies.base import Case
+from stepscope.studies.own.cases import OwnStep, step_needs
+from stepscope.studies.program.cases import file_safe
+
+STUDY_NAME = "advise"
+OF_MODELS = frozenset(OwnStep.__struct_fields__) - {"model"}
+OF_SCRIPTS = frozenset(
+    ("dtype", "attention", "optimizer", "compile", "checkpoint",
+     "gradients", "data", "copies", "read_back", "batch"),
+)  # fmt: skip
+"""What can be changed from outside of each."""
+
+BASE, CHANGED = "base", "changed"
+"""Variants of the series of a trial."""
+APART = "apart"
+"""Note of a trial in which the two were not timed in turns, and why."""
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """A training program as somebody starts it, in the folder where we are."""
+
+    target: str
+    module: bool = False
+    words: tuple[str, ...] = ()
+    warmup: int = 5
+    """Steps before the first turn."""
+
+    @property
+    def key(self) -> str:
+        return file_safe(self.target.rpartition("/")[2])
+
+
+class Trial(Case, frozen=True, kw_only=True):
+    """One change, or several together, against the step without them."""
+
+    base: OwnStep | None = None
+    """A model of one's own; else `program`."""
+    program: Script | None = None
+    advice: tuple[Advice, ...]
+    rounds: int = 15
+    loss_steps: int = 20
+    """Steps over which the losses are compared."""
+    step_ms: float
+    """Of the base, from which the gains were predicted."""
+    batch: int | None = None
+    """Of a program, where its loaders say it."""
+    together_ms: float | None = None
+    """Predicted gain of several changes at once, where each depends on the others."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {name: value for one in self.advice for name, value in one.setting.items()}
+
+    @property
+    def changed(self) -> OwnStep:
+        assert self.base is not None
+        new: dict[str, Any] = dict(self.settings)
+        if "batch" in new:
+            new["batch"] = int(new["batch"])
+        return msgspec.structs.replace(self.base, **new)
+
+    @property
+    def more_samples(self) -> float:
+        """Samples of the changed step for each of the base."""
+        if self.base is not None:
+            return self.changed.batch / self.base.batch
+        return int(self.settings.get("batch", self.batch or 1)) / (self.batch or 1)
+
+    @property
+    def code(self) -> str:
+        return "+".join(one.code for one in self.advice)
+
+    @property
+    def predicted_ms(self) -> float:
+        """Gains of several changes overlap: each shortens what the ones before it left."""
+        if self.together_ms is not None:
+            return self.together_ms
+        left = 1.0
+        for one in self.advice:
+            left *= 1 - min(0.95, one.gain_ms / self.step_ms)
+        return self.step_ms * (1 - left)
+
+    @property
+    def key(self) -> str:
+        subject = self.base or self.program
+        assert subject is not None
+        return f"{subject.key}_{self.code}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return step_needs(self.settings.get("dtype"), self.settings.get("compile", "no"))

@@ -1,0 +1,360 @@
+"""The facts that advice needs, from a record of `inspect` or of a model of one's own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from stepscope.advisor.advise.attention_facts import attention_work, is_called, score_bytes
+from stepscope.analysis.advice.facts import (
+    AT_COPIES,
+    AT_END,
+    BETWEEN,
+    CONVOLUTION,
+    DEPTHWISE,
+    QUEUE,
+    Facts,
+    Runs,
+    Work,
+)
+from stepscope.analysis.advice.timeline import with_launch_time
+from stepscope.analysis.kernels.names import FILL
+from stepscope.analysis.limits import median_ms
+from stepscope.analysis.trace.summary import KernelRow, Summary
+from stepscope.analysis.trust import trust_of
+from stepscope.errors import StepscopeError
+from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
+from stepscope.records.schema import Ceiling, Record
+from stepscope.records.stats import summarize
+from stepscope.studies.memory.rows import Account
+from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
+from stepscope.studies.program.rows import Watched
+from stepscope.studies.program.setting import Setting
+
+_FORMATS = ("float32", "tf32", "float16", "bfloat16")
+_UNITS = {
+    "FP32 cores": "float32", "TF32 tensor cores": "tf32", "BF16 tensor cores": "bfloat16",
+    "FP16 tensor cores": "float16", "FP16/BF16 tensor cores": "bfloat16",
+}  # fmt: skip
+_OUTSIDE, _DATA = "outside", "data"
+_ORDER = (_OUTSIDE, "forward", "loss", "backward", "optimizer")
+_PAGEABLE, _TO_DEVICE, _TO_HOST = "pageable", "HtoD", "DtoH"
+"""Words of the names that copies have here."""
+_EVERY_STEP = 0.9
+"""Copies in a step from which on there is one in every step."""
+_OF_LOSS = ("logsoftmax", "nllloss", "crossentropy")
+_ENTRY = ".*"
+"""What a trace writes for the index of a ModuleList's entry."""
+_DEPTHWISE = ("grouped_direct", "c1_k1", "depthwise")
+"""In names of convolutions that read each channel by itself: no dtype makes them faster, because
+they run on no tensor core and move more than they compute."""
+_CLEARING = ("zero_", "fill_", "Fill", "Memset")
+
+
+def facts_of(
+    record: Record, ceilings: Sequence[Ceiling] = (), lacks: Sequence[str] = ()
+) -> Facts:  # fmt: skip
+    """`ceilings` stand in where the record has none: a program that was only watched."""
+    watched = Watched(record)
+    summary, step_ms = watched.summary, watched.step_ms
+    if summary is None or step_ms is None:
+        raise StepscopeError(f"{record.case} gives no advice: {watched.missing}", "record it again")
+    held = {c.name: c.value for c in ceilings if c.source == "measured"}
+    held |= {c.name: c.value for c in record.ceilings if c.source == "measured"}
+    account, setting = watched.account, watched.setting
+    compiled = setting.compiled if setting else watched.case.compile != "no"
+    ranks = watched.case.ranks
+    copied, phases = _pageable(summary), _phases(summary, ranks)
+    found = Facts(
+        on_gpu=summary.on_device,
+        step_ms=step_ms,
+        noise_ms=_noise_ms(record),
+        dtype=(dtype := _format(watched.case.dtype, summary, setting)),
+        autocast=_by_autocast(watched.case.dtype, setting, dtype),
+        phases=phases,
+        # A compiler's kernels say too little of what they are for.
+        attention=() if compiled else attention_work(summary, phases, account),
+        attention_called=is_called(summary, account),
+        waits=_waits(record, summary, copied > 0),
+        reads_back=record.study == INSPECTED and _reads_back(summary),
+        data_ms=summary.data_ms,
+        pageable_ms=copied,
+        cleared_ms=_cleared(summary),
+        parameters=int(record.quantity("parameters") or 0),
+        flops=record.quantity("flops") or 0.0,
+        peak_bytes=int(record.quantity("peak_bytes") or 0),
+        **(account_facts(account) if account else {}),
+        memory_bytes=record.environment.device_memory_bytes,
+        compiled=compiled,
+        **_optimizer(watched.case.optimizer, setting),
+        blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
+        block_list=block_list(summary),
+        loss_ms=_loss_ms(summary),
+        ranks=ranks,
+        exposed_ms=summary.class_ms("communication"),
+        messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
+        micro_batches=max(1, watched.micro_batches),
+        batch=setting.batch if setting else watched.case.batch,
+        rates={name: held[f"matmul.{name}"] for name in _FORMATS if f"matmul.{name}" in held},
+        bandwidth=held.get("memory.copy"),
+        cores=record.environment.cpu_cores,
+        threads=record.environment.threads,
+        lacks=tuple(lacks),
+        doubt=trust_of(record).reason,
+    )
+    found = _as_timed(found, summary, ranks)
+    if not found.on_gpu and watched.loading_ms is not None:
+        found = replace(found, data_ms=watched.loading_ms)
+    if found.on_gpu and watched.issue_ms:
+        return _with_issue_times(found, watched.issue_ms, median_ms(record, "loading", "host"))
+    issued = record.find("issue", "host")
+    return with_launch_time(
+        found, held.get("launch.rate"), summarize(issued.values).median if issued else None
+    )
+
+
+def _noise_ms(record: Record) -> float:
+    series = record.find("step")
+    if series is None or not series.values:
+        return 0.0
+    spread = summarize(series.values)
+    return (spread.high - spread.low) / 2
+
+
+def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
+    """The trace scaled to the timed step, so that every gain is one of that step.
+
+    Operators of a CPU take longer under the profiler, and longer still where the machine was busy
+    meanwhile. Kernels of a GPU do not, but together they take no longer than the step. What the
+    operators of a CPU leave of the step is Python's, between the phases.
+    """
+    if facts.on_gpu:
+        longest = max(facts.device_ms, 1e-9)
+        return facts.with_device_times(min(1.0, facts.step_ms / longest))
+    factor = facts.step_ms / summary.wall_ms
+    scaled = replace(facts.with_device_times(factor), data_ms=factor * facts.data_ms)
+    left = facts.step_ms - scaled.device_ms
+    if ranks > 1 or left <= 0:
+        return scaled
+    return _with_outside(scaled).with_work(lambda work: work.with_more(BETWEEN, left), (_OUTSIDE,))
+
+
+def _with_outside(facts: Facts) -> Facts:
+    if any(work.name == _OUTSIDE for work in facts.phases):
+        return facts
+    return replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
+
+
+def block_list(summary: Summary) -> str:
+    """The path of the ModuleList whose entries take the most time. A trace writes `layers.*` for
+    them; modules within one another are joined by slashes."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for use in summary.uses:
+        path, entry, _ = use.module.partition(_ENTRY)
+        if entry and path:
+            spent[path.replace("/", ".")] += use.ms
+    return max(spent, key=lambda path: spent[path], default="")
+
+
+def _with_issue_times(
+    facts: Facts, took: Mapping[str, float], loading_ms: float | None
+) -> Facts:  # fmt: skip
+    """Each phase with the time that the host took to issue it; the loss is issued with the
+    backward. What it does outside is more than launches, or no launch at all. A batch takes what it
+    took in steps that nobody held up, where workers could not catch up."""
+    facts = _with_outside(facts)
+    data = took.get(_DATA, 0.0) if loading_ms is None else loading_ms
+    outside = took.get(_OUTSIDE, 0.0) + data
+    launches = {work.name: work.launches for work in facts.phases}
+    launches["backward"] = launches.get("backward", 0.0) + launches.pop("loss", 0.0)
+    each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
+    each["loss"] = each.get("backward", 0.0)
+
+    def timed(work: Work) -> Work:
+        if work.name == _OUTSIDE:
+            return replace(work, launch_ms=0.0, host_ms=outside)
+        return replace(work, launch_ms=each.get(work.name, 0.0))
+
+    total = sum(launches.values())
+    found = facts.with_work(timed, [work.name for work in facts.phases])
+    found = replace(found, launch_ms=found.host_ms / total if total else 0.0)
+    return replace(found, data_ms=data)
+
+
+def _format(told: str, summary: Summary, setting: Setting | None) -> str:
+    """Of the products. Kernels that name their units say it; a program's operators do not where it
+    is compiled, and never whether float32 is TF32."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for row in summary.kernels:
+        if row.kind == "matmul" and row.unit in _UNITS:
+            found[_UNITS[row.unit]] += row.ms
+    known = sum(found.values())
+    if known > 0.5 * sum(row.ms for row in summary.kernels if row.kind == "matmul"):
+        return max(found, key=lambda name: found[name])
+    short = setting is not None and setting.matmul_precision != "highest" and summary.on_device
+    return "tf32" if told == "float32" and short else told
+
+
+def _by_autocast(told: str, setting: Setting | None, dtype: str) -> bool:
+    """Short products of weights that are float32."""
+    if dtype not in ("bfloat16", "float16"):
+        return False
+    if setting is None:
+        return told == dtype
+    formats = setting.parameter_formats
+    return 2 * formats.get("float32", 0) > sum(formats.values())
+
+
+def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
+    """What the device does in each phase. On a CPU the time between operators is work too, unless
+    it may be a wait for other ranks."""
+    classes: dict[str, dict[str, float]] = {}
+    for line in summary.lines:
+        if line.phase not in ("idle", ""):
+            classes.setdefault(line.phase, defaultdict(float))[line.kind] += line.ms
+    for row in summary.kernels if summary.on_device else ():
+        if row.kind == "matmul" and (kind := _convolution(row)) and row.phase in classes:
+            classes[row.phase]["matmul"] -= row.ms
+            classes[row.phase][kind] += row.ms
+    launches: defaultdict[str, float] = defaultdict(float)
+    for row in summary.kernels if summary.on_device else ():
+        # A fill comes with the product whose work space it is, or takes no longer than that.
+        if row.kernel != FILL:
+            launches[row.phase] += row.count
+    total = sum(launches.values())
+    for phase, held in classes.items():
+        if summary.on_device:
+            share = launches.get(phase, 0.0) / total if total else 0.0
+            held[QUEUE] = share * summary.idle_of("queue")
+        elif ranks == 1:
+            held[BETWEEN] = max(0.0, summary.phases.get(phase, 0.0) - sum(held.values()))
+    if summary.data_ms:
+        classes.setdefault(_OUTSIDE, {})
+    found = [
+        Work(
+            name=phase,
+            classes=dict(held),
+            launches=launches.get(phase, 0.0),
+            host_ms=summary.data_ms if phase == _OUTSIDE and summary.on_device else 0.0,
+            runs=_runs(summary, phase, launches.get(phase, 0.0)),
+        )
+        for phase, held in classes.items()
+    ]
+    place = {name: number for number, name in enumerate(_ORDER)}
+    return tuple(sorted(found, key=lambda work: place.get(work.name, len(place))))
+
+
+def _convolution(row: KernelRow) -> str:
+    """The class of a convolution, empty for other matmuls: the setting that allows TF32 for matmuls
+    leaves convolutions alone, for which torch allows it from the start."""
+    if any(word in row.kernel for word in _DEPTHWISE):
+        return DEPTHWISE
+    return CONVOLUTION if row.library == "cuDNN" else ""
+
+
+def _runs(summary: Summary, phase: str, launches: float) -> Runs | None:
+    for own in summary.runs:
+        if own.phase == phase and own.ms:
+            return Runs(
+                kernels=own.kernels / launches if launches else 0.0,
+                runs=own.runs / launches if launches else 0.0,
+                longest=own.longest_ms / own.ms,
+            )
+    return None
+
+
+def _waits(record: Record, summary: Summary, copies: bool) -> str:
+    """A step of ours begins and ends on an idle device; a program waits where it waits."""
+    if not summary.on_device:
+        return ""
+    if record.study != INSPECTED or _reads_back(summary):
+        return AT_END
+    return AT_COPIES if copies and summary.waited_ms > 0 else ""
+
+
+def _reads_back(summary: Summary) -> bool:
+    return any(_TO_HOST in row.kernel and row.count >= _EVERY_STEP for row in summary.kernels)
+
+
+def _pageable(summary: Summary) -> float:
+    """Of copies to the device from memory that is not pinned."""
+    return sum(
+        row.ms for row in summary.kernels if _TO_DEVICE in row.kernel and _PAGEABLE in row.kernel
+    )
+
+
+def _optimizer(name: str, setting: Setting | None) -> dict[str, Any]:
+    if setting is None:
+        return {"optimizer": "sgd" if name.startswith("sgd") else "adam",
+                "fused_optimizer": name.endswith("-fused")}  # fmt: skip
+    classes = {one.name for one in setting.optimizers}
+    names = {name.lower() for name in classes}
+    of_torch = all(one.of_torch for one in setting.optimizers)
+    # Of torch's own only these have a fused form; one that somebody wrote is taken at its name.
+    like_adam = names <= {"adam", "adamw"} if of_torch else any("adam" in name for name in names)
+    family = "adam" if names and like_adam else ""
+    return {
+        "optimizer": family or ("sgd" if names == {"sgd"} else ""),
+        "optimizer_name": classes.pop() if of_torch and len(classes) == 1 else "",
+        "optimizer_of_torch": of_torch,
+        "fused_optimizer": any(one.fused for one in setting.optimizers),
+        "loops_over_tensors": any(
+            one.of_torch and one.foreach is False and not one.fused for one in setting.optimizers
+        ),
+    }
+
+
+def account_facts(account: Account) -> dict[str, Any]:
+    """What the account of a step's memory gives."""
+    update = [peak.allocated for peak in account.phases if peak.phase == "optimizer"]
+    others = [peak.allocated for peak in account.phases if peak.phase != "optimizer"]
+    return {
+        "model_peak_bytes": max(others, default=0),
+        "floor_bytes": max(update, default=0),
+        "saved_bytes": account.kept,
+        "score_bytes": score_bytes(account),
+        "logit_bytes": _logits(account),
+        "recomputed_bytes": _recomputed(account),
+        "state_bytes": account.line(OPTIMIZER),
+    }
+
+
+def _loss_ms(summary: Summary) -> float:
+    """There and back. A kernel of a GPU does not say that its softmax is the loss's: where the
+    phase is known, the way back takes as long."""
+    named = sum(
+        row.ms
+        for row in summary.kernels
+        if any(word in row.kernel.lower().replace("_", "") for word in _OF_LOSS)
+    )
+    there = sum(row.ms for row in summary.kernels if row.phase == "loss" and row.kind != "matmul")
+    return max(named, 2 * there)
+
+
+def _logits(account: Account) -> int:
+    """What the loss keeps, at most as much as the logits."""
+    kept = [
+        tensor.bytes
+        for tensor in account.saved
+        if any(word in tensor.operator.lower().replace("_", "") for word in _OF_LOSS)
+    ]
+    return max(kept, default=0)
+
+
+def _recomputed(account: Account) -> int:
+    """What one stretch makes again, for every stretch that keeps its input."""
+    inputs = [s.bytes for s in account.saved if f"{s.module}, {s.operator}" == KEPT_INPUT]
+    stretches = account.line(f"{SAVED}{KEPT_INPUT}") / max(inputs) if inputs else 1
+    return round(account.line(RECOMPUTED) * stretches)
+
+
+def _cleared(summary: Summary) -> float:
+    """Gradients that are set to zero in place."""
+    return sum(
+        row.ms
+        for row in summary.kernels
+        if row.phase == "optimizer" and any(word in row.kernel for word in _CLEARING)
+    )

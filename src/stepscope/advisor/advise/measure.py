@@ -1,0 +1,152 @@
+"""One trial: both steps in turns, then both over the same data for their losses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Trial
+from stepscope.records.schema import Clock, Quantity, Reading, Series
+from stepscope.studies.base import Bench, Measurement
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Timing
+    from stepscope.studies.own.cases import OwnStep
+    from stepscope.studies.own.step import UserStep
+
+IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
+"""One after the other, so that a drift falls on both alike."""
+
+
+def measure_trial(trial: Trial, bench: Bench) -> Measurement:
+    import torch
+
+    assert trial.base is not None
+    device = bench.device
+    cases = {BASE: trial.base, CHANGED: trial.changed}
+    losses: dict[str, Sequence[float | None]] = {}
+    peaks: dict[str, int | None] = {}
+    for name, case in cases.items():
+        bench.progress(0, 1, f"losses, {name}")
+        # Alone, so that its peak is its own.
+        losses[name], peaks[name] = _losses(case, device, trial.loss_steps)
+        device.release()
+    notes: dict[str, str] = {}
+    timing = None
+    with suppress(torch.OutOfMemoryError):
+        timing = _in_turns(cases, device, trial.rounds, bench)
+    if timing is None:
+        # Not while the error is held: its frames hold both models.
+        device.release()
+        notes[APART] = "the two models do not fit into the memory together"
+        timing = _in_blocks(cases, device, trial.rounds, bench)
+    return Measurement(
+        series=(*timing.series, *loss_series(losses)),
+        quantities=trial_quantities(losses, peaks),
+        readings=timing.readings,
+        notes=notes,
+    )
+
+
+def _in_turns(
+    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
+) -> Timing:  # fmt: skip
+    from stepscope.measure.turns import time_in_turns
+    from stepscope.studies.own.step import own_step
+
+    steps = {name: own_step(case, device) for name, case in cases.items()}
+    for step in steps.values():
+        step.compile()
+    return time_in_turns(
+        {name: _in_its_precision(step) for name, step in steps.items()},
+        device,
+        warmup=3,
+        rounds=rounds,
+        progress=lambda done, total: bench.progress(done, total, "rounds"),
+    )
+
+
+def _in_blocks(
+    cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
+) -> Timing:  # fmt: skip
+    from stepscope.measure.timer import Timing
+
+    held: dict[tuple[str, Clock], tuple[float, ...]] = {}
+    readings: list[Reading] = []
+    for name in IN_BLOCKS:
+        found = _in_turns({name: cases[name]}, device, -(-rounds // 2), bench)
+        device.release()
+        for one in found.series:
+            held[name, one.clock] = held.get((name, one.clock), ()) + one.values
+        readings += found.readings
+    series = [
+        Series(name="step", variant=name, unit="ms", values=values, clock=clock)
+        for (name, clock), values in held.items()
+    ]
+    return Timing(tuple(series), tuple(readings))
+
+
+def loss_series(losses: Mapping[str, Sequence[float | None]]) -> tuple[Series, ...]:
+    """Up to the first that is not a finite number."""
+    sound = {
+        name: tuple(itertools.takewhile(lambda v: v is not None, values))
+        for name, values in losses.items()
+    }
+    return tuple(
+        Series(name="loss", variant=name, unit="nats", values=values)  # type: ignore[arg-type]
+        for name, values in sound.items()
+        if values
+    )
+
+
+def trial_quantities(
+    losses: Mapping[str, Sequence[float | None]], peaks: Mapping[str, int | None]
+) -> tuple[Quantity, ...]:
+    highest = (
+        Quantity(name="peak_bytes", variant=name, value=peak, unit="B")
+        for name, peak in peaks.items()
+        if peak is not None
+    )
+    # A program without a loss that we could see has none at all.
+    lost = (
+        Quantity(name="loss_lost", variant=name, value=values.index(None), unit="steps")
+        for name, values in losses.items()
+        if None in values and any(v is not None for v in values)
+    )
+    return (*highest, *lost)
+
+
+def _in_its_precision(step: UserStep) -> Callable[[], None]:
+    """Both steps run in one process, which has one precision of float32 matmuls."""
+
+    def run() -> None:
+        step.set_matmul_precision()
+        step.run()
+
+    return run
+
+
+def _losses(
+    case: OwnStep, device: Device, steps: int
+) -> tuple[list[float | None], int | None]:  # fmt: skip
+    import torch
+
+    from stepscope.studies.own.step import own_step
+
+    step = own_step(case, device)
+    step.compile()
+    device.reset_peak()
+    found: list[float | None] = []
+    for number in range(steps):
+        torch.manual_seed(1000 + number)
+        step.next_batch()
+        step.run()
+        assert step.loss is not None
+        value = float(step.loss.detach())
+        found.append(value if math.isfinite(value) else None)
+        step.reset()
+    return found, device.peak_bytes() if device.kind == "cuda" else None

@@ -1,0 +1,252 @@
+"""Predicted against realised, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from stepscope.advisor.advise.cases import APART, BASE, CHANGED
+from stepscope.advisor.advise.tried import Tried, best_of
+from stepscope.analysis.advice.calibration import is_right, off_by
+from stepscope.analysis.advice.changes import Advice, applicable
+from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Finding, Interval, Table
+from stepscope.report.format import counted, duration, number, percent
+from stepscope.report.tables import col, table
+
+_SUPPLIED_BY = {
+    RATES: "`stepscope advise SCRIPT` measures them, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    BANDWIDTH: "`stepscope advise SCRIPT` measures it, and `stepscope advise RECORDS` does on the"
+    " machine of the records",
+    MEMORY: "`stepscope inspect` makes one unless --no-memory is given",
+}
+
+
+def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
+    """Of a step whose times cannot be trusted: why, and its times."""
+    if not facts.doubt:
+        return ()
+    low, high = (duration(max(0.0, facts.step_ms + sign * facts.noise_ms)) for sign in (-1, 1))
+    return (
+        Finding(
+            code="advice.cannot-rank",
+            values={"reason": facts.doubt, "step_ms": facts.step_ms, "noise_ms": facts.noise_ms},
+            text=f"Cannot rank the changes: {facts.doubt} while the step was timed"
+            f" ({duration(facts.step_ms)}, between {low} and {high}). End other work on the machine"
+            " and record the step again.",
+            tone="warn",
+            records=(base.id,),
+        ),
+    )
+
+
+def not_judged(left_out: Sequence[Unjudged]) -> Iterator[Finding]:
+    """The rules that lack an input, by that input, and what supplies it."""
+    for missing in dict.fromkeys(one.missing for one in left_out):
+        titles = ", ".join(one.title for one in left_out if one.missing == missing)
+        yield Finding(
+            code="advice.not-judged",
+            values={"changes": titles, "missing": missing},
+            timed=False,
+            text=f"Not judged: {titles}. The records have no {missing}: {_SUPPLIED_BY[missing]}.",
+            tone="warn",
+        )
+
+
+def not_tried(
+    advice: Sequence[Advice], tried: Sequence[Tried], settings: Collection[str]
+) -> tuple[Finding, ...]:
+    """Advice without a trial, and why there is none."""
+    done = {one.trial.code for one in tried}
+    left = [one for one in advice if one.code not in done]
+    reachable = list(applicable(left, settings))
+    reasons: dict[str, list[str]] = {}
+    for one in left:
+        no_way = one.by_author or "it cannot be made from outside"
+        why = "--only left it out, or there was no time" if one in reachable else no_way
+        reasons.setdefault(why, []).append(one.title)
+    return tuple(
+        Finding(
+            code="advice.not-tried",
+            values={"changes": (names := ", ".join(titles)), "reason": why},
+            text=f"Not tried: {names}; {why}.",
+            timed=False,
+        )
+        for why, titles in reasons.items()
+    )
+
+
+def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    tried = [Tried(record) for record in records]
+    if not tried:
+        return ()
+    best = best_of(tried)
+    proven = [one for one in tried if one.kept and (one is best or len(one.trial.advice) == 1)]
+    tables = (
+        _trial_table(tried),
+        lines_table(
+            [a for one in proven for a in one.trial.advice], "advise-lines", "What to write"
+        ),
+    )
+    return (
+        _best(best, tried),
+        *_predictions(tried),
+        *_in_range(tried),
+        *_apart(tried),
+        *(one for one in tables if one.rows),
+    )
+
+
+def _ids(tried: Sequence[Tried]) -> tuple[str, ...]:
+    return tuple(one.record.id for one in tried)
+
+
+def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
+    if best is None or best.ratio is None:
+        return Finding(
+            code="advise.no-gain",
+            values={"tried": len(tried)},
+            records=_ids(tried),
+            text="No change that was tried is worth it here.",
+        )
+    speedup = 1 / best.ratio.value
+    names = ", ".join(one.title for one in best.trial.advice)
+    loss = "its loss was not compared"
+    if best.loss_off is not None:
+        loss = f"with a loss that differs by {percent(best.loss_off)}"
+    return Finding(
+        code="advise.best",
+        values={"change": best.trial.code, "speedup": speedup, "loss_off": best.loss_off},
+        records=_ids([best]),
+        text=f"{number(speedup, 3)}× as fast with {names}: proven here, in turns with the step as"
+        f" it was, {loss}.",
+        tone="good",
+    )
+
+
+def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:
+    found = {one: verified for one in tried if (verified := one.verified()) is not None}
+    error = off_by(list(found.values()))
+    if error is not None:
+        right = sum(map(is_right, found.values()))
+        yield Finding(
+            code="advise.predictions-off",
+            values={"off": error, "changes": len(found), "right": right},
+            records=_ids(list(found)),
+            text=f"Predictions were off by {percent(error)} of the step, in the median of"
+            f" {counted(len(found), 'change')}; {right} of them gained within a third of what was"
+            " predicted.",
+        )
+
+
+def _in_range(tried: Sequence[Tried]) -> Iterator[Finding]:
+    """Trials that changed nothing are no evidence."""
+    inside = {
+        one: found.low <= value <= found.high
+        for one in tried
+        if (found := one.predicted_range) and (value := one.realised_ms) is not None
+        if not one.without_effect
+    }
+    if inside:
+        right = sum(inside.values())
+        yield Finding(
+            code="advise.in-range",
+            values={"gains": len(inside), "in_range": right},
+            records=_ids(list(inside)),
+            text=f"Of {len(inside)} realised gains {right} lie in the predicted range.",
+        )
+
+
+def _apart(tried: Sequence[Tried]) -> Iterator[Finding]:
+    apart = [one for one in tried if APART in one.record.notes]
+    if apart:
+        codes, reason = ", ".join(one.trial.code for one in apart), apart[0].record.notes[APART]
+        yield Finding(
+            code="advise.timed-apart",
+            values={"changes": codes, "reason": reason},
+            records=_ids(apart),
+            text=f"{codes}: timed one after the other, as it is, changed, changed, as it is, and"
+            f" not in turns: {reason}. What the machine did meanwhile is in the interval only in"
+            " part.",
+            tone="warn",
+            timed=False,
+        )
+
+
+def _trial_table(tried: Sequence[Tried]) -> Table:
+    def more_memory(one: Tried) -> float | None:
+        before, after = (one.record.quantity("peak_bytes", variant=v) for v in (BASE, CHANGED))
+        return None if before is None or after is None else after - before
+
+    return table(
+        "advise-trials",
+        "Predicted against realised",
+        tried,
+        [
+            col("change", lambda r: " + ".join(a.title for a in r.trial.advice), key=True),
+            col("step", lambda r: r.base_ms, unit="ms", hint="without it, in the same turns"),
+            col("predicted", lambda r: r.predicted_range or r.predicted_ms, unit="ms",
+                hint="gain in a step"),
+            col("realised", lambda r: r.realised, unit="ms",
+                hint="median over the rounds, with its 99 % interval"),
+            col("speed", lambda r: 1 / r.ratio.value if r.ratio else None, unit="×"),
+            col("loss off by", lambda r: r.loss_off, "percent",
+                hint="mean of the last quarter of steps"),
+            col("peak memory", more_memory, "bytes",
+                hint="change of it, on a GPU"),
+            col("verdict", lambda r: r.verdict, key=True),
+        ],
+        caption="Both steps begin with the same weights and see the same data. A larger batch is"
+        " compared for as many samples, and its loss is not compared.",
+    )  # fmt: skip
+
+
+def lines_table(advice: Sequence[Advice], name: str, title: str) -> Table:
+    return table(
+        name,
+        title,
+        {one.code: one for one in advice}.values(),
+        [
+            col("change", lambda a: a.title),
+            col("lines", lambda a: " ⏎ ".join(a.lines)),
+            col("risk", lambda a: a.risk),
+        ],
+    )
+
+
+def advice_table(advice: Sequence[Advice], step_ms: float) -> Table:
+    """With ranks and ranges, unless the advice was given without them."""
+    ranged = any(one.low_ms is not None for one in advice)
+    ranks = {one.code: str(n) for n, one in enumerate((a for a in advice if a.ranked), start=1)}
+    rank = col("rank", lambda a: ranks.get(a.code), hint="by the lower end of the gain")
+    gain = "predicted, in a step, with its range" if ranged else "predicted, in a step"
+    caption = "Each gain is for the change alone; together they overlap."
+    if ranged:
+        caption += (
+            " Its range is that of past verifications of the rule on this kind of device, with the"
+            " noise of the step. A change whose range reaches zero has no rank: --verify tells."
+        )
+    return table(
+        "advise-list",
+        f"Changes that apply to a step of {duration(step_ms)}",
+        advice,
+        [
+            *((rank,) if ranged else ()),
+            col("change", lambda a: a.title),
+            col("gain", predicted_gain, unit="ms", hint=gain),
+            col("share", lambda a: a.gain_ms / step_ms, "percent", hint="of the step"),
+            col("memory", lambda a: a.gain_bytes or None, "bytes",
+                hint="predicted to be saved at the peak"),
+            col("why", lambda a: a.why),
+        ],
+        caption=caption,
+    )  # fmt: skip
+
+
+def predicted_gain(advice: Advice) -> Cell:
+    """With its range, where it was given with one."""
+    if advice.low_ms is None or advice.high_ms is None:
+        return advice.gain_ms
+    return Interval(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)

@@ -1,0 +1,39 @@
+"""Where do the time and the memory of a training step of your own go?
+
+    stepscope inspect train.py --batch-size 8
+
+Records of this study come from a program that was only watched: `stepscope inspect` for a script,
+`stepscope.Scope` within a loop. There are no cases, and no sizes or contexts are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Table
+from stepscope.studies.base import Viewable
+from stepscope.studies.program.cases import STUDY_NAME
+
+
+class Inspected(Viewable):
+    name = STUDY_NAME
+    title = "Your own step"
+    question = (
+        "Where do the time and the memory of this training step go,"
+        " what limits it, and which part is worth a change?"
+    )
+    recorded_by = "stepscope inspect script.py"
+
+    def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
+        from stepscope.studies.program.view import inspected_blocks
+
+        return inspected_blocks(records)
+
+    def headline(self, records: Sequence[Record]) -> Table | None:
+        from stepscope.studies.program.view import headline_table
+
+        return headline_table(records) if records else None
+
+
+STUDY = Inspected()

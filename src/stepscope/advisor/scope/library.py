@@ -1,0 +1,132 @@
+"""Three lines in a training loop of your own."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from stepscope.advisor.inspect.gather import with_profile
+from stepscope.advisor.scope.recorder import Recorder
+from stepscope.advisor.scope.result import make_record
+from stepscope.advisor.scope.stages import Effort
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.jsonl import write_records
+from stepscope.records.schema import Record
+
+
+class Scope:
+    """Records a few steps of a training loop, after its warm-up, and writes a page about them.
+
+        scope = stepscope.Scope(model, optimizer)
+        for batch in data:
+            with scope.step():
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        scope.report("page.html")
+
+    A step that is not recorded costs a microsecond. What goes wrong while one is recorded is said
+    in the report and never raised in your loop.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        warmup: int = 5,
+        timed: int = 10,
+        traced: int = 3,
+        memory: bool = True,
+        name: str = "your program",
+    ) -> None:
+        models = _several(model, torch.nn.Module, "model", "an nn.Module")
+        optimizers = _several(
+            optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer"
+        )
+        effort = Effort(warmup=warmup, timed=timed, traced=traced, memory=memory)
+        self._folder = tempfile.TemporaryDirectory(prefix="stepscope-")
+        self._recorder = Recorder(effort, Path(self._folder.name))
+        self._recorder.use(models, optimizers)
+        self._recorder.watch()
+        for one in optimizers:
+            one.register_step_pre_hook(self._recorder.optimizer_begins)
+            one.register_step_post_hook(self._recorder.optimizer_ended)
+        self._name = name
+        self._started = time.monotonic()
+        self._record: Record | None = None
+        self._inside = False
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is recorded; further steps run as if there were no scope."""
+        return self._recorder.done
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that one step does, the loading of its data included."""
+        if self._recorder.done:
+            yield
+            return
+        if self._inside:
+            raise UsageError("a step began inside of a step", "leave the first one before")
+        self._inside = True
+        self._recorder.begin()
+        try:
+            yield
+        except BaseException:
+            self._recorder.discard()
+            raise
+        else:
+            self._recorder.end()
+        finally:
+            self._inside = False
+
+    def record(self) -> Record:
+        """Everything that was recorded, as `stepscope report` reads it from a file."""
+        if self._record is None:
+            self._recorder.finish()
+            failed = self._recorder.notes.get("recording_failed")
+            if failed and not self._recorder.times:
+                raise StepscopeError(f"the recording broke off: {failed}")
+            if not self._recorder.times:
+                raise StepscopeError(
+                    f"{self._recorder.steps} steps were made inside of scope.step(), the recording"
+                    f" takes {self._recorder.effort.steps}",
+                    "make more, or give Scope a smaller `warmup`",
+                )
+            elapsed = time.monotonic() - self._started
+            bare = make_record(self._recorder, self._name, (), elapsed)
+            self._record = with_profile(bare, Path(self._folder.name))
+        return self._record
+
+    def report(self, path: str | Path) -> Path:
+        """Write the page, and beside it the record that it is made from."""
+        from stepscope.report.html import html_page
+        from stepscope.studies.page import make_page
+
+        page = Path(path)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        records = [self.record()]
+        page.write_text(html_page(make_page(records)), encoding="utf-8")
+        write_records(records, page.with_suffix(".jsonl"))
+        return page
+
+
+Kind = TypeVar("Kind")
+
+
+def _several(given: object, kind: type[Kind], what: str, wanted: str) -> tuple[Kind, ...]:
+    held = tuple(given) if isinstance(given, Iterable) and not isinstance(given, kind) else (given,)
+    for one in held:
+        if not isinstance(one, kind):
+            found = type(one).__name__
+            raise UsageError(f"the {what} of a Scope is of type {found}", f"give it {wanted}")
+    return held

@@ -1,0 +1,1 @@
+"""Classifies kernels and operators by their names."""

@@ -1,0 +1,109 @@
+"""A whole SwiGLU feed-forward, w2(silu(w1 x) · w3 x), as one operation.
+
+One product makes gate and up side by side, and one kernel makes their gradients in the same layout.
+What is kept for the backward is a choice: `all` keeps what is gated too, `norms` and `gates` make
+it again on the way, for one write of it, and `inputs` keeps neither, for the first product once
+more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stepscope.attention.inputs import product_format
+from stepscope.kernels.activation_policy import ALL, INPUTS
+from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.matmul import (
+    Kept,
+    Learned,
+    joined_product,
+    product,
+    product_back,
+    wide_product,
+)
+from stepscope.kernels.norm import Normed
+from stepscope.kernels.weight_copies import WeightCopies, Weights
+from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
+
+
+def feed_forward(
+    x: Tensor | Normed,  # (..., d)
+    w1: Tensor,  # (hidden, d)
+    w3: Tensor,  # (hidden, d)
+    w2: Tensor,  # (d, hidden)
+    copies: WeightCopies,
+    keep: str = ALL,
+) -> Tensor:
+    read = x.value if isinstance(x, Normed) else x
+    dtype = product_format(read)
+    if transforms_active():
+        gate, up = joined_product(x, (w1, w3), copies).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, w2.to(dtype))
+    first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
+    kept = x if isinstance(x, Normed) else None
+    made: Tensor = _FeedForward.apply(read.to(dtype), kept, first, second, keep, w1, w3, w2)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, normed: Normed | None, first: Weights, second: Tensor, keep: str,
+        w1: Tensor, w3: Tensor, w2: Tensor,
+    ) -> Tensor:  # fmt: skip
+        flat = x.reshape(-1, x.shape[-1])
+        gates = product(flat, first)
+        gated = gated_by(gates)
+        out = wide_product(gated, second.T, gated.dtype)
+        held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
+        ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
+        return out.view(x.shape)
+
+    @staticmethod
+    @differentiable_once("the joined feed-forward", "joined=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, (*first, second), held = ctx.x.again(ctx)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_gated = wide_product(flat, second, flat.dtype)
+        gates = held[0] if held else product(x, tuple(first))
+        gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
+        # Gates that were made for this alone give their room to their gradient.
+        grad_gates = torch.empty_like(gates) if held else gates
+        gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
+        grad_x = product_back(grad_gates, tuple(first)).view(grad.shape)
+        *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
+        of_second = ctx.second.gradients(flat, gated, (of_w2,))
+        of_first = ctx.first.gradients(grad_gates, x, (of_w1, of_w3))
+        return grad_x, None, None, None, None, *of_first, *of_second
+
+
+def gated_by(gates: Tensor) -> Tensor:
+    gate, up = gates.chunk(2, dim=1)
+    if kernels_take(gates):
+        from stepscope.kernels.triton import swiglu as triton_swiglu
+
+        return triton_swiglu.forward(gate, up)
+    return functional.silu(gate) * up
+
+
+def gated_back(grad: Tensor, gates: Tensor, grad_gates: Tensor, gated: Tensor | None) -> None:
+    """Fills the gradient of the gates, and what they gated where that is asked for."""
+    gate, up = gates.chunk(2, dim=1)
+    if kernels_take(gates, grad):
+        from stepscope.kernels.triton import swiglu as triton_swiglu
+
+        grad_gate, grad_up = grad_gates.chunk(2, dim=1)
+        triton_swiglu.backward(grad, gate, up, grad_gate, grad_up, gated)
+        return
+    wide = torch.promote_types(gates.dtype, torch.float32)
+    a, b, g = gate.to(wide), up.to(wide), grad.to(wide)
+    share = torch.sigmoid(a)
+    silu = a * share
+    if gated is not None:
+        gated.copy_(gated_by(gates))
+    grad_gates.copy_(torch.cat((g * b * (share + silu * (1 - share)), g * silu), dim=1))

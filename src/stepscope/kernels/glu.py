@@ -1,0 +1,44 @@
+"""The gate of a SwiGLU: keeps its two inputs for the backward, where the plain form keeps three."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stepscope.kernels.launching import kernels_take
+from stepscope.torch_tools.derivatives import differentiable_once
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    same = gate.shape == up.shape and gate.dtype == up.dtype
+    if not same or not kernels_take(gate, up):
+        return functional.silu(gate) * up
+    made: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())  # type: ignore[no-untyped-call]
+    return made
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from stepscope.kernels.triton import swiglu as triton_swiglu
+
+        ctx.save_for_backward(gate, up)
+        return triton_swiglu.forward(*map(_as_row, (gate, up))).view(gate.shape)
+
+    @staticmethod
+    @differentiable_once("the fused SwiGLU", "fused=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        from stepscope.kernels.triton import swiglu as triton_swiglu
+
+        gate, up = ctx.saved_tensors
+        made = (torch.empty_like(gate), torch.empty_like(up))
+        triton_swiglu.backward(*map(_as_row, (grad.contiguous(), gate, up, *made)))
+        return made
+
+
+def _as_row(x: Tensor) -> Tensor:
+    return x.view(1, -1)

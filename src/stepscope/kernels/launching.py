@@ -1,0 +1,24 @@
+"""Where the Triton kernels can run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepscope.torch_tools.derivatives import transforms_active
+from stepscope.torch_tools.triton_available import HAS_TRITON, format_taken, is_interpreted
+
+
+def kernels_take(*tensors: Tensor) -> bool:
+    """On one GPU or in Triton's interpreter. Not under the compiler, which fuses the plain form
+    itself, nor under `torch.func` transforms and forward-mode AD, which differentiate and map the
+    plain form. Tensors on several devices are left to the plain form too: torch names them in its
+    error, where a kernel would read another device's addresses."""
+    if not HAS_TRITON or torch.compiler.is_compiling() or transforms_active():
+        return False
+    if not all(format_taken(x.dtype) and x.numel() for x in tensors):
+        return False
+    device = tensors[0].device
+    if any(x.device != device for x in tensors):
+        return False
+    return is_interpreted() or device.type == "cuda"

@@ -1,0 +1,110 @@
+"""Rotary positions applied to a projection where it lies, seen by attention as heads.
+
+A projection gives (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
+any strides, so the heads are a view, and a gradient that has the strides of its input comes back as
+the projection wants it: no copy either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.kernels.launching import kernels_take
+from stepscope.torch_tools.derivatives import differentiable_once
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (..., seq, d_head)
+    cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def rotated_heads_(
+    x: Tensor,  # (batch, seq, heads · d_head)
+    cos: Tensor,  # (context, d_head/2)
+    sin: Tensor,
+    heads: int,
+) -> Tensor:  # (batch, heads, seq, d_head)
+    """The heads of a projection, turned by their position. x is overwritten, so nobody else may
+    want it, and it must not be a view."""
+    if x.shape[1] > cos.shape[0]:
+        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1:
+        return plain_rotate(_split(x, heads), cos, sin)
+    turned: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return _split(turned, heads)
+
+
+def rotated_parts_(
+    x: Tensor,  # (batch, seq, 3 · heads · d_head): queries, keys, values
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, heads, seq, d_head)
+    """The heads of a joined projection, queries and keys turned by their position. x is
+    overwritten, so nobody else may want it."""
+    if x.shape[1] > cos.shape[0]:
+        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+    if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
+        q, k, v = (_split(part, heads) for part in x.chunk(3, dim=-1))
+        return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
+    made: tuple[Tensor, Tensor, Tensor] = _RotateParts.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        from stepscope.kernels.triton.rotary import turn
+
+        turn(x, x, cos, sin, heads, back=False)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        return x
+
+    @staticmethod
+    @differentiable_once("the fused rotation", "fused=False")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from stepscope.kernels.triton.rotary import turn
+
+        cos, sin = ctx.saved_tensors
+        grad = grad.contiguous()
+        # Not in place: a gradient may be somebody else's as well.
+        out = torch.empty_like(grad)
+        turn(grad, out, cos, sin, ctx.heads, back=True)
+        return out, None, None, None
+
+
+class _RotateParts(torch.autograd.Function):
+    """Three views of x out; their gradients are gathered into one tensor as they are turned back,
+    where slicing would fill three with zeros and add them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
+        from stepscope.kernels.triton.rotary import turn
+
+        held = x.detach()
+        turned = held[..., : 2 * x.shape[-1] // 3]
+        turn(turned, turned, cos, sin, 2 * heads, back=False)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        return tuple(_split(part, heads) for part in held.chunk(3, dim=-1))
+
+    @staticmethod
+    @differentiable_once("the fused rotation", "fused=False")
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from stepscope.kernels.triton.rotary import gather_back
+
+        cos, sin = ctx.saved_tensors
+        return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None

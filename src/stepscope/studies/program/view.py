@@ -1,0 +1,130 @@
+"""The page of a program that was watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.analysis.limits import achieved_flops, mfu
+from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Cell, Interval, Table
+from stepscope.report.tables import col, table
+from stepscope.studies.memory.view import account_table, saved_table, stack_figure
+from stepscope.studies.program.findings import inspected_findings
+from stepscope.studies.program.rows import Watched, lateness, programs
+from stepscope.studies.program.waterfall import waterfall_blocks
+from stepscope.studies.trace.view import (
+    class_figure,
+    kernel_table,
+    ledger_table,
+    module_table,
+    outlier_table,
+    role_tables,
+    timeline_block,
+)
+
+
+def inspected_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
+    return tuple(block for ranks in programs(records) for block in _program(ranks))
+
+
+def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
+    lead = ranks[0]
+    blocks: list[Block] = [*inspected_findings(ranks)]
+    if len(ranks) > 1:
+        blocks.append(_rank_table(ranks))
+    return (
+        *blocks,
+        *waterfall_blocks(lead, "inspect"),
+        *trace_parts(lead, "inspect"),
+        *account_blocks(lead),
+    )
+
+
+def trace_parts(lead: Watched, name: str) -> tuple[Block, ...]:
+    """Everything that its trace says but the sentences; `name` begins the names of the parts."""
+    summary = lead.summary
+    if summary is None:
+        return ()
+    return (
+        ledger_table(summary, name),
+        class_figure(summary, name),
+        *([timeline_block(summary, name)] if summary.timeline else []),
+        *([module_table(summary, name)] if any(use.module for use in summary.uses) else []),
+        kernel_table(summary, name),
+        *role_tables(summary, name),
+        *([outlier_table(summary.outliers, name)] if summary.outliers else []),
+    )
+
+
+def account_blocks(lead: Watched) -> tuple[Block, ...]:
+    account = lead.account
+    if account is None or not account.phases:
+        return ()
+    return (
+        stack_figure(account),
+        account_table(account),
+        *([saved_table(account, "Saved for backward, the largest first")] if account.saved else []),
+    )
+
+
+def headline_table(records: Sequence[Record]) -> Table:
+    found = [one for ranks in programs(records) for one in ranks]
+    several = any(one.case.ranks > 1 for one in found)
+
+    on_device = {one.summary.on_device for one in found if one.summary}
+    launched = "operators" if on_device == {False} else "kernels"
+    hint = "or operators on a CPU, in one step" if len(on_device) > 1 else "in one step"
+
+    return table(
+        "headline",
+        "Your step",
+        found,
+        [
+            col("program", lambda r: r.name, key=True),
+            *((col("rank", lambda r: r.rank, "count", key=True),) if several else ()),
+            col("step", _timed, unit="ms", hint="median with its 95 % interval"),
+            col("working", lambda r: r.summary and r.summary.busy_ms / r.summary.wall_ms, "percent",
+                hint="of the traced step"),
+            col("waits for the host", lambda r: r.host_idle, "percent",
+                hint="the device, of the step"),
+            col(launched, lambda r: r.summary and round(r.summary.launches), "count", hint=hint),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes",
+                hint="on a CPU: of all tensors"),
+            col("FLOP/s", lambda r: achieved_flops(r.record), "rate", unit="FLOP/s"),
+            col("MFU", lambda r: mfu(r.record), "percent",
+                hint="of the ceiling measured here, where known"),
+        ],
+    )  # fmt: skip
+
+
+def _timed(one: Watched) -> Cell:
+    series = one.record.find("step")
+    if series is None or not series.values:
+        return None
+    spread = summarize(series.values)
+    return Interval(value=spread.median, low=spread.low, high=spread.high)
+
+
+def _rank_table(ranks: Sequence[Watched]) -> Table:
+    late = lateness(ranks)
+    return table(
+        "inspect-ranks",
+        "The ranks side by side",
+        ranks,
+        [
+            col("rank", lambda r: r.rank, "count", key=True),
+            col("step", lambda r: r.step_ms, unit="ms", hint="without the profiler"),
+            col("traced step", lambda r: r.summary and r.summary.wall_ms, unit="ms"),
+            col("late", lambda r: late.get(r.rank), unit="ms",
+                hint="to a collective, after the first rank"),
+            col("collectives", lambda r: r.communication_ms, unit="ms",
+                hint="all of them, hidden ones too"),
+            col("exposed", lambda r: r.summary and r.summary.class_ms("communication"), unit="ms",
+                hint="collectives while nothing else runs"),
+            col("idle", lambda r: r.summary and r.summary.idle_ms, unit="ms"),
+            col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
+        ],
+        caption="The rank that comes last to the collectives is the one that the others wait for,"
+        " inside of their collectives or, on a CPU, idle.",
+    )  # fmt: skip

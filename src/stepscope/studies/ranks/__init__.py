@@ -1,0 +1,1 @@
+"""Studies that need several ranks: their cases, subjects and results."""

@@ -1,0 +1,93 @@
+"""Cases that need several ranks: processes of this machine, or those that torchrun started.
+
+    torchrun --nproc-per-node 2 -m stepscope run ddp
+
+Under torchrun every rank runs the same command. Rank 0 alone has the store, the worker and the
+page; the others follow it from case to case. Loads without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stepscope.studies.base import Bench, Case, CaseSkipped
+
+if TYPE_CHECKING:
+    from stepscope.parallel import Crew, Limits
+
+MOST_SECONDS = 540.0
+STEP_SECONDS = 180.0
+BEAT_SECONDS = 30.0
+"""A rank that loads a GPU's libraries, or shares a busy machine, may be silent for seconds."""
+
+
+class RankedCase(Case, frozen=True, kw_only=True):
+    """A case that runs on several ranks."""
+
+    ranks: int
+    backend: str
+    """gloo, nccl, or auto: nccl where every rank has a GPU of its own."""
+
+
+def torchrun_size(variables: Mapping[str, str] = os.environ) -> int:
+    """How many ranks torchrun started; 0 without it."""
+    return int(variables["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in variables else 0
+
+
+def is_follower(variables: Mapping[str, str] = os.environ) -> bool:
+    return torchrun_size(variables) > 0 and variables["RANK"] != "0"
+
+
+def default_ranks() -> tuple[int, ...]:
+    return (torchrun_size() or 2,)
+
+
+def follow() -> NoReturn:
+    """Become a process that takes part in what rank 0 measures."""
+    os.execv(sys.executable, [sys.executable, "-m", "stepscope.studies.runner.follower"])
+
+
+@cache
+def crew() -> Crew:
+    from stepscope.parallel import Crew
+
+    return Crew()
+
+
+def patience() -> Limits:
+    """How long the ranks of a case may be silent."""
+    from stepscope.parallel import Limits
+
+    return Limits(start=STEP_SECONDS, step=STEP_SECONDS, beat=BEAT_SECONDS, total=MOST_SECONDS)
+
+
+def on_ranks(
+    study: str, case: RankedCase, bench: Bench, function: Callable[..., Any], *more: Any
+) -> list[Any]:
+    """The results of `function(world, case, *more)` on each rank of this case."""
+    from stepscope.parallel import launch
+
+    device = bench.device.kind
+    if case.backend == "nccl" and device != "cuda":
+        raise CaseSkipped("backend nccl needs GPUs")
+    started = torchrun_size()
+    if started and case.ranks != started:
+        raise CaseSkipped(f"torchrun started {started} ranks, this case needs {case.ranks}")
+    bench.progress(0, 1, f"{case.ranks} ranks")
+    arguments, limits = (case, *more), patience()
+    if not started:
+        return launch(
+            function,
+            arguments,
+            ranks=case.ranks,
+            backend=case.backend,
+            device=device,
+            limits=limits,
+        )
+    if not is_follower():
+        crew().announce({"study": study, "config": case.config, "device": device})
+    return crew().run(function, arguments, backend=case.backend, device=device, limits=limits)

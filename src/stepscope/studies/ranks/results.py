@@ -1,0 +1,96 @@
+"""Records of several ranks: the slowest rank's samples, findings, rows by way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from stepscope.records.schema import Record
+from stepscope.records.stats import Summary, summarize
+from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.report.tables import Declared, col, interval
+from stepscope.studies.base import Result
+from stepscope.studies.ranks.cases import RankedCase
+
+R = TypeVar("R", bound=RankedCase)
+
+
+class RankedResult(Result[R]):
+    """A record of several ranks with its case; series and quantities are by way (`variant`)."""
+
+    @property
+    def backend(self) -> str:
+        """The one that was used; a case may leave the choice open."""
+        return self.record.notes.get("backend", self.case.backend)
+
+    @property
+    def place(self) -> str:
+        ranks = self.case.ranks
+        return f"{'1 rank' if ranks == 1 else f'{ranks:,} ranks'}, {self.backend}"
+
+    @property
+    def title(self) -> str:
+        return self.place
+
+    def samples(self, name: str, way: str = "", size: int = 0) -> list[float]:
+        """The slowest rank's sample of each round; empty where the series was not measured."""
+        ranks = [
+            series.values
+            for series in self.record.series
+            if (series.name, series.variant, series.size) == (name, way, size)
+        ]
+        return [max(samples) for samples in zip(*ranks, strict=True)]
+
+    def summary(self, name: str, way: str = "", size: int = 0) -> Summary | None:
+        samples = self.samples(name, way, size)
+        return summarize(samples) if samples else None
+
+    def median(self, name: str, way: str) -> float | None:
+        summary = self.summary(name, way)
+        return summary.median if summary else None
+
+    def finding(
+        self, what: str, text: str, values: Mapping[str, Value], *, conclusion: str = "",
+        tone: Tone = "info",
+    ) -> Finding:  # fmt: skip
+        """That rests on this record alone."""
+        return Finding(
+            code=f"{self.record.study}.{what}",
+            values={"ranks": self.case.ranks, "backend": self.backend, **values},
+            records=(self.record.id,),
+            text=f"{self.title}: {text}",
+            conclusion=conclusion,
+            tone=tone,
+        )
+
+
+class WayRow(NamedTuple):
+    """A way of a record; a failed record has one row without any."""
+
+    of: Any
+    way: str | None
+
+    @property
+    def record(self) -> Record:
+        record: Record = self.of.record
+        return record
+
+
+def way_rows(
+    results: Sequence[RankedResult[Any]], ways: Callable[[Any], Iterable[str]]
+) -> list[WayRow]:
+    return [
+        WayRow(result, way)
+        for result in results
+        for way in (ways(result) if result.record.status == "ok" else [None])
+    ]
+
+
+def step_column() -> Declared:
+    """Of rows by way."""
+    return col(
+        "step",
+        lambda r: interval(r.of.summary("step", r.way)),
+        unit="ms",
+        hint="median with its 95 % interval",
+    )

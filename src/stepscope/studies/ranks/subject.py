@@ -1,0 +1,185 @@
+"""The training step of every rank of a study: of a Transformer by its size, or of a user's model;
+and how steps of several ways are interleaved.
+
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from stepscope.errors import UsageError
+from stepscope.model.config import ModelConfig
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Series
+from stepscope.studies.flag_checks import check_ranks
+from stepscope.studies.ranks.cases import RankedCase, default_ranks
+from stepscope.studies.training.model_names import check_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from stepscope.parallel import World
+    from stepscope.studies.training.workload import Workload
+
+
+WARMUP = 2
+"""Rounds before the first sample."""
+Samples = dict[tuple[str, str], list[float]]
+"""Times in ms by way and phase."""
+
+
+class RankedStep(RankedCase, frozen=True, kw_only=True, omit_defaults=True):
+    """A training step whose batch is divided among ranks."""
+
+    size: str
+    table: str
+    context: int
+    batch: int
+    rounds: int
+    own: str = ""
+    """package.module:function that builds a user's model; `size` then is its name, `context` 0."""
+
+    @property
+    def key(self) -> str:
+        year = "" if self.table == "2025" or self.own else f"{self.table}_"
+        at = "" if self.own else f"_c{self.context}"
+        return f"{year}{self.size}{at}_b{self.batch}_r{self.ranks}_{self.backend}"
+
+    @property
+    def shape(self) -> ModelConfig | None:
+        """None for a user's model."""
+        if self.own:
+            return None
+        return with_overrides(find_size(self.size, self.table), context=self.context)
+
+
+class RankedFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """What every sweep over `RankedStep` has."""
+
+    size: tuple[str, ...] = ("small",)
+    """Sizes: small, medium, large, xl, 2.7b (2025) or 10b (2026); tiny, mini, midi for a CPU."""
+    table: str = "2025"
+    """Which year's size table: xl differs between them."""
+    batch: int = 4
+    """Sequences per step, shared out among the ranks."""
+    ranks: tuple[int, ...] = msgspec.field(default_factory=default_ranks)
+    """Numbers of ranks, each a process on this machine; under torchrun as many as it started."""
+    rounds: int = 10
+    """Samples of each way."""
+    model: str = ""
+    """A model of your own instead of a size: package.module:function (see `run own --help`)."""
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks, self.batch)
+        if self.rounds < 1:
+            raise UsageError(f"rounds is {self.rounds}", "it must be at least 1")
+
+    def subjects(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
+        """Fields of a `RankedStep` for each model and context, which are checked."""
+        shared = {"table": self.table, "batch": self.batch, "rounds": self.rounds}
+        if self.model:
+            return [shared | {"size": check_name(self.model), "context": 0, "own": self.model}]
+        named = list(itertools.product(self.size, contexts))
+        for size, context in named:
+            with_overrides(find_size(size, self.table), context=context)
+        return [shared | {"size": size, "context": context} for size, context in named]
+
+
+class Fed(NamedTuple):
+    """A rank's share of a batch."""
+
+    batch: Any
+    loss: Callable[[nn.Module, Any], Tensor]
+
+    def loss_of(self, model: nn.Module) -> Tensor:
+        return self.loss(model, self.batch)
+
+
+class RankSubject(NamedTuple):
+    model: nn.Module
+    fed: Fed
+
+
+def tokens_fed(tokens: Tensor) -> Fed:
+    """Sequences with one token more than the model sees: the next ones are the targets."""
+    return Fed(tokens, _next_token_loss)
+
+
+def make_subject(
+    world: World, case: RankedStep | Workload, share: int, device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> RankSubject:  # fmt: skip
+    """The same weights on every rank, and `share` sequences of its own."""
+    import torch
+
+    torch.manual_seed(0)
+    shape = case.shape
+    if shape is None:
+        from stepscope.studies.own.building import build, call, loss_of
+
+        built = build(case.own)
+        torch.manual_seed(1 + world.rank)
+        batch = built.make_batch(share, world.device)
+
+        def loss(model: nn.Module, given: Any) -> Tensor:
+            return loss_of(call(model, given), given, built.loss, case.own)
+
+        return RankSubject(built.model.to(device, dtype), Fed(batch, loss))
+    from stepscope.model import TransformerLM
+
+    model = TransformerLM(shape, device=device, dtype=dtype or torch.float32)
+    generator = torch.Generator().manual_seed(world.rank)
+    # Token numbers below the smallest vocabulary: the values do not matter for the time.
+    tokens = torch.randint(100, (share, shape.context + 1), generator=generator)
+    return RankSubject(model, tokens_fed(tokens.to(world.device)))
+
+
+def settle(world: World) -> None:
+    """Wait until the rank's device is idle."""
+    if world.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(world.device)
+
+
+def interleaved(
+    world: World, ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, number: int
+) -> Samples:
+    """Samples of all ways, one step of each in a round, in an order that changes.
+
+    A call makes one step and returns the times of its phases. `number` is the supervisor's of the
+    first step.
+    """
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    order, shuffle = list(ways), random.Random(0).shuffle
+    for taken in range(-WARMUP, rounds):
+        shuffle(order)
+        for name in order:
+            world.step(number)
+            number += 1
+            phases = ways[name]()
+            for phase, ms in phases.items() if taken >= 0 else ():
+                samples[name].setdefault(phase, []).append(ms)
+    return {(name, phase): ms for name, held in samples.items() for phase, ms in held.items()}
+
+
+def series_of(ranks: Sequence[Samples]) -> tuple[Series, ...]:
+    """From the samples of each rank."""
+    return tuple(
+        Series(name=phase, variant=way, unit="ms", rank=rank, values=tuple(samples[way, phase]))
+        for way, phase in ranks[0]
+        for rank, samples in enumerate(ranks)
+    )
+
+
+def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    from stepscope.model import cross_entropy
+
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])

@@ -1,0 +1,164 @@
+"""A process that has torch loaded and forks workers: a fresh one starts in a tenth of a second.
+
+To import torch and what an optimizer's constructor imports takes seconds, which a study with a
+process for every case would pay every time. The nursery imports them once, runs nothing and never
+touches a device, so that a forked worker has done nothing before either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+from stepscope.studies.registry import viewables
+from stepscope.studies.runner.descendants import WORKER, marked, new_mark
+
+_MESSAGE = struct.Struct("qq")
+"""A request: its number, and a worker to wait for, or 0 for a new one. The answer: the number of
+the request, and the new worker's process id or the exit code."""
+_NEW = 0
+_PATIENCE_S = 180.0
+_LOADED = (
+    "torch._dynamo", "torch.profiler", "stepscope.measure.environment", "stepscope.measure.timer",
+    "stepscope.model.transformer", "stepscope.studies.training.parts",
+    "stepscope.studies.runner.worker",
+)  # fmt: skip
+"""What every worker imports before it measures; none of it opens a device or starts a thread."""
+
+
+def can_fork() -> bool:
+    """On Linux, and not where STEPSCOPE_FORK=no: elsewhere system libraries do not survive it."""
+    return sys.platform == "linux" and os.environ.get("STEPSCOPE_FORK") != "no"
+
+
+class Nursery:
+    """The nursery seen from the runner."""
+
+    def __init__(self, device: str) -> None:
+        self.mark = new_mark()
+        self._line, theirs = socket.socketpair()
+        self._line.settimeout(_PATIENCE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "stepscope.studies.runner.nursery",
+                    device,
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=marked(self.mark) | {WORKER: self.mark},
+            )
+        self._asked = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, files: Sequence[int]) -> Forked:
+        """A worker with these as its standard input, output and error; OSError where none comes."""
+        child = self.ask(_NEW, files)
+        if child <= 1:
+            # Signals to 0, 1 or a negative number would reach other processes than the worker.
+            raise ConnectionError(f"the nursery answered with process {child}")
+        return Forked(self, child)
+
+    def ask(self, what: int, files: Sequence[int] = ()) -> int:
+        self._asked += 1
+        socket.send_fds(self._line, [_MESSAGE.pack(self._asked, what)], files)
+        while True:
+            answer = self._line.recv(_MESSAGE.size, socket.MSG_WAITALL)
+            if len(answer) < _MESSAGE.size:
+                raise ConnectionError("the nursery of the workers is gone")
+            # An interrupt may have left the answer to an earlier request unread.
+            number, value = _MESSAGE.unpack(answer)
+            if number == self._asked:
+                return int(value)
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Forked:
+    """A worker that the nursery forked; what `subprocess.Popen` is for a process of its own."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self._code: int | None = None
+        self.pid = pid
+
+    def wait(self) -> int:
+        if self._code is None:
+            try:
+                self._code = self._nursery.ask(self.pid)
+            except OSError:
+                self._code = 1
+        return self._code
+
+
+def main(device: str, line: socket.socket) -> None:
+    _load()
+    while True:
+        message, files, _, _ = socket.recv_fds(line, _MESSAGE.size, 3)
+        if len(message) < _MESSAGE.size:
+            return
+        number, what = _MESSAGE.unpack(message)
+        if what == _NEW:
+            answer = _fork(device, line, files)
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(what, 0)[1])
+        line.sendall(_MESSAGE.pack(number, answer))
+
+
+def _load() -> None:
+    for name in _LOADED:
+        importlib.import_module(name)
+    viewables()
+    # Collections in a worker need not look at any of this, and do not copy its pages.
+    gc.collect()
+    gc.freeze()
+
+
+def _fork(device: str, line: socket.socket, files: Sequence[int]) -> int:
+    child = os.fork()
+    if child:
+        for file in files:
+            os.close(file)
+        return child
+    try:
+        os.setsid()
+        line.close()
+        for place, file in enumerate(files):
+            os.dup2(file, place)
+            os.close(file)
+        from stepscope.studies.runner.worker import main as work
+
+        work(device)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Libraries have threads of their own that a fork does not need.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

@@ -1,0 +1,317 @@
+"""Runs cases one after the other, each isolated in a worker, each kept the moment it is done.
+
+Whatever ends a case becomes its record: out of memory, a crash, a timeout, a refusal. The worker
+is replaced after any failure, so that no case sees what another one broke.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from stepscope.analysis.lints import lint_record
+from stepscope.analysis.trust import trust_of
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.records.schema import Ceiling, Environment, Record, Run
+from stepscope.records.store import Store
+from stepscope.studies.base import Measurement, PlannedCase
+from stepscope.studies.ranks.cases import torchrun_size
+from stepscope.studies.registry import find_measurable
+from stepscope.studies.runner.load import Wait
+from stepscope.studies.runner.nursery import Nursery, can_fork
+from stepscope.studies.runner.process import WorkerProcess
+from stepscope.studies.runner.protocol import Failed, Measured, Progress
+
+REPEATABLE = ("error", "timeout")
+"""Statuses that a second attempt may change."""
+
+
+class Calibrated(Protocol):
+    """Who wants to know that ceilings are measured."""
+
+    def calibrating(self, progress: Progress) -> None: ...
+
+
+class Observer(Calibrated, Protocol):
+    """Who wants to know how the run goes on."""
+
+    def case_started(self, case: PlannedCase) -> None: ...
+
+    def case_progress(self, progress: Progress) -> None: ...
+
+    def case_finished(self, record: Record) -> None: ...
+
+    def waiting(self, up_to_s: float, used: float, cores: int) -> None:
+        """Other work uses that many of the cores; its end is awaited for at most so long."""
+
+    def measuring_again(self, record: Record) -> None:
+        """This record came out noisy, and its case is measured once more."""
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def new_run(cases: Sequence[PlannedCase], command: str) -> Run:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Run(
+        id=f"{stamp}-{secrets.token_hex(2)}",
+        created=now(),
+        command=command,
+        plan=plan_digest(cases),
+        cases=len(cases),
+    )
+
+
+def plan_digest(cases: Sequence[PlannedCase]) -> str:
+    """The same request has the same digest, so that a run can be found again."""
+    named = [(case.study, case.key, case.config) for case in cases]
+    return hashlib.sha256(msgspec.json.encode(named, order="sorted")).hexdigest()
+
+
+OUT_OF_TIME = "--within"
+"""In the reason of a case that was ended because the time for all of them was over."""
+
+
+class Runner:
+    """Holds the worker for the length of a command."""
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._worker = WorkerProcess(device)
+        self._nursery: Nursery | None = None
+        self._forks = can_fork()
+        self._used = False
+        self._lost = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # An interrupted worker is in the middle of something; torchrun then ends all ranks.
+        if torchrun_size() > 1 and (kind is None or issubclass(kind, Exception)):
+            if self._lost:
+                self._replace_worker()
+            self._worker.dismiss_followers()
+        self._worker.stop()
+        if self._nursery is not None:
+            self._nursery.close()
+
+    @property
+    def environment(self) -> Environment:
+        return self._worker.environment
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        return self._worker.lacks
+
+    def refuse_impossible(self, cases: Sequence[PlannedCase]) -> None:
+        """For cases that someone asked for by name: what cannot be meant here is an error."""
+        missing = {
+            case.key: f"{case.study} {case.key}: {self.lacks[need]}"
+            for case in cases
+            for need in case.needs
+            if need in self.lacks
+        }
+        some_can = len(missing) < len(cases)
+        for case in cases:
+            if case.key in missing and not (some_can and find_measurable(case.study).goes_on):
+                raise UsageError(missing[case.key])
+        self._check_models(cases)
+
+    def _check_models(self, cases: Sequence[PlannedCase]) -> None:
+        """Before the ceilings are measured, which takes up to a minute."""
+        names = {str(c.config.get("model") or c.config.get("own") or "") for c in cases} - {""}
+        for name in sorted(names):
+            # Its module may have set threads or a seed: nothing is measured in this worker.
+            self._lost = True
+            self._worker.check_model(name, self._timeout_s)
+
+    def ceilings(self, observer: Calibrated) -> tuple[Ceiling, ...]:
+        """This machine's, for whoever needs them beside those in the records."""
+        return self._worker.ceilings(observer.calibrating, again=False)
+
+    def run(
+        self,
+        cases: Sequence[PlannedCase],
+        run: Run,
+        store: Store,
+        observer: Observer,
+        *,
+        retry: bool = False,
+        new_ceilings: bool = False,
+        within_s: float | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        """Measure every case that has no record yet. `within_s` bounds each of them beside the
+        timeout, where less time than that is left.
+
+        Up to `wait_s` seconds in all are spent on waiting for other work on the machine to end,
+        and a case that comes out noisy is measured once more; with 0 neither is done.
+        """
+        with store.hold_run(run.id):
+            done = store.finished(run.id)
+            self._refuse_other_device(store, run)
+            pending = [c for c in cases if _wanted(done.get((c.study, c.key)), retry=retry)]
+            if pending:
+                if self._lost:
+                    self._replace_worker()
+                wait = self._wait(wait_s)
+                # Before the ceilings as well: they are kept for later runs.
+                if wait is not None:
+                    wait.until_quiet(observer.waiting)
+                ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
+                self._used = True
+            for case in pending:
+                observer.case_started(case)
+                attempt = done.get((case.study, case.key), ("", 0))[1] + 1
+                measure = partial(self._record, case, run, attempt, ceilings, observer, within_s)
+                record = measure()
+                if wait is None or trust_of(record).level != "noisy":
+                    store.add(record)
+                else:
+                    record = self._better(record, measure, store, observer, wait)
+                    if wait.left_s <= 0 and not trust_of(record).good:
+                        # The machine stays busy: every further case would take twice as long.
+                        wait = None
+                observer.case_finished(record)
+
+    def _wait(self, seconds: float) -> Wait | None:
+        """None where nobody waits. The other ranks of a torchrun would be taken for other work."""
+        if seconds <= 0 or torchrun_size() > 1:
+            return None
+        on_cpu = self.environment.device_kind == "cpu"
+        return Wait(seconds, self.environment.threads if on_cpu else 1)
+
+    def _better(
+        self, first: Record, measure: Callable[[], Record], store: Store, observer: Observer,
+        wait: Wait,
+    ) -> Record:  # fmt: skip
+        """The better one of a noisy record and a second measurement. Both are kept, this one as the
+        newer attempt."""
+        observer.measuring_again(first)
+        try:
+            wait.until_quiet(observer.waiting)
+            second = measure()
+        except BaseException:
+            store.add(first)
+            raise
+        attempt = first.attempt
+        pair = (second, first) if _rank(second) > _rank(first) else (first, second)
+        worse, better = (
+            msgspec.structs.replace(record, attempt=attempt + place)
+            for place, record in enumerate(pair)
+        )
+        with store.transaction():
+            store.add(worse)
+            store.add(better)
+        return better
+
+    def _record(
+        self,
+        case: PlannedCase,
+        run: Run,
+        attempt: int,
+        ceilings: tuple[Ceiling, ...],
+        observer: Observer,
+        within_s: float | None = None,
+    ) -> Record:
+        missing = next((need for need in case.needs if need in self.lacks), None)
+        if missing is None and (
+            self._lost or (self._used and find_measurable(case.study).fresh_process)
+        ):
+            self._replace_worker()
+        environment, started, clock = self.environment, now(), time.monotonic()
+        outcome: Measured | Failed
+        if missing is not None:
+            outcome = Failed("skipped", self.lacks[missing])
+        else:
+            self._used = True
+            limit_s = self._timeout_s if within_s is None else min(self._timeout_s, within_s)
+            outcome = self._worker.measure(case.study, case.config, limit_s, observer.case_progress)
+            if isinstance(outcome, Failed) and outcome.status == "timeout":
+                limit = "--timeout" if limit_s == self._timeout_s else OUT_OF_TIME
+                outcome = Failed("timeout", f"not done after {limit_s:.4g} s ({limit})")
+        elapsed_s = time.monotonic() - clock
+        if isinstance(outcome, Failed) and outcome.status != "skipped":
+            # Another one is started when a case needs it: this record is kept first.
+            self._worker.stop()
+            self._lost = True
+        measurement = outcome.measurement if isinstance(outcome, Measured) else Measurement()
+        record = Record(
+            id=secrets.token_hex(6),
+            run=run.id,
+            study=case.study,
+            case=case.key,
+            config=case.config,
+            status=outcome.status if isinstance(outcome, Failed) else "ok",
+            reason=outcome.reason if isinstance(outcome, Failed) else "",
+            attempt=attempt,
+            environment=environment,
+            started=started,
+            elapsed_s=elapsed_s,
+            series=measurement.series,
+            quantities=measurement.quantities,
+            notes=measurement.notes,
+            attachments=outcome.attachments
+            if isinstance(outcome, Failed)
+            else measurement.attachments,
+            readings=measurement.readings,
+            ceilings=ceilings,
+        )
+        return msgspec.structs.replace(record, lints=lint_record(record))
+
+    def _replace_worker(self) -> None:
+        self._worker.stop()
+        self._worker = self._forked_worker() or WorkerProcess(self._device)
+        self._used = False
+        self._lost = False
+
+    def _forked_worker(self) -> WorkerProcess | None:
+        """None where forking does not work: what a library did at its import may forbid it."""
+        if not self._forks:
+            return None
+        try:
+            if self._nursery is None:
+                self._nursery = Nursery(self._device)
+            worker = WorkerProcess(self._device, self._nursery)
+        except (OSError, StepscopeError):
+            self._forks = False
+            return None
+        if worker.environment.device_name != self.environment.device_name:
+            worker.stop()
+            self._forks = False
+            return None
+        return worker
+
+    def _refuse_other_device(self, store: Store, run: Run) -> None:
+        for record in store.records(run.id)[:1]:
+            if record.environment.device_name != self.environment.device_name:
+                raise StepscopeError(
+                    f"run {run.id} was made on {record.environment.device_name},"
+                    f" this is {self.environment.device_name}",
+                    "start a new run without --resume",
+                )
+
+
+def _rank(record: Record) -> tuple[bool, int, float]:
+    """Smaller is better."""
+    return (record.status != "ok", *trust_of(record).rank)
+
+
+def _wanted(done: tuple[str, int] | None, *, retry: bool) -> bool:
+    return done is None or (retry and done[0] in REPEATABLE)

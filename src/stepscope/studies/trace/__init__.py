@@ -1,0 +1,1 @@
+"""A step under the profiler: recording its trace, its tables, its findings."""

@@ -1,0 +1,374 @@
+"""What the summary of a trace says, in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.analysis.kernels.matmuls import ON_TENSOR_CORES
+from stepscope.analysis.kernels.tensor_cores import is_amd, tensor_core_dtypes
+from stepscope.analysis.trace.summary import Gap, KernelRow, Summary
+from stepscope.report.blocks import Finding
+from stepscope.report.format import counted, duration, percent
+
+HOST_LIMITS_FROM = 0.25
+"""From this share of idle time without a launch on, the host is what to look at first."""
+
+TRACED_APART = 0.02
+"""Traced steps that differ by more than this from the timed ones are told apart from them."""
+
+_WORTH = 0.05
+
+
+def trace_findings(
+    summary: Summary,
+    step_ms: float | None = None,
+    loading_ms: float | None = None,
+    records: tuple[str, ...] = (),
+) -> tuple[Finding, ...]:
+    """`step_ms` is the step without the profiler, where it was timed, and `loading_ms` what of it
+    is spent in a DataLoader. `records` are the ids of the records that they come from."""
+    found = (
+        *_break(summary),
+        _account(summary, step_ms),
+        *_idle(summary, step_ms),
+        *_gaps(summary),
+        *_data(summary, step_ms, loading_ms),
+        *_matmul(summary),
+        *_top_kernel(summary),
+        *_units(summary),
+        _attribution(summary),
+        *_uneven(summary),
+    )
+    return tuple(msgspec.structs.replace(one, records=records) for one in found)
+
+
+def _break(summary: Summary) -> Iterator[Finding]:
+    if summary.truncated:
+        yield Finding(
+            code="trace.truncated",
+            timed=False,
+            text="The file breaks off: it is read up to there, and what was to follow is missing."
+            " The profiler writes kernels after operators, so times and shares of the device may be"
+            " too low. Export the trace again.",
+            tone="warn",
+        )
+
+
+def _account(summary: Summary, step_ms: float | None) -> Finding:
+    wall = summary.wall_ms
+    whose, aside = "A step", ""
+    if step_ms and abs(wall / step_ms - 1) > TRACED_APART:
+        whose, aside = "A traced step", f" ({duration(step_ms)} without the profiler)"
+    what = "the device works" if summary.on_device else "operators run"
+    thing = "kernel" if summary.on_device else "operator"
+    text = (
+        f"{whose} takes {duration(wall)}{aside}: {what} for {percent(summary.busy_ms / wall)} of"
+        f" it, in {counted(round(summary.launches), thing)}."
+    )
+    if summary.cut == "nothing":
+        text = (
+            "No step is marked in this trace, and fewer than three steps of an optimizer are in it:"
+            f" the whole of it is taken, as if it were one step. It takes {duration(wall)}: {what}"
+            f" for {percent(summary.busy_ms / wall)} of it."
+        )
+    elif summary.cut == "optimizer":
+        text = (
+            f"No step is marked in this trace: {len(summary.steps)} steps are cut where the"
+            f" optimizer has stepped, and what lies before and after them is left out. {text}"
+        )
+    residual = summary.residual_ms / wall
+    closes = f"The ledger closes with a residual of {percent(residual)}."
+    if summary.doubt:
+        closes = f"The ledger does not close: {summary.doubt}."
+    return Finding(
+        code="trace.ledger-open" if summary.doubt else "trace.ledger-closes",
+        values={
+            "wall_ms": wall,
+            "busy": summary.busy_ms / wall,
+            "launches": round(summary.launches),
+            "residual": residual,
+            "cut": summary.cut,
+        },
+        text=f"{text} {closes}",
+        tone="warn" if summary.doubt else "good",
+    )
+
+
+def host_idle(summary: Summary, step_ms: float | None) -> float:
+    """Share of the step in which the device has nothing to run because the host is late.
+
+    The profiler makes the host slower and leaves kernels as they are, so it is at most what the
+    traced kernels do not fill of the step as it is without it.
+    """
+    traced = summary.idle_of("host") / summary.wall_ms
+    return traced if not step_ms else min(traced, max(0.0, 1 - summary.busy_ms / step_ms))
+
+
+def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
+    wall = summary.wall_ms
+    host = host_idle(summary, step_ms)
+    waits, queue, between = (
+        summary.idle_of(cause) / wall for cause in ("synchronisation", "queue", "between")
+    )
+    if host >= HOST_LIMITS_FROM:
+        yield Finding(
+            code="trace.host-limits",
+            values={"idle": host, "in_long_gaps": summary.long_host_ms / wall},
+            text=f"The host limits this step: for {percent(host)} of it the device has nothing to"
+            " run, because the next kernel was not launched before the one before it had ended.",
+            conclusion=_host_remedy(summary, host),
+            tone="warn",
+        )
+    elif host >= _WORTH:
+        yield Finding(
+            code="trace.waits-for-launches",
+            values={"idle": host},
+            text=f"The device waits for launches for {percent(host)} of the step.",
+        )
+    if waits >= 0.01:
+        meanwhile = summary.waited_busy_ms / summary.waited_ms if summary.waited_ms else 0.0
+        yield Finding(
+            code="trace.synchronization",
+            values={"idle": waits, "waited_ms": summary.waited_ms, "meanwhile_busy": meanwhile},
+            text=f"The device is idle while the host waits for it, for {percent(waits)} of the"
+            f" step. In all the host waits {duration(summary.waited_ms)} in a step, and during"
+            f" {percent(meanwhile)} of that the device works.",
+            tone="warn" if waits >= _WORTH else "info",
+        )
+    if queue >= _WORTH:
+        yield Finding(
+            code="trace.between-kernels",
+            values={"idle": queue},
+            text=f"For {percent(queue)} of the step the device is between two kernels that were"
+            " both launched in time: many short kernels, or a stream that waits for another.",
+        )
+    if between >= _WORTH:
+        yield Finding(
+            code="trace.no-operator",
+            values={"idle": between},
+            text=f"No operator runs for {percent(between)} of the step: there the program is in"
+            " Python or in the dispatcher, or it waits for something that is no operator (a file, a"
+            " lock, another process).",
+        )
+
+
+def _host_remedy(summary: Summary, host: float) -> str:
+    """What would remove the gaps: only short ones come from the number of launches."""
+    in_long = summary.long_host_ms / summary.wall_ms
+    if host - in_long < HOST_LIMITS_FROM:
+        return (
+            f"Of that, {percent(min(1.0, in_long / host))} lies in gaps of 1 ms and more, which"
+            " neither fewer launches nor faster kernels would remove: see what the host does in"
+            " them."
+        )
+    if summary.replayed >= 0.5:
+        return (
+            f"CUDA graphs already launch {percent(summary.replayed)} of the kernels, so the time is"
+            " lost between graphs: in what the host does from one to the next."
+        )
+    return (
+        "A lower precision or faster kernels cannot help with that part; fewer launches can (a"
+        " larger batch, torch.compile, a CUDA graph)."
+    )
+
+
+def _gaps(summary: Summary) -> Iterator[Finding]:
+    """The longest gaps, where they are much of the idle time."""
+    idle = summary.idle_ms * len(summary.steps)
+    whole = summary.wall_ms * len(summary.steps)
+    if idle < _WORTH * whole or not summary.gaps:
+        return
+    shown = [gap for gap in summary.gaps if gap.ms >= 0.1 * idle]
+    if not shown:
+        return
+    by_host: dict[str, list[Gap]] = {}
+    for gap in shown:
+        by_host.setdefault(gap.host, []).append(gap)
+    told = "; ".join(_same_host(host, gaps) for host, gaps in by_host.items())
+    which = "The longest gap" if len(shown) == 1 else f"The {len(shown)} longest gaps"
+    share = min(1.0, sum(gap.ms for gap in shown) / idle)
+    makes = "makes" if len(shown) == 1 else "make"
+    yield Finding(
+        code="trace.long-gaps",
+        values={"gaps": len(shown), "of_idle": share},
+        text=f"{which} {makes} up {percent(share)} of the device's idle time: {told}.",
+        tone="warn",
+    )
+
+
+def _same_host(host: str, gaps: list[Gap]) -> str:
+    what = f"the host was in {host}" if host else "the trace does not say what the host did"
+    if len(gaps) == 1:
+        return f"{duration(gaps[0].ms)} {_where(gaps[0])} ({what})"
+    total = duration(sum(gap.ms for gap in gaps))
+    return f"{total} in {len(gaps)} gaps, the longest {_where(gaps[0])} (each time {what})"
+
+
+def _where(gap: Gap) -> str:
+    if gap.first:
+        return "before the first kernel"
+    return f"before {gap.next}" if gap.next else "after the last kernel"
+
+
+def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> Iterator[Finding]:
+    spent, whole = summary.data_ms, summary.wall_ms
+    if step_ms and loading_ms is not None:
+        spent, whole = loading_ms, step_ms
+    # Medians of two series: what is a part of every step can be longer than the median step.
+    spent = min(spent, whole)
+    if spent / whole >= _WORTH:
+        yield Finding(
+            code="trace.data-loading",
+            values={"loading_ms": spent, "share": spent / whole},
+            text=f"The loop spends {duration(spent)} of each step, {percent(spent / whole)}, in its"
+            " DataLoader.",
+            conclusion="Workers can hide that where cores are free to load ahead; where they"
+            " compete with the step for cores, it may get slower.",
+            tone="warn",
+        )
+
+
+def _matmul(summary: Summary) -> Iterator[Finding]:
+    """Classes by time, also of kernels whose phase is not known."""
+    by_class: dict[str, float] = {}
+    for row in summary.kernels:
+        by_class[row.kind] = by_class.get(row.kind, 0.0) + row.ms
+    total = sum(by_class.values())
+    if total <= 0:
+        return
+    ranked = sorted(by_class.items(), key=lambda item: -item[1])
+    shares = {kind: ms / total for kind, ms in ranked[:4] if ms > 0}
+    largest = ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items())
+    things = "kernels" if summary.on_device else "operators"
+    yield Finding(
+        code="trace.classes",
+        values={**shares},
+        text=f"Of the time of all {things}: {largest}.",
+    )
+
+
+def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
+    """Name, milliseconds and count in a step, of all phases together or of one; longest first."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in summary.kernels:
+        if phase in (None, row.phase):
+            ms, times = found.get(row.kernel, (0.0, 0.0))
+            found[row.kernel] = (ms + row.ms, times + row.count)
+    return sorted(((k, ms, n) for k, (ms, n) in found.items()), key=lambda one: -one[1])
+
+
+def _top_kernel(summary: Summary) -> Iterator[Finding]:
+    total = sum(row.ms for row in summary.kernels)
+    if total <= 0:
+        return
+    name, ms, times = top_kernels(summary)[0]
+    about = next(row for row in summary.kernels if row.kernel == name)
+    unit = f" on {about.unit}" if about.unit else ""
+    yield Finding(
+        code="trace.top-kernel",
+        values={"kernel": name, "class": about.kind, "ms": ms, "calls": times, "share": ms / total},
+        text=f"{name} ({about.kind}{unit}) takes the most time: {duration(ms)} in {_calls(times)},"
+        f" {percent(ms / total)} of all"
+        f" {'kernel' if summary.on_device else 'operator'} time.",
+    )
+
+
+def _calls(times: float) -> str:
+    """Of a step: a mean over steps that differ is not a whole number."""
+    if abs(times - round(times)) < 1e-3:
+        return counted(round(times), "call")
+    return f"{times:.1f} calls on average"
+
+
+def _units(summary: Summary) -> Iterator[Finding]:
+    """Whether matmuls use tensor cores, as far as their names tell."""
+    products: list[KernelRow] = [
+        row for row in summary.kernels if row.kind in ("matmul", "attention") and row.unit
+    ]
+    total = sum(row.ms for row in products)
+    if not summary.on_device or total <= 0 or total < _WORTH * summary.busy_ms:
+        return
+    without = sum(row.ms for row in products if not row.unit.endswith(ON_TENSOR_CORES))
+    cores = "matrix cores" if is_amd(summary.device) else "tensor cores"
+    if without >= 0.5 * total:
+        dtypes = tensor_core_dtypes(summary.device, summary.capability)
+        yield Finding(
+            code="trace.no-tensor-cores",
+            values={
+                "share": without / total,
+                "device_has": None if dtypes is None else bool(dtypes),
+            },
+            text=f"{percent(without / total)} of the time of matmuls is spent on FP32 or FP64"
+            f" cores, not on {cores}{_dtype_remedy(dtypes, cores)}.",
+            tone="warn" if dtypes != () else "info",
+        )
+    else:
+        yield Finding(
+            code="trace.tensor-cores",
+            values={"share": 1 - without / total},
+            text=f"{percent(1 - without / total)} of the time of matmuls is spent on {cores}.",
+        )
+
+
+def _dtype_remedy(dtypes: tuple[str, ...] | None, cores: str) -> str:
+    if dtypes is None:
+        return f": a lower precision would use those, if the device has {cores} for it"
+    if not dtypes:
+        return ", which this device does not have"
+    *others, last = dtypes
+    either = f"{', '.join(others)} or {last}" if others else last
+    return f": {either} would use those"
+
+
+def _attribution(summary: Summary) -> Finding:
+    shares = summary.shares
+    text = (
+        f"Known of the time of all {'kernels' if summary.on_device else 'operators'}: the class"
+        f" for {percent(shares.kind)}, the phase for {percent(shares.phase)}"
+    )
+    if shares.module > 0:
+        text += f", the part of the model for {percent(shares.module)}"
+    if shares.backward_module > 0:
+        text += f" (of the backward {percent(shares.backward_module)})"
+    return Finding(
+        code="trace.attribution",
+        values={
+            "class": shares.kind,
+            "phase": shares.phase,
+            "part": shares.module,
+            "backward_part": shares.backward_module,
+        },
+        text=f"{text}.",
+    )
+
+
+def _uneven(summary: Summary) -> Iterator[Finding]:
+    steps = sorted(summary.steps)
+    median = steps[len(steps) // 2]
+    if len(steps) >= 3 and steps[-1] > 1.5 * median:
+        yield Finding(
+            code="trace.uneven-steps",
+            values={"longest_ms": steps[-1], "median_ms": median},
+            text=f"The steps are uneven: the longest takes {duration(steps[-1])}, the median"
+            f" {duration(median)}.",
+            tone="warn",
+        )
+    if summary.outliers:
+        worst = summary.outliers[0]
+        what = f"; {worst.different[0]}" if worst.different else ""
+        where = f" in {worst.where}" if worst.where else ""
+        yield Finding(
+            code="trace.outliers",
+            values={
+                "instances": len(summary.outliers),
+                "kernel": worst.kernel,
+                "us": worst.us,
+                "median_us": worst.median_us,
+            },
+            text=f"{len(summary.outliers)} instances took far longer than their peers:"
+            f" {worst.kernel}{where} took {duration(worst.us / 1e3)} against"
+            f" {duration(worst.median_us / 1e3)}{what}.",
+            tone="warn",
+        )

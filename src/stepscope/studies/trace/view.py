@@ -1,0 +1,346 @@
+"""The summary of a trace as tables, a stack of classes by phase, and a picture of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.trace.host import PHASES
+from stepscope.analysis.trace.summary import Line, Outlier, Row, Summary
+from stepscope.report.blocks import Block, Curve, Figure, Lane, Stretch, Table, Timeline
+from stepscope.report.tables import col, table
+from stepscope.studies.trace.findings import trace_findings
+
+MOST_KERNELS = 40
+MOST_MODULES = 40
+_IDLE = "device idle"
+CLASS_STYLES: dict[str, int] = {kind: place for place, kind in enumerate(CLASSES)}
+"""A class of work has one colour in every picture: that of its place among all classes."""
+IDLE_STYLE = 16
+"""A hatched one, of a colour that few steps have."""
+_LOOKS = {_IDLE: "gaps", "host": "named", "ranges": "named", "within": "named"}
+
+
+def trace_blocks(summary: Summary, name: str = "trace") -> tuple[Block, ...]:
+    """Everything that a trace says; `name` begins the names of its parts."""
+    return (
+        *trace_findings(summary),
+        ledger_table(summary, name),
+        class_figure(summary, name),
+        *([timeline_block(summary, name)] if summary.timeline else []),
+        *([gap_table(summary, name)] if summary.gaps else []),
+        kernel_table(summary, name),
+        *([module_table(summary, name)] if any(use.module for use in summary.uses) else []),
+        *role_tables(summary, name),
+        *([outlier_table(summary.outliers, name)] if summary.outliers else []),
+    )
+
+
+def _taken(summary: Summary) -> str:
+    """What stands for a step."""
+    return "whole trace" if summary.cut == "nothing" else "step"
+
+
+def thing(summary: Summary) -> str:
+    return "kernel" if summary.on_device else "operator"
+
+
+def glance_table(summary: Summary) -> Table:
+    """The step in one row."""
+    kinds = {line.kind for line in summary.lines if line.phase not in ("", "idle")}
+    work = {kind: summary.line_ms(lambda line, k=kind: _counts(line, k)) for kind in kinds}  # type: ignore[misc]
+    most = max(work, key=work.__getitem__, default=None)
+    what = "device" if summary.on_device else "processor"
+    taken = _taken(summary)
+    share = work[most] / sum(work.values()) if most else None
+    return table(
+        "headline",
+        f"The {taken} at a glance",
+        [summary],
+        [
+            col(taken, lambda s: s.wall_ms, unit="ms"),
+            col(f"the {what} works", lambda s: s.busy_ms / s.wall_ms, "percent"),
+            col(f"{thing(summary)}s", lambda s: round(s.launches), "number", hint="in one step"),
+            col("most of the work", lambda _: most),
+            col("its share of the work", lambda _: share, "percent"),
+            col(
+                "residual", lambda s: s.residual_ms / s.wall_ms, "percent",
+                hint="what the ledger does not explain",
+            ),
+        ],
+    )  # fmt: skip
+
+
+def ledger_table(summary: Summary, name: str) -> Table:
+    closes = (
+        f"It does not close: {summary.doubt}."
+        if summary.doubt
+        else "It closes: the residual is below 2 %."
+    )
+    whole = Line(phase=_taken(summary), kind="wall time", ms=summary.wall_ms)
+    return table(
+        f"{name}-ledger",
+        "Where the time of a step goes",
+        [*summary.lines, whole],
+        [
+            col("phase", lambda line: line.phase or "–"),
+            col("class or cause", lambda line: line.kind),
+            col("time", lambda line: line.ms, unit="ms"),
+            col("share of the step", lambda line: line.ms / summary.wall_ms, "percent"),
+        ],
+        caption=f"{_of_steps(summary)}; each moment is counted once, also where"
+        " streams overlap: the optimizer's only where nothing of the model runs, and communication"
+        f" only where nothing else does. {closes}",
+    )
+
+
+def _of_steps(summary: Summary) -> str:
+    if summary.cut == "nothing":
+        return "The whole trace, in which no step is marked"
+    return "One step" if len(summary.steps) == 1 else f"Mean of {len(summary.steps)} steps"
+
+
+def class_figure(summary: Summary, name: str) -> Figure:
+    """Phases and idle time along the axis, classes and causes on top of one another."""
+    places = [p for p in (*PHASES, "idle") if p and summary.phase_ms(p) > 0]
+    causes = [line.kind for line in summary.lines if line.phase == "idle"]
+    curves = []
+    for kind in (*CLASSES, *causes):
+        of_kind = {line.phase: line.ms for line in summary.lines if _counts(line, kind)}
+        if of_kind:
+            label = kind.partition(":")[0] if kind in causes else kind
+            heights = tuple(of_kind.get(place, 0.0) for place in places)
+            style = IDLE_STYLE - causes.index(kind) if kind in causes else CLASS_STYLES[kind]
+            curves.append(Curve(label=label, x=tuple(places), y=heights, style=style))
+    return Figure(
+        name=f"{name}-classes",
+        title="Classes of work in each phase",
+        kind="stacks",
+        curves=tuple(curves),
+        x_label="phase",
+        y_label="time in a step (ms)",
+    )
+
+
+def _counts(line: Line, kind: str) -> bool:
+    return line.kind == kind and line.phase != "" and line.ms > 0
+
+
+def timeline_block(summary: Summary, name: str) -> Timeline:
+    what = "the device" if summary.on_device else "the processor"
+    return Timeline(
+        name=f"{name}-timeline",
+        title="The whole trace" if summary.cut == "nothing" else "One step of median length",
+        lanes=tuple(_lane(row) for row in summary.timeline if not _overstated(row, summary)),
+        x_label="ms",
+        caption=f"What the host was in, what {what} ran, and where it was idle. Neighbours of one"
+        " class that are too short to be seen apart are drawn as one where they fill half of that"
+        " time, and not at all where they do not.",
+    )
+
+
+def _overstated(row: Row, summary: Summary) -> bool:
+    """A record may hold gaps that were joined across what ran between them: far more than the
+    ledger has."""
+    shown = sum(bar.end - bar.start for bar in row.bars)
+    return row.label == _IDLE and shown > 2 * max(summary.idle_ms, summary.wall_ms / 100)
+
+
+def _lane(row: Row) -> Lane:
+    stretches = tuple(
+        Stretch(
+            start=bar.start, end=bar.end, label=bar.label, group=bar.group,
+            style=CLASS_STYLES.get(bar.group),
+        )
+        for bar in row.bars
+    )  # fmt: skip
+    look = _LOOKS.get(row.label, "grouped")
+    return Lane(label=row.label, stretches=stretches, look=look)  # type: ignore[arg-type]
+
+
+def kernel_table(summary: Summary, name: str) -> Table:
+    busy = sum(row.ms for row in summary.kernels)
+    shown = summary.kernels[:MOST_KERNELS]
+    more = len(summary.kernels) - len(shown)
+    spread = {
+        "average": "average_us", "median": "median_us", "min": "least_us", "max": "most_us",
+        "std": "deviation_us",
+    }  # fmt: skip
+    return table(
+        f"{name}-kernels",
+        f"{thing(summary).capitalize()}s by time",
+        shown,
+        [
+            col(thing(summary), lambda row: row.kernel),
+            col("phase", lambda row: row.phase or "–"),
+            col("class", lambda row: row.kind),
+            col(
+                "unit", lambda row: row.unit or None,
+                hint="which part of the processor computes, as the name says",
+            ),
+            col("time", lambda row: row.ms, unit="ms", hint="in one step"),
+            col(
+                "share", lambda row: row.ms / busy if busy else None, "percent",
+                hint=f"of the time of all {thing(summary)}s",
+            ),
+            col("count", lambda row: row.count, "count", hint="in one step"),
+            *(col(title, attrgetter(field), unit="µs") for title, field in spread.items()),
+        ],
+        caption=f"{more} more take {sum(r.ms for r in summary.kernels[MOST_KERNELS:]):.3g} ms."
+        if more
+        else "",
+    )  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A part of the model in one phase."""
+
+    module: str
+    phase: str
+    ms: float = 0.0
+    calls: float = 0.0
+    matmul_ms: float = 0.0
+
+
+def module_table(summary: Summary, name: str) -> Table:
+    """Time by part of the model and phase; a star stands for the number of a block."""
+    parts: dict[tuple[str, str], Part] = {}
+    for use in summary.uses:
+        where = (use.module or "(no range)", use.phase or "–")
+        part = parts.get(where, Part(*where))
+        parts[where] = part._replace(
+            ms=part.ms + use.ms,
+            calls=part.calls + use.count,
+            matmul_ms=part.matmul_ms + (use.ms if use.kind == "matmul" else 0.0),
+        )
+    total = sum(part.ms for part in parts.values())
+    return table(
+        f"{name}-modules",
+        "Parts of the model by time",
+        sorted(parts.values(), key=lambda part: -part.ms)[:MOST_MODULES],
+        [
+            col("part", lambda part: part.module),
+            col("phase", lambda part: part.phase),
+            col("time", lambda part: part.ms, unit="ms"),
+            col("share", lambda part: part.ms / total if total else None, "percent"),
+            col(f"{thing(summary)}s", lambda part: part.calls, "count"),
+            col(
+                "matmul in it", lambda part: part.matmul_ms / part.ms if part.ms else None,
+                "percent",
+            ),
+        ],
+        caption="A backward is counted for the part whose forward made it.",
+    )  # fmt: skip
+
+
+def role_tables(summary: Summary, name: str) -> list[Table]:
+    """The products of linear layers: forward, towards the input (dX), towards the weight (dW)."""
+    roles = ("forward", "dX", "dW")
+    held = {
+        role: [use for use in summary.uses if use.kind == "matmul" and use.role == role]
+        for role in roles
+    }
+    if not (held["dX"] and held["dW"]):
+        return []
+    total = sum(use.ms for uses in held.values() for use in uses)
+
+    def ms(role: str) -> float:
+        return sum(use.ms for use in held[role])
+
+    return [
+        table(
+            f"{name}-roles",
+            "Products of linear layers",
+            roles,
+            [
+                col("product", str),
+                col("time", ms, unit="ms"),
+                col("share", lambda role: ms(role) / total if total else None, "percent"),
+                col("count", lambda role: sum(use.count for use in held[role]), "count"),
+            ],
+            caption="Told apart by the layout in the kernel's name: tn is x Wᵀ, nn dX, nt dW.",
+        )
+    ]
+
+
+def gap_table(summary: Summary, name: str) -> Table:
+    return table(
+        f"{name}-gaps",
+        "Longest gaps of the device",
+        summary.gaps,
+        [
+            col("step", lambda gap: gap.step),
+            col(
+                "begins at", lambda gap: gap.start_ms, unit="ms", hint="from the step's beginning"
+            ),
+            col("lasts", lambda gap: gap.ms, unit="ms"),
+            col(
+                "the host was in", lambda gap: gap.host or "nothing that the trace shows",
+                hint="for at least half of the gap",
+            ),
+            col("next kernel", lambda gap: gap.next or "none in this step"),
+        ],
+        caption="Gaps of 1 ms and more. What lasts that long is not the time of a launch.",
+    )  # fmt: skip
+
+
+def outlier_table(outliers: Sequence[Outlier], name: str) -> Table:
+    return table(
+        f"{name}-outliers",
+        "Instances far from their peers",
+        outliers,
+        [
+            col("kernel", lambda one: one.kernel),
+            col("where", lambda one: one.where),
+            col("step", lambda one: one.step),
+            col("took", lambda one: one.us, unit="µs"),
+            col("its peers", lambda one: one.median_us, unit="µs", hint="their median"),
+            col("peers", lambda one: one.peers, "count"),
+            col(
+                "what was different",
+                lambda one: "; ".join(one.different) or "nothing that the trace shows",
+            ),
+        ],
+    )
+
+
+class Change(NamedTuple):
+    """The time of a class or cause in two profiles."""
+
+    kind: str
+    before: float
+    after: float
+
+
+def comparison_table(first: Summary, second: Summary, names: tuple[str, str]) -> Table:
+    """Which classes and which idle time shrank or grew between two profiles."""
+    keys = dict.fromkeys(
+        (line.phase == "idle", line.kind) for s in (first, second) for line in s.lines
+    )
+    rows = [
+        Change(kind, *(_ms(summary, kind, idle=idle) for summary in (first, second)))
+        for idle, kind in keys
+    ]
+    rows.sort(key=lambda row: -abs(row.after - row.before))
+    whole = [name for name, s in zip(names, (first, second), strict=True) if s.cut == "nothing"]
+    told = f" Nothing tells a step in {' and in '.join(whole)}: there it is the whole trace."
+    rows.append(Change("all of it" if whole else "step", first.wall_ms, second.wall_ms))
+    return table(
+        "comparison",
+        f"{names[0]} against {names[1]}",
+        rows,
+        [
+            col("class or cause", lambda row: row.kind),
+            col(names[0], lambda row: row.before, unit="ms"),
+            col(names[1], lambda row: row.after, unit="ms"),
+            col("change", lambda row: row.after - row.before, unit="ms"),
+            col("ratio", lambda row: row.after / row.before if row.before else None, "number"),
+        ],
+        caption=f"Time in a step, the largest change first.{told if whole else ''}",
+    )
+
+
+def _ms(summary: Summary, kind: str, *, idle: bool) -> float:
+    return summary.line_ms(lambda line: line.kind == kind and (line.phase == "idle") == idle)

@@ -1,0 +1,1 @@
+"""The training step that several studies measure: workload, construction, timing, memory."""

@@ -1,0 +1,137 @@
+"""A training step as CUDA graphs: what the host launches kernel by kernel, as one or two launches.
+
+Forward and backward are one graph, the optimizer is another. Between their captures the gradients
+exist at the addresses that every replay will write, so an optimizer can prepare itself for them.
+One that works within the backward is part of the first graph, and there is no other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stepscope.errors import first_cause
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.subject import run_in_order
+from stepscope.studies.training.workload import GRAPHS_OF_TORCH
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+    from stepscope.studies.training.transformer import TransformerStep
+
+_WARM_UP = 3
+_FIRST = -1
+"""Lower numbers go first; 0 is the usual."""
+
+
+class CapturedStep:
+    """`replay` is a whole step on what `step.tokens` and `step.targets` hold then."""
+
+    def __init__(self, step: TransformerStep, device: Device) -> None:
+        _refuse(step, device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.gradients_missing = 0
+        try:
+            self._capture(step, device)
+        except RuntimeError as error:
+            # Shapes and branches that depend on values read them back, which a capture refuses.
+            why = first_cause(error)
+            if "captur" not in why:
+                raise
+            raise CaseSkipped(f"cannot be a CUDA graph: {why}") from error
+        step.forget_graph()
+
+    def _capture(self, step: TransformerStep, device: Device) -> None:
+        work = step.passes()
+        warm_up(step, step.eager_phases())
+        if step.workload.optimizer in WITHIN_BACKWARD:
+            self._graphs.append(captured([*work, _update(step)], device))
+            self.gradients_missing = step.without_gradient()
+            return
+        self._graphs.append(captured(work, device))
+        self.gradients_missing = step.without_gradient()
+        if step.mode == "train-step":
+            prepare = getattr(step.optimizer, "prepare", None)
+            if prepare is not None:
+                prepare()
+            self._graphs.append(captured([_update(step)], device))
+        # Every replay writes them where they are; a step that is not captured makes its own.
+        step.optimizer.zero_grad(set_to_none=True)
+
+    def replay(self) -> None:
+        for graph in self._graphs:
+            graph.replay()
+
+
+def warm_up(step: TransformerStep, phases: Sequence[Phase]) -> None:
+    """Steps on a stream of their own, after which nothing of them is left but what they tuned."""
+    import torch
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            forget_steps(step)
+            run_in_order(phases)
+    torch.cuda.current_stream().wait_stream(side)
+    forget_steps(step)
+
+
+def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    done = False
+    try:
+        # Work that is forked off within the capture, on a stream of the usual priority, then fills
+        # what this one leaves idle.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=_FIRST)):  # type: ignore[no-untyped-call]
+            run_in_order(phases)
+        done = True
+    finally:
+        if not done:
+            _free_generator(device)
+    return graph
+
+
+def forget_steps(step: TransformerStep) -> None:
+    """Let go of all that steps left behind: gradients, and the autograd graph of the last one.
+
+    A parameter's AccumulateGrad node lives as long as any graph that has it, and stays on the
+    stream on which it was made. One of the default stream makes a capture wait for that stream,
+    which a capture must not.
+    """
+    step.reset()
+    step.optimizer.zero_grad(set_to_none=True)
+    # What torch.compile runs may keep its graph in a cycle.
+    gc.collect()
+
+
+def _update(step: TransformerStep) -> Phase:
+    from stepscope.measure.timer import Phase
+
+    return Phase("optimizer", step.optimizer.step)
+
+
+def _refuse(step: TransformerStep, device: Device) -> None:
+    workload = step.workload
+    if device.kind != "cuda":
+        raise CaseSkipped("CUDA graphs exist on NVIDIA GPUs, not on a CPU")
+    if workload.dtype == "float16":
+        raise CaseSkipped("float16's loss scaling reads back whether a gradient overflowed")
+    if workload.compile != "no" and workload.compile_mode in GRAPHS_OF_TORCH:
+        raise CaseSkipped(f"{workload.compile_mode} makes CUDA graphs of its own")
+
+
+def _free_generator(device: Device) -> None:
+    """A capture that fails leaves the generator capturing: every later random number would fail."""
+    import torch
+
+    index = device.torch_device.index or 0
+    fresh = torch.Generator(device.torch_device)
+    torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

@@ -1,0 +1,31 @@
+"""Builds the training step of a workload, whichever model it names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stepscope.model.checkpointing import NONE
+from stepscope.studies.own.step import UserModel, UserStep
+from stepscope.studies.training.subject import TrainingStep
+from stepscope.studies.training.transformer import TransformerStep
+from stepscope.studies.training.workload import Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+
+
+def make_step(
+    workload: Workload, device: Device, *, seed: int = 0, shares: TrainingStep | None = None
+) -> TrainingStep:
+    """With `shares` it works on the weights and moments of another step of the same model."""
+    if not workload.own:
+        return TransformerStep(workload, device, seed=seed, shares=shares)
+    model = UserModel(
+        name=workload.own, batch=workload.batch, dtype=workload.dtype,
+        optimizer=workload.optimizer, compile=workload.compile,
+        compile_mode=workload.compile_mode, checkpoint=workload.checkpoint != NONE,
+        mode=workload.mode,
+    )  # fmt: skip
+    step = UserStep(model, device, seed=seed, shares=shares)
+    step.compile()
+    return step

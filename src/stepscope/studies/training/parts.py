@@ -1,0 +1,59 @@
+"""Parts of a training step by the names that the command line gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.training.flags import AS_MADE, WITHIN_BACKWARD
+
+if TYPE_CHECKING:
+    import torch
+
+
+_OF_USERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-4},
+    "adamw-loop": {"lr": 1e-4, "foreach": False},
+    "adamw-fused": {"lr": 1e-4, "fused": True},
+    "sgd": {"lr": 1e-3, "momentum": 0.9},
+    "sgd-fused": {"lr": 1e-3, "momentum": 0.9, "fused": True},
+}
+"""Optimizers of the study of users' models: torch's, without ranges of ours."""
+
+
+def make_optimizer(
+    name: str, model: torch.nn.Module, *, master: bool = False, capturable: bool = False
+) -> torch.optim.Optimizer:
+    """`master`: it works on float32 copies of the weights. `capturable`: its step may be part of a
+    CUDA graph."""
+    import torch
+
+    from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, MasterWeights
+    from stepscope.torch_tools.ranges import name_groups
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name in _OF_USERS:
+        of_torch = torch.optim.SGD if name.startswith("sgd") else torch.optim.AdamW
+        return of_torch(trained, **_OF_USERS[name])
+    if name == "stepscope" and capturable:
+        raise CaseSkipped("AdamW written out reads its count of steps on the host: no graph")
+    kind: Callable[..., torch.optim.Optimizer] = {
+        "stepscope": AdamW, "stepscope-fused": FusedAdamW,
+        **dict.fromkeys(WITHIN_BACKWARD, InBackwardAdamW),
+    }.get(name, torch.optim.AdamW)  # fmt: skip
+    settings: dict[str, Any] = {"capturable": True} if capturable else {}
+    if name in WITHIN_BACKWARD:
+        settings = {"attach": False, "as_made": name == AS_MADE}
+    has_kernel = name in ("stepscope-fused", *WITHIN_BACKWARD)
+    if has_kernel:
+        settings |= {"copies": getattr(model, "copies", None), "master": master}
+    if name == "torch-fused":
+        settings["fused"] = True
+    made = (
+        MasterWeights(trained, kind, **settings)
+        if master and not has_kernel
+        else kind(trained, **settings)
+    )
+    name_groups(made)
+    return made

@@ -1,0 +1,144 @@
+"""Peaks of a training step's phases: the allocator's on CUDA, a count of all tensors elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+from stepscope.records.memory import INPUTS, STEP_END, Standing
+from stepscope.records.schema import Quantity, Series
+from stepscope.studies.training.plans import prediction_for
+
+if TYPE_CHECKING:
+    from stepscope.measure.allocator import CudaAllocator
+    from stepscope.measure.device import Device
+    from stepscope.measure.ledger import StorageLedger
+    from stepscope.studies.base import Bench
+    from stepscope.studies.training.subject import TrainingStep
+    from stepscope.studies.training.workload import Workload
+
+
+class PlainSteps(NamedTuple):
+    """Milliseconds of each step, and what the allocator says of the last one."""
+
+    took: list[float]
+    phases: dict[str, list[float]]
+    """The same for each phase; the device is idle when one begins."""
+    peaks: dict[str, int]
+    """Most that was allocated in each phase; empty without an allocator to ask."""
+    ends: dict[str, Standing]
+    """When each phase had ended."""
+
+    def series(self) -> tuple[Series, ...]:
+        """Of the step and of its phases; the first step warms up."""
+        named = {"step": self.took} | self.phases
+        return tuple(
+            Series(name=name, unit="ms", values=tuple(ms[1:]), warmup=(ms[0],))
+            for name, ms in named.items()
+        )
+
+
+def plain_steps(
+    step: TrainingStep, device: Device, allocator: CudaAllocator | None, steps: int, bench: Bench
+) -> PlainSteps:
+    took = []
+    phases: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
+    ends: dict[str, Standing] = {}
+    for number in range(steps):
+        step.reset()
+        device.synchronize()
+        spent = 0.0
+        for phase in step.phases():
+            if allocator is not None:
+                allocator.reset_peak()
+            start = time.perf_counter()
+            phase.run()
+            device.synchronize()
+            ms = (time.perf_counter() - start) * 1e3
+            phases.setdefault(phase.name, []).append(ms)
+            spent += ms
+            if allocator is not None:
+                peaks[phase.name] = allocator.peak()
+                ends[phase.name] = allocator.standing()
+        took.append(spent)
+        bench.progress(number + 1, steps, "steps")
+    return PlainSteps(took, phases, peaks, ends)
+
+
+def one_step(step: TrainingStep, device: Device) -> float:
+    """Milliseconds of a step as a caller sees it, from an idle device to an idle device."""
+    step.reset()
+    device.synchronize()
+    start = time.perf_counter()
+    step.run_phases()
+    device.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def steps_in_turns(
+    step: TrainingStep,
+    device: Device,
+    ways: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    rounds: int,
+) -> dict[str, list[float]]:
+    """The step inside of each context; every round has one of each, in an order that changes.
+    Entering and leaving a context is not timed."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        for name in order:
+            with ways[name]():
+                took[name].append(one_step(step, device))
+        order = [*order[1:], order[0]]
+    return took
+
+
+def account(ledger: StorageLedger, step: TrainingStep) -> None:
+    """One step in which every storage is put on its line."""
+    step.reset()
+    step.device.synchronize()
+    with ledger.watching(step.model, step.optimizer):
+        for phase in step.phases():
+            ledger.phase(phase.name, phase.run)
+        step.reset()
+        ledger.moment(STEP_END)
+
+
+def peak_quantities(
+    peaks: Mapping[str, int], workload: Workload, device_kind: str
+) -> tuple[Quantity, ...]:
+    """Measured and predicted peaks, of each phase and of the step."""
+    sizes: list[tuple[str, str, int]] = [("peak_bytes", phase, at) for phase, at in peaks.items()]
+    sizes.append(("peak_bytes", "", max(peaks.values())))
+    predicted = prediction_for(workload, device_kind)
+    if predicted is not None:
+        sizes += [("predicted_bytes", each.phase, each.allocated) for each in predicted.phases]
+        sizes.append(("predicted_bytes", "", predicted.peak.allocated))
+    return tuple(
+        Quantity(name=name, phase=phase, value=size, unit="B") for name, phase, size in sizes
+    )
+
+
+def counted_peaks(step: TrainingStep, device: Device) -> dict[str, int]:
+    """The same for one step by counting every storage at the dispatcher."""
+    import torch
+
+    from stepscope.measure.tensors import TensorBytes
+
+    step.reset()
+    counter = TensorBytes(device.torch_device)
+    counter.count([*step.model.parameters(), *step.model.buffers()])
+    counter.count(step.inputs, INPUTS)
+    for state in step.optimizer.state.values():
+        counter.count(held for held in state.values() if isinstance(held, torch.Tensor))
+    peaks = {}
+    with counter:
+        for phase in step.phases():
+            counter.reset_peak()
+            phase.run()
+            peaks[phase.name] = counter.peak
+    step.reset()
+    return peaks

@@ -1,0 +1,51 @@
+"""From a workload to the plan that a prediction is made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.step import Prediction, predict
+from stepscope.errors import UsageError
+from stepscope.studies.training.workload import Workload
+
+
+def plan_of(workload: Workload, device_kind: str) -> StepPlan:
+    device: Literal["cuda", "cpu"] = "cuda" if device_kind == "cuda" else "cpu"
+    return StepPlan(
+        model=workload.model(),
+        batch=workload.batch,
+        context=workload.context,
+        dtype=workload.dtype,
+        attention=workload.attention,
+        mode=workload.mode,
+        optimizer=workload.optimizer,
+        checkpoint=workload.checkpoint,
+        loss="fused" if workload.loss == "fused" else "plain",
+        fused=workload.fused,
+        joined=workload.joined,
+        keep=workload.keep,
+        graph=workload.graph,
+        device=device,
+        # The small step before it had a backward where this one has.
+        used_before=workload.mode != "forward",
+    )
+
+
+def can_be_predicted(workload: Workload, device_kind: str) -> bool:
+    """Not a compiled step, whose operators are the compiler's choice, nor the replay of a graph,
+    which asks the allocator for nothing, nor what no plan knows on that device: a user's model
+    has no known shape."""
+    if workload.compile != "no" or workload.graph:
+        return False
+    try:
+        plan_of(workload, device_kind)
+    except UsageError:
+        return False
+    return True
+
+
+def prediction_for(workload: Workload, device_kind: str) -> Prediction | None:
+    if not can_be_predicted(workload, device_kind):
+        return None
+    return predict(plan_of(workload, device_kind))

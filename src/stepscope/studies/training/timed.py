@@ -1,0 +1,88 @@
+"""Measures one training step: its samples, its peak memory, the gradients that it makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Bench, Measurement
+from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.workload import Workload
+
+if TYPE_CHECKING:
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Timing
+    from stepscope.studies.training.subject import Subject, TrainingStep
+
+
+class Effort(Protocol):
+    """How long to measure: fields of a study's case."""
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+class TimedEffort(Effort, Protocol):
+    @property
+    def min_seconds(self) -> float: ...
+
+
+def time_steps(step: Subject, bench: Bench, effort: Effort, **how: Any) -> Timing:
+    """`how` goes to `time_step` as it is."""
+    from stepscope.measure.timer import time_step
+
+    return time_step(
+        step.phases(),
+        bench.device,
+        warmup=effort.warmup,
+        steps=effort.steps,
+        before=step.reset,
+        progress=lambda done, total: bench.progress(done, total, "steps"),
+        **how,
+    )
+
+
+def measure_step(
+    workload: Workload, effort: TimedEffort, bench: Bench, *, energy: bool = False
+) -> Measurement:
+    device = bench.device
+    device.reset_peak()
+    step = make_step(workload, device)
+    timing = time_steps(step, bench, effort, min_seconds=effort.min_seconds)
+    # Before the quantities, for which a step may run that keeps more.
+    peak = _peak(step, workload, device)
+    quantities = list(step.quantities())
+    if peak is not None:
+        quantities.append(Quantity(name="peak_bytes", value=peak, unit="B"))
+    if workload.mode != "forward":
+        missing = step.gradients_missing()
+        quantities.append(Quantity(name="gradients_missing", value=missing, unit="parameters"))
+    notes: dict[str, str] = {}
+    if energy:
+        from stepscope.measure.energy import energy_quantities, measure_energy
+
+        spent, notes = energy_quantities(
+            measure_energy(step.run, device), step.token_count(), workload.batch
+        )
+        quantities += spent
+    return Measurement(
+        series=timing.series,
+        quantities=tuple(quantities),
+        readings=timing.readings,
+        notes=notes,
+    )
+
+
+def _peak(step: TrainingStep, workload: Workload, device: Device) -> int | None:
+    """The allocator's; on a CPU all tensors of a step are counted, for the resident set says more
+    of earlier cases than of this one. What compiled code holds is not seen there."""
+    if device.kind != "cpu":
+        return device.peak_bytes()
+    if workload.compile != "no":
+        return None
+    from stepscope.studies.training.peaks import counted_peaks
+
+    return max(counted_peaks(step, device).values())

@@ -1,0 +1,175 @@
+"""The training step of the Transformer here. Loads without torch; building imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from stepscope.model import cost
+from stepscope.model.checkpointing import NONE
+from stepscope.model.config import precision
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import CaseSkipped
+from stepscope.studies.host_memory import refuse_beyond_host_memory
+from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.subject import TrainingStep
+from stepscope.studies.training.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.measure.device import Device
+    from stepscope.measure.timer import Phase
+    from stepscope.studies.training.captured import CapturedStep
+
+
+class TransformerStep(TrainingStep):
+    """With `shares` it works on the weights and moments of another step of the same model."""
+
+    def __init__(
+        self, workload: Workload, device: Device, *, seed: int = 0,
+        shares: TrainingStep | None = None,
+    ) -> None:  # fmt: skip
+        import torch
+
+        from stepscope.attention.api import attention_with
+        from stepscope.model.transformer import TransformerLM
+        from stepscope.studies.training.parts import make_optimizer
+        from stepscope.studies.training.shared_weights import adopt_moments, adopt_weights
+
+        self._refuse_what_cannot_fit(workload, device)
+        self.workload = workload
+        form = precision(workload.dtype)
+        if form.compute == "float16" and workload.optimizer in WITHIN_BACKWARD:
+            raise CaseSkipped("float16's loss scaling sees all gradients before one may be used")
+        super().__init__(device, workload.dtype, workload.mode, seed=seed)
+        config = workload.model()
+        self.model = TransformerLM(
+            config,
+            attention=attention_with(workload.attention),
+            device=device.torch_device if shares is None else "meta",
+            dtype=getattr(torch, form.weights),
+            fused=workload.fused,
+            checkpoint=workload.stretches(),
+            joined=workload.joined,
+            keep=workload.kept(),
+            narrow_stream=form.narrow_stream,
+        )
+        if shares is not None:
+            adopt_weights(self.model, shares.model)
+        self.compile_model(workload.compile, workload.compile_mode)
+        self.optimizer = make_optimizer(
+            workload.optimizer, self.model, master=form.master, capturable=workload.graph
+        )
+        if shares is not None:
+            adopt_moments(self.optimizer, shares.optimizer)
+        shape = (workload.batch, workload.context)
+        self.tokens = torch.randint(config.vocab, shape, device=device.torch_device)
+        self.targets = torch.randint(config.vocab, shape, device=device.torch_device)
+        self.logits: torch.Tensor | None = None
+        self._captured: CapturedStep | None = None
+
+    @staticmethod
+    def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
+        needed = cost.minimum_bytes(
+            workload.model(), workload.batch, workload.context, precision(workload.dtype),
+            workload.mode, workload.attention, device.kind,
+            checkpointed=workload.checkpoint != NONE,
+        )  # fmt: skip
+        if workload.fuses_loss:
+            # Counted above as if all logits were there.
+            needed -= workload.batch * workload.context * workload.model().vocab * 4
+        refuse_beyond_host_memory(needed, device)
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.targets
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        return self.workload.quantities()
+
+    def token_count(self) -> int:
+        return self.workload.batch * self.workload.context
+
+    def phases(self) -> tuple[Phase, ...]:
+        """A captured step has one."""
+        from stepscope.measure.timer import Phase
+
+        if not self.workload.graph:
+            return self.eager_phases()
+        if self._captured is None:
+            from stepscope.studies.training.captured import CapturedStep
+
+            self._captured = CapturedStep(self, self.device)
+        return (Phase("replay", self._captured.replay),)
+
+    def reset(self) -> None:
+        # The tensors that a graph reads and writes belong to it.
+        if self._captured is None:
+            self.logits = None
+            super().reset()
+
+    def forget_graph(self) -> None:
+        """Keep the last step's values without what autograd knows of how they came about."""
+        self.logits = None if self.logits is None else self.logits.detach()
+        self.loss = None if self.loss is None else self.loss.detach()
+
+    def gradients_missing(self) -> int:
+        if self._captured is not None:
+            return self._captured.gradients_missing
+        return super().gradients_missing()
+
+    def without_gradient(self) -> int:
+        reached = getattr(self.optimizer, "updated", None)
+        if reached is not None and self.mode == "train-step":
+            # It lets go of a gradient once it has used it.
+            self.optimizer.step()
+            return sum(1 for _ in self.model.parameters()) - int(reached)
+        # Nothing here is frozen: a parameter that is, is missing.
+        return sum(p.grad is None for p in self.model.parameters())
+
+    def _forward(self) -> None:
+        from stepscope.torch_tools.ranges import named
+
+        self._mark_graph_step()
+        with named("forward"), self._autocast(), self._products():
+            if self.workload.fuses_loss:
+                self.loss = self.model(self.tokens, self.targets)
+            else:
+                self.logits = self.model(self.tokens)
+
+    def _loss_phases(self) -> tuple[Phase, ...]:
+        from stepscope.measure.timer import Phase
+
+        return () if self.workload.fuses_loss else (Phase("loss", self._loss),)
+
+    def _loss(self) -> None:
+        from stepscope.model.loss import cross_entropy
+
+        assert self.logits is not None
+        self.loss = cross_entropy(self.logits, self.targets)
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        with self._listening(), self._products():
+            yield
+
+    def _listening(self) -> AbstractContextManager[None]:
+        """An optimizer that updates within the backward listens to this step's alone."""
+        attached = getattr(self.optimizer, "attached", None)
+        if attached is None or self.mode != "train-step":
+            return nullcontext()
+        made: AbstractContextManager[None] = attached()
+        return made
+
+    def _products(self) -> AbstractContextManager[None]:
+        if not self.workload.searched:
+            return nullcontext()
+        from stepscope.kernels.autotune import searched_products
+
+        return searched_products()
+
+    def follow_weights(self) -> None:
+        """Take over what another step did to shared weights; a step alone has nothing to follow."""
+        self.model.copies.refresh()  # type: ignore[union-attr,operator]

@@ -1,0 +1,243 @@
+"""The training step that several studies measure: its cases, its name. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from stepscope.attention.registry import implementation
+from stepscope.errors import UsageError, unknown_name
+from stepscope.kernels.activation_policy import ALL, check_forms, kept
+from stepscope.model import cost
+from stepscope.model.checkpointing import NONE, stretches
+from stepscope.model.checkpointing import run_again as blocks_again
+from stepscope.model.config import ModelConfig, precision
+from stepscope.model.sizes import find_size, with_overrides
+from stepscope.records.schema import Quantity
+from stepscope.studies.base import Case
+from stepscope.studies.training.flags import (
+    COMPILE,
+    COMPILE_MODES,
+    GRAPHS_OF_TORCH,
+    LOSSES,
+    MODES,
+    OPTIMIZERS,
+    WITHIN_BACKWARD,
+    Mode,
+    WorkloadFlags,
+)
+from stepscope.studies.training.model_names import check_dtype, check_name
+
+__all__ = [
+    "COMPILE", "COMPILE_MODES", "GRAPHS_OF_TORCH", "MODES", "OPTIMIZERS", "Mode",
+    "Workload", "WorkloadFlags", "case_of", "workloads",
+]  # fmt: skip
+
+
+class Workload(Case, frozen=True, kw_only=True):
+    """One training step, fully named. A study's case is a subclass with what else it sets."""
+
+    size: str
+    table: str
+    context: int
+    batch: int
+    dtype: str
+    attention: str
+    compile: str
+    optimizer: str
+    mode: Mode
+    overrides: dict[str, int] = msgspec.field(default_factory=dict)
+    compile_mode: str = "default"
+    loss: str = "plain"
+    fused: bool = False
+    graph: bool = False
+    checkpoint: str = NONE
+    own: str = ""
+    """package.module:function that builds the model, where it is none of ours; `size` then is its
+    name and `context` 0."""
+    joined: bool = False
+    keep: str = ALL
+    searched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise UsageError(f"batch is {self.batch}", "it must be at least 1")
+        for kind, value, known in (
+            ("compile", self.compile, COMPILE),
+            ("compile mode", self.compile_mode, COMPILE_MODES),
+            ("loss", self.loss, LOSSES),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("mode", self.mode, MODES),
+        ):
+            if value not in known:
+                raise unknown_name(kind, value, known)
+        implementation(self.attention)
+        precision(self.dtype)
+        if self.own:
+            check_name(self.own)
+            if self.checkpoint not in (NONE, "1"):
+                raise UsageError(
+                    f"{self.own} has no stretches of checkpoint={self.checkpoint}",
+                    "a model of your own has --checkpoint no or 1",
+                )
+            check_dtype(self.own, self.dtype)
+        self.stretches()
+        self._check_joined()
+
+    def _check_joined(self) -> None:
+        if self.own and self.optimizer in WITHIN_BACKWARD:
+            raise UsageError(f"{self.optimizer} is for the models here", "take stepscope-fused")
+        self.kept()
+        check_forms(self.fused, self.joined, self.keep)
+        if self.searched and not self.joined:
+            raise UsageError("searched products belong to joined ones", "add --fused --joined")
+        if self.joined and self.compile != "no":
+            raise UsageError("a compiled model has no joined products", "leave one of both out")
+
+    @property
+    def shape(self) -> ModelConfig | None:
+        """None for a user's model: only the built one can be asked."""
+        if self.own:
+            return None
+        sized = find_size(self.size, self.table)
+        return with_overrides(sized, context=self.context, **self.overrides)
+
+    def model(self) -> ModelConfig:
+        """The shape, where nothing can be done without it."""
+        shape = self.shape
+        if shape is None:
+            raise UsageError(f"the shape of {self.own} is not known", "count instead")
+        return shape
+
+    @property
+    def layers(self) -> int:
+        """A user's model counts as a single block."""
+        shape = self.shape
+        return 1 if shape is None else shape.n_layers
+
+    def stretches(self) -> tuple[int, ...]:
+        """Blocks of each checkpointed segment, outermost first."""
+        return stretches(self.checkpoint, self.layers)
+
+    def kept(self) -> tuple[str, ...]:
+        """What each block saves for the backward."""
+        return kept(self.keep, self.layers)
+
+    @property
+    def key(self) -> str:
+        """Identity among workloads; the same in every run that measures the same thing."""
+        changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
+        parts = [
+            f"{self.size}{changed}", *([] if self.own else [f"c{self.context}"]), f"b{self.batch}",
+            self.dtype, *([] if self.own else [self.attention]),
+            *([] if self.compile == "no" else [f"compile={self.compile}"]),
+        ]  # fmt: skip
+        if self.table != "2025":
+            parts.insert(0, self.table)
+        if self.compile != "no" and self.compile_mode != "default":
+            parts.append(f"mode={self.compile_mode}")
+        if self.mode == "train-step" and self.optimizer != "torch":
+            parts.append(f"adamw={self.optimizer}")
+        # A forward alone makes the logits.
+        parts += ["loss=fused"] if self.fuses_loss else []
+        parts += [name for name in ("fused", "joined", "searched", "graph") if getattr(self, name)]
+        parts += [] if self.keep == ALL else [f"keep={self.keep}"]
+        if self.checkpoint != NONE:
+            parts.append(f"checkpoint={self.checkpoint}")
+        return "_".join((*parts, self.mode))
+
+    @property
+    def name(self) -> str:
+        """In words, for findings; what goes without saying is left out, so names stay apart."""
+        extras = [
+            *([] if self.batch == 4 else [f"batch {self.batch}"]),
+            *([] if self.attention == "reference" else [self.attention]),
+            *([] if self.compile == "no" else [f"compiled by {self.compile}"]),
+            *([] if self.compile_mode == "default" else [self.compile_mode]),
+            *(["fused loss"] if self.fuses_loss else []),
+            *(["fused pieces"] if self.fused else []),
+            *(["joined products"] if self.joined else []),
+            *(["searched kernels"] if self.searched else []),
+            *([] if self.keep == ALL else [f"keeps {self.keep}"]),
+            *(["as a graph"] if self.graph else []),
+            *([] if self.checkpoint == NONE else [f"checkpointed: {self.checkpoint}"]),
+        ]
+        at = "" if self.own else f" at context {self.context}"
+        words = f"{self.model_name}{at} in {self.dtype}"
+        return f"{words} ({', '.join(extras)})" if extras else words
+
+    @property
+    def model_name(self) -> str:
+        year = f"{self.table} " if self.table != "2025" else ""
+        return f"{year}{self.size}{' (changed)' if self.overrides else ''}"
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self.loss == "fused" and self.mode != "forward"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the device must have for this: a number format, a compiler, graphs,
+        cuBLAS."""
+        return (
+            precision(self.dtype).compute,
+            *([] if self.compile == "no" else ["compiler"]),
+            *(["graph"] if self.graph or self.compile_mode == "reduce-overhead" else []),
+            *(["cublas"] if self.searched else []),
+        )
+
+    def run_again(self) -> float:
+        """How often each block's forward runs again in the backward, on average."""
+        return blocks_again(self.stretches(), self.layers) / self.layers
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What is known of the step before it runs."""
+        config = self.model()
+        flops = cost.flops(config, self.batch, self.context)
+        counted = flops.forward if self.mode == "forward" else flops.step
+        return (
+            Quantity(name="flops", value=counted, unit="FLOP"),
+            Quantity(name="tokens", value=self.batch * self.context, unit="tokens"),
+            Quantity(name="parameters", value=cost.parameters(config).total, unit="parameters"),
+        )
+
+
+W = TypeVar("W", bound=Workload)
+
+
+def case_of(workload: Workload, kind: type[W], **fields: Any) -> W:
+    """The case of a study that measures this step, with the fields that are the study's."""
+    step = {name: getattr(workload, name) for name in Workload.__struct_fields__}
+    return kind(**step, **fields)
+
+
+def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
+    """Every combination, small models and short contexts first."""
+    fields = {"d_model": flags.d_model, "d_ff": flags.d_ff, "n_layers": flags.layers,
+              "n_heads": flags.heads, "vocab": flags.vocab}  # fmt: skip
+    overrides = {name: value for name, value in fields.items() if value is not None}
+    if flags.model:
+        flags.refuse_sizes()
+    swept = {
+        "size": (check_name(flags.model),) if flags.model else flags.size,
+        "context": (0,) if flags.model else flags.context, "batch": flags.batch,
+        "dtype": tuple(precision(name).name for name in flags.dtype),
+        "attention": flags.attention, "compile": flags.compile, "optimizer": flags.optimizer,
+        "compile_mode": flags.compile_mode, "loss": flags.loss,
+        "checkpoint": flags.checkpoint, "mode": modes,
+    }  # fmt: skip
+    for values in itertools.product(*swept.values()):
+        yield Workload(
+            **dict(zip(swept, values, strict=True)),  # type: ignore[arg-type]
+            table=flags.table,
+            overrides=overrides,
+            fused=flags.fused,
+            joined=flags.joined,
+            searched=flags.searched,
+            keep=flags.keep,
+            graph=flags.graph,
+            own=flags.model,
+        )

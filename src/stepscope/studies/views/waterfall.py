@@ -1,0 +1,310 @@
+"""The waterfall of a step as a picture, a table and a sentence: what is lost, to what, and what
+recovers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.analysis.power import Capped, power_capped
+from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
+from stepscope.model.config import precision
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
+from stepscope.report.format import duration, number, percent
+from stepscope.report.tables import Declared, col, keep_columns, table
+from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.workload import Workload
+from stepscope.studies.views.energy import capped_finding
+
+_SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below peak": "matmuls"}
+_FASTER_FROM = 0.01
+_SCALED_FROM = 1.05
+_KINDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "all the rest",
+    "optimizer": "AdamW",
+}
+
+_STEP: list[Declared] = [
+    col("step", lambda fall: fall.workload.name),
+    col("mode", lambda fall: fall.workload.mode),
+]
+
+
+class Fall(NamedTuple):
+    """The waterfall of one traced step."""
+
+    workload: Workload
+    water: Waterfall
+    on_device: bool
+    capped: Capped | None = None
+    record: str = ""
+    """The id of the record that it is of."""
+
+
+def fall_of(record: Record, workload: Workload, summary: Summary) -> Fall | None:
+    """None where the record lacks the ceilings that an ideal time needs, or the model is somebody
+    else's. Where the same kernels were replayed as a CUDA graph, the total is that time."""
+    model = workload.shape
+    if model is None:
+        return None
+    rate, bandwidth = matrix_ceiling(record), record.ceiling("memory.copy")
+    if rate is None or bandwidth is None or rate.value <= 0 or bandwidth.value <= 0:
+        return None
+    form = precision(workload.dtype)
+    step = Step(
+        model, workload.batch, workload.context, form, workload.mode, workload.run_again()
+    )  # fmt: skip
+    timed = median_ms(record, "replay") or median_ms(record, "step")
+    water = waterfall(summary, step, rate.value, bandwidth.value, timed)
+    return Fall(workload, water, summary.on_device, power_capped(record), record.id)
+
+
+def waterfall_blocks(falls: Sequence[Fall], name: str) -> tuple[Block, ...]:
+    """All as a table; the slowest and the fastest that does the same as pictures and in words."""
+    if not falls:
+        return ()
+    shown = _slowest_and_fastest(falls)
+    capped = {fall.workload.name: fall.capped for fall in falls if fall.capped}
+    return (
+        *(_finding(fall) for fall in shown),
+        *capped_finding(capped, tuple(fall.record for fall in falls if fall.capped)),
+        *(
+            picture(fall, f"{name}-waterfall" + (f"-{place}" if place > 1 else ""))
+            for place, fall in enumerate(shown, start=1)
+        ),
+        _times_table(falls, name),
+        _shares_table(falls, name),
+    )
+
+
+def _slowest_and_fastest(falls: Sequence[Fall]) -> list[Fall]:
+    """The fastest of all where nothing else does what the slowest does."""
+    slowest = max(falls, key=_taken)
+    others = [fall for fall in falls if fall is not slowest]
+    same = [fall for fall in others if _task(fall.workload) == _task(slowest.workload)]
+    return [slowest, min(same or others, key=_taken)] if others else [slowest]
+
+
+def _taken(fall: Fall) -> float:
+    return fall.water.measured_ms
+
+
+def _task(w: Workload) -> tuple[object, ...]:
+    return w.table, w.size, w.overrides, w.context, w.batch, w.mode
+
+
+def picture(fall: Fall, name: str) -> Timeline:
+    """Each cause begins where the one before it ended."""
+    water = fall.water
+    lanes, at = [], 0.0
+    for kind, ms in water.ideal.items():
+        if ms > 0:
+            lanes.append(_lane(f"ideal: {_KINDS[kind]}", at, ms, water, "ideal"))
+            at += ms
+    for cause in CAUSES:
+        ms = water.parts[cause]
+        if abs(ms) >= 0.001 * water.measured_ms:
+            group = "faster than ideal" if ms < 0 else _group(cause)
+            lanes.append(_lane(cause, min(at, at + ms), abs(ms), water, group))
+        at += ms
+    lanes.append(_lane("measured", 0.0, water.measured_ms, water, "measured"))
+    return Timeline(
+        name=name,
+        title=f"From the ideal to the measured step: {fall.workload.name}",
+        lanes=tuple(lanes),
+        x_label="ms",
+        caption="Ideal: for each operation the longer of its FLOPs at the measured matrix rate and"
+        " its least bytes at the measured bandwidth. What follows is what the step takes beyond,"
+        " by cause; the parts add up to the measured time.",
+    )
+
+
+def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> Lane:
+    text = f"{duration(ms)}, {percent(ms / water.measured_ms)}"
+    return Lane(
+        label=label, stretches=(Stretch(start=start, end=start + ms, label=text, group=group),)
+    )
+
+
+def _group(cause: Cause) -> str:
+    return "not explained" if cause == "unattributed" else "lost"
+
+
+def _shares_table(falls: Sequence[Fall], name: str) -> Table:
+    def share(cause: Cause, fall: Fall) -> float:
+        return fall.water.parts[cause] / fall.water.measured_ms
+
+    made = table(
+        f"{name}-waterfall-shares",
+        "The same as shares of the measured time",
+        falls,
+        [
+            *_STEP,
+            col("ideal", _of_the_limit, "percent"),
+            *(col(_short(cause), partial(share, cause), "percent") for cause in CAUSES),
+        ],
+    )
+    return keep_columns(made, _tells)
+
+
+def _times_table(falls: Sequence[Fall], name: str) -> Table:
+    def part(cause: Cause, fall: Fall) -> float:
+        return fall.water.parts[cause]
+
+    def largest(fall: Fall) -> Cause | None:
+        found = fall.water.largest()
+        return found[0] if found else None
+
+    def recovers(fall: Fall) -> str | None:
+        cause = largest(fall)
+        return remedy(cause, fall) if cause else None
+
+    made = table(
+        f"{name}-waterfall-table",
+        "Where the time beyond the ideal goes",
+        falls,
+        [
+            *_STEP,
+            col("measured", _taken, unit="ms"),
+            col("ideal", lambda fall: fall.water.ideal_ms, unit="ms"),
+            col("of the limit", _of_the_limit, "percent", hint="ideal over measured"),
+            *(col(_short(cause), partial(part, cause), unit="ms") for cause in CAUSES),
+            col("largest", largest),
+            col("what recovers it", recovers),
+        ],
+        caption="Beyond its ideal time each part takes so many milliseconds; below zero, a part is"
+        " faster than its ideal, which happens where a measured ceiling is too low.",
+    )
+    return keep_columns(made, _tells)
+
+
+def _of_the_limit(fall: Fall) -> float:
+    return fall.water.ideal_ms / fall.water.measured_ms
+
+
+def _short(cause: Cause) -> str:
+    return _SHORT_NAMES.get(cause, cause)
+
+
+def _tells(column: Column, cells: tuple[Cell, ...]) -> bool:
+    """A cause that takes no time in any step, and a mode that all have, need no column."""
+    if column.title == "mode":
+        return len(set(cells)) > 1
+    if column.title in map(_short, CAUSES):
+        return not all(isinstance(cell, float) and abs(cell) < 1e-6 for cell in cells)
+    return True
+
+
+def _finding(fall: Fall) -> Finding:
+    water = fall.water
+    found = water.largest()
+    lost = water.parts["unattributed"]
+    faster = water.faster_ms > _FASTER_FROM * water.measured_ms
+    scaled = water.traced_over_timed > _SCALED_FROM
+    doubt = abs(lost) > 0.05 * water.measured_ms
+    return Finding(
+        code="waterfall.ideal",
+        values={
+            "step": fall.workload.name,
+            "ideal_ms": water.ideal_ms,
+            "measured_ms": water.measured_ms,
+            "largest": found[0] if found else None,
+            "largest_ms": found[1] if found else None,
+            "faster_ms": water.faster_ms,
+            "traced_over_timed": water.traced_over_timed,
+            "unattributed_ms": lost,
+        },
+        records=(fall.record,) if fall.record else (),
+        text=f"{fall.workload.name}: the ideal time of its operations is"
+        f" {duration(water.ideal_ms)}, {percent(_of_the_limit(fall))} of the"
+        f" {duration(water.measured_ms)} that it takes.",
+        conclusion=" ".join(_conclusions(fall, faster=faster, scaled=scaled, doubt=doubt)),
+        tone="warn" if doubt or faster or scaled else "info",
+    )
+
+
+def _conclusions(fall: Fall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
+    water = fall.water
+    if found := water.largest():
+        cause, ms = found
+        yield (
+            f"The largest recoverable part is {cause}: {duration(ms)},"
+            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, fall)}."
+        )
+    if faster:
+        yield (
+            f"Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
+            " were measured too low, perhaps on a busy machine, so that the ideal and the parts"
+            " beyond it come to more than the step."
+        )
+    if scaled:
+        yield (
+            f"The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
+            " step did without the profiler and are scaled to it, so read the parts with care."
+        )
+    if doubt:
+        lost = abs(water.parts["unattributed"])
+        yield f"{duration(lost)} have no cause, so read the parts with care."
+
+
+def remedy(cause: Cause, fall: Fall) -> str:
+    """What takes that part away, of what this step does not do yet."""
+    w, form = fall.workload, precision(fall.workload.dtype)
+    plain = w.compile == "no" and not w.fused
+    passes = f"{'fused pieces or ' * fall.on_device}torch.compile"
+    if cause == "matmuls below peak":
+        if form.compute == "float32" and fall.on_device:
+            return "a lower number format: tf32, or bfloat16 autocast"
+        lost = fall.water.attention_lost_ms
+        if w.attention == "reference" and lost >= 0.5 * fall.water.parts[cause]:
+            return "flash attention, which does half of the work under a causal mask"
+        others = [
+            *(["joined projections"] if w.compile == "no" and not w.joined else []),
+            *(
+                ["the fastest kernel for each shape"]
+                if w.compile == "no" and not w.searched and fall.on_device
+                else []
+            ),
+        ]
+        return ", ".join(["larger products: more tokens in a step", *others])
+    if cause == "memory-bound operations":
+        model = w.model()
+        scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
+        logits = model.vocab if w.loss == "plain" and w.mode != "forward" else 0
+        if scores > logits:
+            return f"flash attention, which keeps no scores; then {passes}"
+        if logits and (plain or scores):
+            return f"the fused loss, which keeps no logits; then {passes}"
+        if plain:
+            return f"{passes}: fewer passes over the activations"
+        if logits:
+            return "the fused loss, which keeps no logits"
+        if form.autocast and not form.narrow_stream:
+            return "a residual stream in bfloat16 too: half of the bytes of the norms"
+        return "fewer activations, or narrower ones"
+    if cause == "casts and copies":
+        if form.autocast:
+            return "bfloat16 weights with float32 master weights: nothing is cast in the step"
+        return "layouts that the next operation reads as they are"
+    if cause == "launch gaps":
+        if w.graph or not fall.on_device:
+            return "a larger batch"
+        return "fewer launches: a CUDA graph of the step, torch.compile, a larger batch"
+    if cause == "optimizer":
+        in_one_pass = w.optimizer in ("torch-fused", "stepscope-fused")
+        if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not fall.on_device):
+            return "a larger batch: an update does not grow with it"
+        if in_one_pass:
+            return "updates beside the backward: stepscope-in-backward"
+        return f"AdamW in one pass: {'stepscope-fused or ' * fall.on_device}torch-fused"
+    return {
+        "recomputation": "checkpointing fewer blocks, as far as memory allows",
+        "communication": "sending while the backward goes on, in larger buckets",
+        "unattributed": "",
+    }[cause]

@@ -1,0 +1,1 @@
+"""Helpers for torch and Triton that every package may use."""

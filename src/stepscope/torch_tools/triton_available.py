@@ -1,0 +1,52 @@
+"""Whether and where Triton kernels run, which dtypes they take, and whether TF32 is enabled."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def format_taken(dtype: torch.dtype) -> bool:
+    """The interpreter computes bfloat16 wrongly."""
+    return dtype in _FORMATS and not (dtype == torch.bfloat16 and is_interpreted())
+
+
+def tf32_is_enabled() -> bool:
+    """Whether a float32 matmul on CUDA may use TF32.
+
+    `torch.get_float32_matmul_precision` knows the older of torch's two settings only: it raises, or
+    returns a value that cuBLAS does not follow, in a program that sets `fp32_precision`.
+    """
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
+def on_its_device(launch: Launcher) -> Launcher:
+    """Make the device of the first argument, a tensor or a list of tensors, the current device
+    while `launch` runs.
+
+    Triton launches on the current device and its stream, wherever the pointers lead. With a tensor
+    of another GPU that is an illegal access, or a race where the two have peer access.
+    """
+
+    @functools.wraps(launch)
+    def launched(first: Any, *rest: Any, **options: Any) -> Any:
+        x = first[0] if isinstance(first, list) else first
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return launch(first, *rest, **options)
+        with torch.cuda.device(x.device):
+            return launch(first, *rest, **options)
+
+    return launched  # type: ignore[return-value]
