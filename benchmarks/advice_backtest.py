@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from stepscope.advisor.advise.facts_of import account_facts, facts_of
 from stepscope.analysis.advice.changes import afterwards, judged
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.loop import with_batch_times
 from stepscope.analysis.advice.rule import WORTH
 from stepscope.analysis.advice.timeline import gain_ms, wall_ms
@@ -222,7 +222,7 @@ def memory_facts(record: Record) -> Facts:
         # Kept by the softmax in float32, and by the product that follows in half of that.
         scores += scores // 2
     held = account_facts(account) | {"score_bytes": scores}
-    written = Work(name="forward", classes={"matmul": 1.0, "softmax": 1.0})
+    written = PhaseWork(name="forward", classes={"matmul": 1.0, "softmax": 1.0})
     return Facts(
         on_gpu=True, step_ms=1.0, dtype=record.config["dtype"], phases=(written,),
         attention=(written,), peak_bytes=int(record.quantity("peak_bytes") or 0),

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stepscope.kernels.matmul import wide_product
+from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import pick_device
-from stepscope.measure.turns import time_in_turns
+from stepscope.measure.turns import time_interleaved
 from stepscope.model.sizes import find_size
 from stepscope.optim.triton_adamw import update_one
 
@@ -42,7 +42,7 @@ class Layer:
 
     def products(self) -> None:
         torch.mm(self.grad_output, self.copy)
-        self.gradient = wide_product(self.grad_output.t(), self.input, torch.float32)
+        self.gradient = matmul_to_dtype(self.grad_output.t(), self.input, torch.float32)
 
     def update(self, settings: Tensor) -> None:
         weight, mean, square = self.held
@@ -112,7 +112,7 @@ def main() -> None:
         "updates beside products": backward.both,
     }
     graphs = {name: captured(work) for name, work in forms.items()}
-    timing = time_in_turns(
+    timing = time_interleaved(
         {name: graph.replay for name, graph in graphs.items()}, pick_device("cuda"),
         warmup=2, rounds=options.rounds,
     )  # fmt: skip

@@ -29,13 +29,13 @@ from torch.nn import functional
 from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.kernels.embedding import MOST_TOKENS, embedded
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.norm import plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.environment import describe
-from stepscope.measure.turns import time_in_turns
+from stepscope.measure.turns import time_interleaved
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
 from stepscope.records.stats import paired_ratio, summarize
@@ -215,7 +215,7 @@ def projections(shape: Shape, device: torch.device) -> Race:
     copies = WeightCopies()
 
     def joined(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        parts = joined_product(x, weights, copies)
+        parts = fused_linear(x, weights, copies)
         return rotated_parts_(parts, table.cos, table.sin, shape.heads)
 
     made = ways(autocast(plain), autocast(joined), [x, *weights], grads)
@@ -318,7 +318,7 @@ def measured(race: Race, device: Device) -> Iterator[dict[str, Any]]:
             del race.ways[name], error
             device.release()
             yield {"way": name, "lost": said}
-    timing = time_in_turns(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    timing = time_interleaved(race.ways, device, warmup=4, rounds=ROUNDS, host_ahead=True)
     held = {(one.variant, one.clock): one.values for one in timing.series}
     for name in race.ways:
         host_ms = summarize(held[name, "host"]).median

@@ -42,13 +42,13 @@ from stepscope.studies.flash.races import (
     short_races,
 )
 from stepscope.studies.flash.rows import OURS
-from stepscope.studies.flash.rows import Race as AttentionRace
+from stepscope.studies.flash.rows import StepRace as AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
 from stepscope.studies.rehearsal import STUDY as REHEARSAL
 from stepscope.studies.rehearsal.cases import CheckCase
 from stepscope.studies.rehearsal.checks import Row, check_of
 from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import Race
+from stepscope.studies.step.rows import StepRace
 from stepscope.studies.step.rows import races as step_races
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +131,7 @@ def _value(case: str, found: Ratio | Summary | Interval | float | None) -> Value
 
 
 def _step_values(
-    goal: Goal, evidence: Evidence, measured: Callable[[Race], Value]
+    goal: Goal, evidence: Evidence, measured: Callable[[StepRace], Value]
 ) -> Iterator[Value]:
     by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step")))}
     for name in goal.case:
@@ -141,7 +141,7 @@ def _step_values(
 
 
 def _step_speedup(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    def speedup(race: Race) -> Value:
+    def speedup(race: StepRace) -> Value:
         lead = race.lead(goal.side)
         return _value("", race.ratio(goal.side) if lead is None else lead.ratio or lead.value)
 
@@ -152,14 +152,14 @@ def _step_ms(goal: Goal, evidence: Evidence) -> Iterator[Value]:
     return _step_values(goal, evidence, lambda race: _milliseconds(race, goal.side))
 
 
-def _milliseconds(race: Race, side: str) -> Value:
+def _milliseconds(race: StepRace, side: str) -> Value:
     """The median of the blocks of consecutive steps; without blocks, what the page shows."""
     blocks = race.blocks(side)
     return _value("", summarize(blocks) if blocks else race.step_ms(side))
 
 
 def _step_mfu(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    def utilization(race: Race) -> Value:
+    def utilization(race: StepRace) -> Value:
         share, took = race.mfu(goal.side), _milliseconds(race, goal.side)
         if share is None or took.value is None or took.low is None or took.high is None:
             return Value("", share)
@@ -169,7 +169,7 @@ def _step_mfu(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _step_memory(goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    def share(race: Race) -> Value:
+    def share(race: StepRace) -> Value:
         peer, own = race.peak("peer"), race.peak(goal.side)
         return Value("", own / peer if own and peer else None)
 

@@ -37,7 +37,7 @@ from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
-from stepscope.studies.ddp.measure import Way, one_step
+from stepscope.studies.ddp.measure import GradientStrategy, one_step
 from stepscope.studies.ranks.subject import tokens_fed
 from stepscope.studies.sharding.cases import BROADCAST, FULLY, TORCH, TORCH_FULLY
 from stepscope.studies.sharding.measure import Trained, make, timed_step
@@ -58,8 +58,10 @@ def contestants(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
     if pair == "ddp":
         ours, theirs = copy.deepcopy(origin), copy.deepcopy(origin)
         ways = [
-            Way("ours", DDP(ours, "bucketed"), ours),
-            Way("theirs", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs),
+            GradientStrategy("ours", DDP(ours, "bucketed"), ours),
+            GradientStrategy(
+                "theirs", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs
+            ),
         ]
         return [lambda way=way: one_step(world, way, fed) for way in ways]
     if pair == "sharding":

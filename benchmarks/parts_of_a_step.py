@@ -20,7 +20,7 @@ from stepscope.attention.api import attention_with
 from stepscope.kernels.activation_policy import ALL, NORMS
 from stepscope.kernels.feed_forward import gated_back, gated_by
 from stepscope.kernels.loss_chunks import padded_columns
-from stepscope.kernels.matmul import add_product, product, product_back, wide_product
+from stepscope.kernels.matmul import add_matmul, linear_concat, linear_grad_input, matmul_to_dtype
 from stepscope.kernels.norm import Normed, normed_sum
 from stepscope.kernels.rope import rotated_parts_
 from stepscope.model.config import ModelConfig
@@ -100,13 +100,13 @@ def products(setting: Setting) -> Call:
     chunks = head_chunks(setting.config, setting.tokens, joined=True)
 
     def run() -> object:
-        kept = [product(held.inputs[n][g.reads], (held.weights[n][g.name],))
+        kept = [linear_concat(held.inputs[n][g.reads], (held.weights[n][g.name],))
                 for n, g in held.forward()]  # fmt: skip
         kept.append(_head(held, chunks))
         for n, g in held.backward():
             grad = held.grads[g.name]
-            product_back(grad, (held.weights[n][g.name],))
-            kept.append(wide_product(grad.T, held.inputs[n][g.reads], setting.gradients))
+            linear_grad_input(grad, (held.weights[n][g.name],))
+            kept.append(matmul_to_dtype(grad.T, held.inputs[n][g.reads], setting.gradients))
         return kept
 
     return run
@@ -123,9 +123,9 @@ def _head(held: Products, chunks: tuple[int, ...]) -> Tensor:
         torch.mm(read, held.head.T, out=logits)
         torch.mm(logits, held.head, out=grad_read)
         if total is None:
-            total = wide_product(logits.T, read, torch.float32)
+            total = matmul_to_dtype(logits.T, read, torch.float32)
         else:
-            add_product(total, logits.T, read)
+            add_matmul(total, logits.T, read)
     assert total is not None
     return total
 

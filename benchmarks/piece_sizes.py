@@ -26,7 +26,7 @@ from stepscope.kernels import embedding
 from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.measure.device import Device, pick_device
-from stepscope.measure.turns import time_in_turns
+from stepscope.measure.turns import time_interleaved
 from stepscope.records.stats import paired_ratio, summarize
 
 ROUNDS = 15
@@ -97,7 +97,7 @@ PIECES: dict[str, Callable[[torch.device], Iterator[tuple[str, dict[str, Call]]]
 
 
 def told(title: str, found: dict[str, Call], device: Device) -> Iterator[str]:
-    timing = time_in_turns(found, device, warmup=4, rounds=ROUNDS, host_ahead=True)
+    timing = time_interleaved(found, device, warmup=4, rounds=ROUNDS, host_ahead=True)
     held = {one.variant: one.values for one in timing.series if one.clock == "device"}
     for name, values in held.items():
         ratio = paired_ratio(held["compiled"], values)

@@ -23,8 +23,8 @@ from energy_by_part import Call, repeated
 from torch import Tensor
 
 from stepscope.analysis.products import block_groups
-from stepscope.kernels.autotune import searched_products
-from stepscope.kernels.matmul import wide_product
+from stepscope.kernels.autotune import autotuned_matmuls
+from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import Energy, measure_energy
 from stepscope.model.config import ModelConfig
@@ -46,10 +46,10 @@ class Case(NamedTuple):
 
     def by_rule(self) -> None:
         for a, b in self.pairs:
-            wide_product(a, b, self.dtype)
+            matmul_to_dtype(a, b, self.dtype)
 
     def searched(self) -> None:
-        with searched_products():
+        with autotuned_matmuls():
             self.by_rule()
 
     @property

@@ -26,7 +26,7 @@ from stepscope.measure.allocator import CudaAllocator, history
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
-from stepscope.studies.training.peaks import one_step, steps_in_turns
+from stepscope.studies.training.peaks import interleaved_steps, one_step
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload
 
@@ -85,8 +85,8 @@ def measured(work: Workload, device: Device, rounds: int) -> dict[str, list[floa
     ways: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": nullcontext}
     if allocator is not None:
         ways["history"] = history
-    took = steps_in_turns(step, device, ways | {"account": account}, ACCOUNT_ROUNDS)
-    for name, more in steps_in_turns(step, device, ways, rounds - ACCOUNT_ROUNDS).items():
+    took = interleaved_steps(step, device, ways | {"account": account}, ACCOUNT_ROUNDS)
+    for name, more in interleaved_steps(step, device, ways, rounds - ACCOUNT_ROUNDS).items():
         took[name] += more
     return took
 

@@ -21,7 +21,7 @@ import stepscope
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
 from stepscope.measure.device import pick_device
-from stepscope.measure.turns import time_in_turns
+from stepscope.measure.turns import time_interleaved
 
 WIDTH, ROWS, EMPTY = 256, 64, 20_000
 FOREVER = 1_000_000
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         watcher = Watcher(Path(folder), Effort(warmup=FOREVER), "benchmark", [], stop=False)
         watched = _watched(watcher, step)
-        timing = time_in_turns(ways, pick_device("cpu"), rounds=200)
+        timing = time_interleaved(ways, pick_device("cpu"), rounds=200)
         medians = {s.variant: statistics.median(s.values) for s in timing.series}
         bare = medians["bare"]
         print(f"a step takes {bare:.3f} ms")

@@ -122,10 +122,10 @@ def by_json(path: Path) -> str:
 def by_stepscope(path: Path) -> str:
     from stepscope.analysis.trace.files import read_trace
     from stepscope.analysis.trace.ledger import ledgers
-    from stepscope.analysis.trace.work import find_work
+    from stepscope.analysis.trace.work import device_work
 
     trace = read_trace(path)
-    work = find_work(trace)
+    work = device_work(trace)
     accounts = ledgers(work)
     return f"{len(trace.kernels):,} kernels, {len(accounts)} steps"
 

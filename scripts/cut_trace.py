@@ -19,7 +19,7 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.ledger import ledgers
 from stepscope.analysis.trace.statistics import instances, uses
 from stepscope.analysis.trace.steps import find_steps
-from stepscope.analysis.trace.work import Work, find_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -53,7 +53,7 @@ def _slim(event: Event) -> Event:
     return plain | ({"args": given} if given else {})
 
 
-def expected(work: Work) -> dict[str, Any]:
+def expected(work: DeviceWork) -> dict[str, Any]:
     """What is to come out of it, in whole nanoseconds."""
     steps = find_steps(work)
     (account,) = ledgers(work, steps)
@@ -75,7 +75,7 @@ def write(whole: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(whole, separators=(",", ":")).replace('{"ph"', '\n{"ph"')
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    told = expected(find_work(read_trace(path)))
+    told = expected(device_work(read_trace(path)))
     answer = path.with_name(path.name.replace(".json.gz", ".expected.json"))
     answer.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB, step of {told['wall_ns'] / 1e6:.3f} ms")

@@ -15,7 +15,7 @@ from stepscope.report.format import duration, percent
 from stepscope.report.text import markdown
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import Race, races
+from stepscope.studies.step.rows import StepRace, races
 from stepscope.studies.step.view import interval_cell, lead_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
@@ -69,7 +69,7 @@ def _steps(results: Path) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _named(race: Race) -> str:
+def _named(race: StepRace) -> str:
     spec = race.spec
     return f"training step of {spec.size}, context {spec.context:,}, batch {spec.batch}"
 

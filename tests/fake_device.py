@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stepscope.measure.device import Device, Mark
+from stepscope.measure.device import Device, Timestamp
 from stepscope.measure.timer import Phase
 from stepscope.records.schema import Reading
 
@@ -62,21 +62,21 @@ class FakeDevice(Device):
     def memory_bytes(self) -> int:
         return 1 << 30
 
-    def mark(self) -> Mark:
+    def mark(self) -> Timestamp:
         self.log.append("mark")
         if not self.queue:
-            return Mark(self.clock.now)
+            return Timestamp(self.clock.now)
         self.busy_until = max(self.busy_until, self.clock.now) + self.mark_cost
-        return Mark(self.clock.now, self.busy_until)
+        return Timestamp(self.clock.now, self.busy_until)
 
-    def device_ms(self, start: Mark, end: Mark) -> float | None:
+    def device_ms(self, start: Timestamp, end: Timestamp) -> float | None:
         return (end.event - start.event) * 1e3 if self.queue else None
 
     def synchronize(self) -> None:
         self.log.append("wait")
         self.clock.now = max(self.clock.now, self.busy_until)
 
-    def reached(self, mark: Mark) -> bool:
+    def reached(self, mark: Timestamp) -> bool:
         return not self.queue or self.clock.now >= mark.event
 
     def occupy(self, ms: float) -> None:

@@ -26,8 +26,8 @@ from stepscope.kernels import (
     rotated_heads_,
     swiglu,
 )
-from stepscope.kernels.autotune import searched_products
-from stepscope.kernels.matmul import add_product, wide_product
+from stepscope.kernels.autotune import autotuned_matmuls
+from stepscope.kernels.matmul import add_matmul, matmul_to_dtype
 from stepscope.kernels.rope import rotated_parts_
 
 Results = list[Tensor]
@@ -177,10 +177,10 @@ def matmul(
     before = settings.allow_bf16_reduced_precision_reduction
     settings.allow_bf16_reduced_precision_reduction = reduces
     try:
-        with searched_products():
-            out = wide_product(a, b, out_dtype or dtype)
+        with autotuned_matmuls():
+            out = matmul_to_dtype(a, b, out_dtype or dtype)
             if adds:
-                add_product(out, a, b)
+                add_matmul(out, a, b)
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
     return [out.cpu()]

@@ -9,7 +9,7 @@ import msgspec
 
 from sample_records import record, times
 from stepscope.records.schema import Quantity, Record, Series
-from stepscope.studies.autocast.cases import OperatorFormats
+from stepscope.studies.autocast.cases import OperatorDtypes
 from stepscope.studies.registry import find_study
 
 
@@ -81,7 +81,7 @@ def autocast_record(
     dtype: str = "float16",
     *,
     formats: dict[str, str] | None = None,
-    operators: Sequence[OperatorFormats] = (),
+    operators: Sequence[OperatorDtypes] = (),
     **changes: Any,
 ) -> Record:
     """One step under autocast whose tensors had these formats."""
@@ -89,9 +89,9 @@ def autocast_record(
     (case,) = study.cases(study.flags(subject=(subject,), dtype=(dtype,)))
     named = {"parameters": "float32", "fc1 output": dtype, "logits": dtype, "loss": "float32"}
     listed = operators or (
-        OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2),
-        OperatorFormats(operator="_to_copy", inputs=("float32",), output=(dtype,), count=3),
-        OperatorFormats(operator="pow", inputs=("float32",), output=("float32",), count=1),
+        OperatorDtypes(operator="mm", inputs=(dtype,), output=(dtype,), count=2),
+        OperatorDtypes(operator="_to_copy", inputs=("float32",), output=(dtype,), count=3),
+        OperatorDtypes(operator="pow", inputs=("float32",), output=("float32",), count=1),
     )
     failed = changes.get("status", "ok") != "ok"
     return record(

@@ -12,7 +12,7 @@ from stepscope.report.blocks import (
     Figure,
     Finding,
     Interval,
-    Mark,
+    LimitLine,
     Page,
     Section,
     Spread,
@@ -177,7 +177,7 @@ def mfu_figure() -> Figure:
         ),
         x_label="size",
         y_label="arithmetic (TFLOP/s)",
-        marks=(Mark(label="measured bfloat16 ceiling", value=CEILING / 1e12),),
+        marks=(LimitLine(label="measured bfloat16 ceiling", value=CEILING / 1e12),),
         caption="Context 512, batch 4.",
     )
 
@@ -197,7 +197,7 @@ def warmup_figure() -> Figure:
         ),
         x_label="step",
         y_label="time (ms)",
-        marks=(Mark(label="steady", value=231.7),),
+        marks=(LimitLine(label="steady", value=231.7),),
     )
 
 
@@ -318,7 +318,7 @@ def hostile_page() -> Page:
                     ),
                     x_label=h,
                     y_label=h,
-                    marks=(Mark(label=h, value=1.5),),
+                    marks=(LimitLine(label=h, value=1.5),),
                     caption=h,
                 ),
             )

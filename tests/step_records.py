@@ -21,7 +21,7 @@ from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.compile.cases import CompileFlags
 from stepscope.studies.registry import find_study
-from stepscope.studies.step.cases import RaceCase, StepCase, StepFlags
+from stepscope.studies.step.cases import StepCase, StepFlags, StepRaceCase
 from trace_files import training_step
 
 CEILINGS = (
@@ -121,9 +121,9 @@ def step_race_record(
     )  # fmt: skip
 
 
-def tiny_race_case(**changes: Any) -> RaceCase:
+def tiny_race_case(**changes: Any) -> StepRaceCase:
     """A race that a CPU runs in a moment."""
-    case: RaceCase
+    case: StepRaceCase
     (case,) = _cases(
         "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
     )

@@ -24,7 +24,7 @@ from stepscope.parallel import (
     load_optimizer,
     save_optimizer,
 )
-from stepscope.parallel.saved_rows import Saved, joined
+from stepscope.parallel.saved_rows import Saved, concatenated
 from stepscope.parallel.sharded_optimizer import FORMS, Form
 
 State = dict[str, Tensor]
@@ -192,7 +192,7 @@ def gathered(optimizer: ShardedOptimizer) -> State:
     for name, value in every.items():
         saved = Saved.parse(name)
         parts.setdefault(f"{saved.place}.{saved.kind}", []).append((saved, value))
-    return {name: joined(None, own) for name, own in parts.items()}
+    return {name: concatenated(None, own) for name, own in parts.items()}
 
 
 def hand_on(world: World, form: Form, load: str, save: str) -> tuple[State, list[float], list[Any]]:

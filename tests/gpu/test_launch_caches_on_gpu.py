@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import launch_cases
 from launch_cases import EXACT, FAMILIES, MOST_VARIANTS, Results, clear_caches, draw
 from stepscope.attention import attention
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import AdamW, FusedAdamW
 
@@ -121,8 +121,8 @@ def test_weights_that_were_reallocated_are_read_again() -> None:
             if seed == 3:
                 torch.cuda.empty_cache()
             weight.data = draw(128, 64, seed=seed).cuda()
-            found = joined_product(x, (weight,), copies)
-            expected = joined_product(x, (weight,), WeightCopies())
+            found = fused_linear(x, (weight,), copies)
+            expected = fused_linear(x, (weight,), WeightCopies())
             assert torch.equal(found, expected), seed
 
 

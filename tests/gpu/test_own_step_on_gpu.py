@@ -161,14 +161,14 @@ def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["read_back", "copies"])
 def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
-    from stepscope.advisor.advise.turns import Contestant
+    from stepscope.advisor.advise.turns import TrialProcess
     from stepscope.advisor.inspect.order import Order
 
     order = Order(
         target=str(EXAMPLES / "slow.py"), words=("--device", "cuda", "--steps", "1000"), warmup=5,
         timed=1, traced=1, memory=False,
     )  # fmt: skip
-    with Contestant(order, {}) as plain, Contestant(order, {change: "yes"}) as changed:
+    with TrialProcess(order, {}) as plain, TrialProcess(order, {change: "yes"}) as changed:
         assert plain.ready().missing == changed.ready().missing == []
         plain.turn(5)
         changed.turn(5)

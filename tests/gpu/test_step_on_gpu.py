@@ -11,7 +11,7 @@ import torch
 
 from step_records import tiny_race_case
 from stepscope.kernels import autotune as search
-from stepscope.kernels.autotune import multiplied_into, searched_products
+from stepscope.kernels.autotune import autotuned_matmuls, multiplied_into
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
@@ -175,15 +175,15 @@ def test_fused_adamw_in_a_graph_counts_steps_and_follows_the_learning_rate() -> 
 
 
 def test_products_write_gradients_in_the_format_of_the_weights() -> None:
-    from stepscope.kernels.matmul import _writes_wide, add_product, wide_product
+    from stepscope.kernels.matmul import _writes_wide, add_matmul, matmul_to_dtype
 
     assert _writes_wide(), "torch >= 2.8 passes it on to cuBLAS"
     a = torch.randn(300, 2048, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(2048, 200, device="cuda", dtype=torch.bfloat16)
     exact = a.double() @ b.double()
-    made = wide_product(a, b, torch.float32)
+    made = matmul_to_dtype(a, b, torch.float32)
     total = torch.ones_like(made)
-    add_product(total, a, b)
+    add_matmul(total, a, b)
     for found, expected in ((made, exact), (total, exact + 1)):
         # bfloat16 would be off by up to 0.5 here.
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=5e-3)
@@ -233,7 +233,7 @@ def test_a_searched_product_is_torch_s(
     room = torch.ones(384, 512, device="cuda", dtype=dtype)
     out = room[:, 256:]
     assert not multiplied_into(out, a, b)
-    with searched_products():
+    with autotuned_matmuls():
         assert multiplied_into(out, a, b)
         error = (out.double() - exact).norm() / exact.norm()
         assert error < (1e-5 if wide else 3e-3)

@@ -13,8 +13,8 @@ from test_joined_model import DEVICE, batch, draw, model
 from torch import Tensor, nn
 
 from stepscope.kernels import matmul as products
-from stepscope.kernels.activation_policy import GATES, kept
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.activation_policy import GATES, policy_per_layer
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.model import cross_entropy
 from stepscope.optim import AdamW, FusedAdamW, InBackwardAdamW, triton_adamw
@@ -74,7 +74,7 @@ class TestInBackward:
 
     def test_weights_that_are_read_where_they_lie_change_after_their_last_use(self) -> None:
         """Torch would raise: a backward finds its weights as its forward left them."""
-        how = {"dtype": torch.float16, "keep": kept(GATES, 2), "checkpoint": (1,)}
+        how = {"dtype": torch.float16, "keep": policy_per_layer(GATES, 2), "checkpoint": (1,)}
         ours, after = (self.trained(k, 2, **how) for k in (InBackwardAdamW, FusedAdamW))
         torch.testing.assert_close(ours, after, rtol=2e-3, atol=1e-4)
 
@@ -100,21 +100,21 @@ class TestInBackward:
 
     def learnt(self, *, as_made: bool) -> dict[str, Tensor]:
         """Two steps in float16; without `as_made` gradients are rounded to it as autocast does."""
-        subject = model(fused=True, joined=True, keep=kept(GATES, 2))
+        subject = model(fused=True, joined=True, keep=policy_per_layer(GATES, 2))
         optimizer = InBackwardAdamW(
             subject.parameters(), lr=1e-2, copies=subject.copies, attach=False, as_made=as_made
         )
-        wide = products.wide_product
+        wide = products.matmul_to_dtype
         with pytest.MonkeyPatch.context() as patched:
             if not as_made:
-                patched.setattr(products, "wide_product", lambda a, b, dtype: (a @ b).to(dtype))
+                patched.setattr(products, "matmul_to_dtype", lambda a, b, dtype: (a @ b).to(dtype))
             for _ in range(2):
                 with torch.autocast(DEVICE, torch.float16):
                     loss = subject(*batch())
                 with optimizer.attached():
                     loss.backward()
                 optimizer.step()
-        assert products.wide_product is wide
+        assert products.matmul_to_dtype is wide
         return {name: p.detach().cpu() for name, p in subject.named_parameters()}
 
     def test_gradients_are_taken_within_attached_alone(self) -> None:
@@ -125,8 +125,8 @@ class TestInBackward:
         weight, copies = nn.Parameter(draw(4, 4)), WeightCopies()
         optimizer = InBackwardAdamW([weight], copies=copies, attach=False, as_made=True)
         with torch.autocast(DEVICE, torch.float16):
-            once = joined_product(draw(3, 4), (weight,), copies)
-            twice = joined_product(once, (weight,), copies)
+            once = fused_linear(draw(3, 4), (weight,), copies)
+            twice = fused_linear(once, (weight,), copies)
         with optimizer.attached(), pytest.raises(RuntimeError, match="one product only"):
             twice.float().sum().backward()
 
@@ -210,7 +210,7 @@ class TestInBackward:
         def backward(*, fails: bool) -> None:
             x = draw(3, 4).requires_grad_()
             with torch.autocast(DEVICE, torch.float16):
-                made = joined_product(x * 1, (weight,), copies)
+                made = fused_linear(x * 1, (weight,), copies)
             if fails:
                 x.register_hook(fail)
             made.float().sum().backward()

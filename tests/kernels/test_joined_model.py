@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from accuracy import hold_to_policy
 from stepscope.attention import reference_attention
-from stepscope.kernels.activation_policy import INPUTS, KEEPS, kept
+from stepscope.kernels.activation_policy import INPUTS, KEEPS, policy_per_layer
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import joined_product, wide_product
+from stepscope.kernels.matmul import fused_linear, matmul_to_dtype
 from stepscope.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
@@ -59,13 +59,18 @@ def results(subject: TransformerLM) -> dict[str, Tensor]:
 def test_a_joined_model_has_the_plain_one_s_loss_and_gradients(
     keep: str, checkpoint: tuple[int, ...]
 ) -> None:
-    how = {"fused": True, "joined": True, "keep": kept(keep, 2), "checkpoint": checkpoint}
+    how = {
+        "fused": True,
+        "joined": True,
+        "keep": policy_per_layer(keep, 2),
+        "checkpoint": checkpoint,
+    }
     hold_to_policy(results(model(torch.float64)), results(model()), results(model(**how)))
 
 
 def test_in_a_low_format_every_weight_is_multiplied_where_it_lies() -> None:
     """No copy of a weight that has the products' format: several products, one after the other."""
-    joined = model(torch.float16, fused=True, joined=True, keep=kept(INPUTS, 2))
+    joined = model(torch.float16, fused=True, joined=True, keep=policy_per_layer(INPUTS, 2))
     hold_to_policy(results(model(torch.float64)), results(model(torch.float16)), results(joined))
     assert all(joined.copies.find(p) is None for p in joined.parameters())
 
@@ -77,7 +82,7 @@ def test_autocast_leaves_gradients_in_the_weights_own_format(keep: str, narrow: 
         with torch.autocast(DEVICE, HALF):
             return results(subject)
 
-    joined = model(fused=True, joined=True, keep=kept(keep, 2), narrow_stream=narrow)
+    joined = model(fused=True, joined=True, keep=policy_per_layer(keep, 2), narrow_stream=narrow)
     found = made(joined)
     assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {torch.float32}
     exact, plain = results(model(torch.float64)), made(model(narrow_stream=narrow))
@@ -107,7 +112,7 @@ def test_less_is_kept() -> None:
             held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        subject = model(fused=True, joined=True, keep=kept(keep, 2))
+        subject = model(fused=True, joined=True, keep=policy_per_layer(keep, 2))
         weights = {p.untyped_storage().data_ptr() for p in subject.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             subject(*batch())
@@ -161,7 +166,7 @@ class TestProducts:
         def of(joined: bool, wide: torch.dtype) -> dict[str, Tensor]:
             leaves = [each.detach().to(wide).requires_grad_() for each in (x, *weights)]
             if joined:
-                out = joined_product(leaves[0], tuple(leaves[1:]), WeightCopies())
+                out = fused_linear(leaves[0], tuple(leaves[1:]), WeightCopies())
             else:
                 out = torch.cat([leaves[0] @ w.T for w in leaves[1:]], dim=-1)
             made = torch.autograd.grad(out, leaves, above.to(wide))
@@ -171,7 +176,7 @@ class TestProducts:
 
     def test_a_wide_product_is_rounded_once(self) -> None:
         a, b = draw(5, 200, dtype=HALF), draw(200, 6, dtype=HALF, seed=1)
-        made = wide_product(a, b, torch.float32)
+        made = matmul_to_dtype(a, b, torch.float32)
         exact = a.double() @ b.double()
         assert made.dtype == torch.float32
         torch.testing.assert_close(made.double(), exact, rtol=1e-5, atol=1e-4)
@@ -321,10 +326,10 @@ class TestCopies:
 def test_what_blocks_keep() -> None:
     from stepscope.errors import UsageError
 
-    assert kept("gates", 3) == ("gates",) * 3
-    assert kept("inputs-1", 3) == ("inputs", "gates", "gates")
+    assert policy_per_layer("gates", 3) == ("gates",) * 3
+    assert policy_per_layer("inputs-1", 3) == ("inputs", "gates", "gates")
     for wrong, layers in itertools.product(("gates-2", "inputs-x", "some", "inputs-"), (3,)):
         with pytest.raises(UsageError, match="does not exist"):
-            kept(wrong, layers)
+            policy_per_layer(wrong, layers)
     with pytest.raises(UsageError, match="3 blocks"):
-        kept("inputs-4", 3)
+        policy_per_layer("inputs-4", 3)

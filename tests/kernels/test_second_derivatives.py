@@ -12,12 +12,12 @@ from torch import Tensor
 from stepscope.attention import attention
 from stepscope.kernels import embedded, linear_cross_entropy, rms_norm, swiglu
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.weight_copies import WeightCopies
 
 TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
 PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
-    "joined product": (lambda x, w: joined_product(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
+    "joined product": (lambda x, w: fused_linear(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
     "feed-forward": (
         lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),
         ((4, 6), (8, 6), (8, 6), (6, 8)),

@@ -23,7 +23,7 @@ from stepscope.kernels import (
     swiglu,
 )
 from stepscope.kernels.feed_forward import feed_forward
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.rope import rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -118,7 +118,7 @@ TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
 COS, SIN = draw(8, 4), draw(8, 4, seed=1)
 PIECES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "joined product": (
-        lambda x, a, b: joined_product(x, (a, b), WeightCopies()), ((4, 6), (7, 6), (3, 6)),
+        lambda x, a, b: fused_linear(x, (a, b), WeightCopies()), ((4, 6), (7, 6), (3, 6)),
     ),
     "feed-forward": (
         lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),

@@ -19,7 +19,7 @@ from stepscope.advisor.advise.facts_of import facts_of
 from stepscope.advisor.advise.history import add_to_history, history_file, read_history
 from stepscope.advisor.advise.tried import Tried, first_right
 from stepscope.advisor.advise.view import not_tried, trial_blocks
-from stepscope.analysis.advice.calibration import Verified, factors, off_by
+from stepscope.analysis.advice.calibration import Verified, factors, median_error
 from stepscope.analysis.advice.changes import advise
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
@@ -89,8 +89,8 @@ def test_past_verifications_correct_predictions() -> None:
     step = facts({"matmul": 80.0}, {}, dtype="float32")
     (_, tf32) = advise(step, {"tf32": 0.5})
     assert (tf32.code, tf32.gain_ms) == ("tf32", 35.0)
-    assert off_by([verified(0.5), verified(1.0), verified(3.0)]) == pytest.approx(0.05)
-    assert off_by([]) is None
+    assert median_error([verified(0.5), verified(1.0), verified(3.0)]) == pytest.approx(0.05)
+    assert median_error([]) is None
 
 
 def test_the_history_is_kept_and_a_damaged_line_passed_over(

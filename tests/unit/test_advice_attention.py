@@ -16,7 +16,7 @@ from stepscope.advisor.advise.attention_facts import is_called, score_bytes
 from stepscope.advisor.advise.cases import OF_SCRIPTS
 from stepscope.advisor.advise.facts_of import facts_of
 from stepscope.analysis.advice.changes import advise
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
 from stepscope.studies.memory.rows import Account
@@ -150,7 +150,7 @@ def test_dropout_keeps_torchs_attention_from_its_kernel_for_a_cpu() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_torchs_attention_is_to_take_its_fast_path(on_gpu: bool) -> None:
-    written = Work(name="forward", classes={"matmul": 10.0, "softmax": 20.0})
+    written = PhaseWork(name="forward", classes={"matmul": 10.0, "softmax": 20.0})
     step = facts(
         {"matmul": 30.0, "softmax": 20.0}, {"matmul": 50.0}, attention=(written,),
         attention_called=True, on_gpu=on_gpu,

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.changes import advise
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.predict.fit import changes_that_fit
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import predict
@@ -19,8 +19,8 @@ WRITTEN_OUT = Facts(
     step_ms=20,
     dtype="bfloat16",
     compiled=True,
-    phases=(Work(name="forward", classes={"matmul": 12.0, "softmax": 8.0}),),
-    attention=(Work(name="forward", classes={"matmul": 2.0, "softmax": 8.0}),),
+    phases=(PhaseWork(name="forward", classes={"matmul": 12.0, "softmax": 8.0}),),
+    attention=(PhaseWork(name="forward", classes={"matmul": 2.0, "softmax": 8.0}),),
 )
 
 
@@ -36,7 +36,7 @@ def test_tf32_without_measured_rates_gives_advice_all_the_same() -> None:
 
 def test_kernels_of_attention_that_are_there_already_stay() -> None:
     mixed = {"matmul": 12.0, "softmax": 8.0, "attention": 5.0}
-    beside = replace(WRITTEN_OUT, step_ms=25, phases=(Work(name="forward", classes=mixed),))
+    beside = replace(WRITTEN_OUT, step_ms=25, phases=(PhaseWork(name="forward", classes=mixed),))
     own, others = gains(WRITTEN_OUT), gains(beside)
     assert own
     assert others["fused-attention"] == pytest.approx(own["fused-attention"])
@@ -45,7 +45,7 @@ def test_kernels_of_attention_that_are_there_already_stay() -> None:
 def test_blocks_are_not_run_again_where_that_frees_nothing() -> None:
     facts = Facts(
         on_gpu=True, step_ms=40, dtype="bfloat16", compiled=True,
-        phases=(Work(name="forward", classes={"matmul": 10.0}),),
+        phases=(PhaseWork(name="forward", classes={"matmul": 10.0}),),
         memory_bytes=80 * GIB, peak_bytes=76 * GIB, model_peak_bytes=60 * GIB,
         floor_bytes=76 * GIB, saved_bytes=20 * GIB,
     )  # fmt: skip

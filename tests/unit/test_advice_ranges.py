@@ -18,7 +18,7 @@ from stepscope.advisor.advise.tried import Tried
 from stepscope.advisor.advise.view import advice_table, trial_blocks
 from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged
-from stepscope.analysis.advice.facts import Facts, Work
+from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.ranges import gain_range, observed, ratio_range
 from stepscope.analysis.advice.rule import Advice
 from stepscope.analysis.advice.timeline import wall_ms
@@ -235,7 +235,7 @@ def test_the_lines_name_the_modules_of_the_program() -> None:
 
 
 def loading(cores: int, threads: int, data_ms: float = 40.0) -> list[Advice]:
-    outside = Work(name="outside", classes={"between": data_ms})
+    outside = PhaseWork(name="outside", classes={"between": data_ms})
     step = facts({"matmul": 25.0}, {"matmul": 35.0}, on_gpu=False, outside=outside, cores=cores,
                  threads=threads, data_ms=data_ms, step_ms=60.0 + data_ms)  # fmt: skip
     return [one for one in advise(step) if one.code == "data-ahead"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
-from stepscope.analysis.advice.facts import Facts, Runs, Work
+from stepscope.analysis.advice.facts import Facts, PhaseWork, Runs
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
 
 GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
@@ -20,7 +20,7 @@ GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
 def facts(
     forward: dict[str, float] | None = None, backward: dict[str, float] | None = None,
     optimizer_ms: float = 0.0, launches: tuple[float, float, float] = (0.0, 0.0, 0.0),
-    outside: Work | None = None, **changes: Any,
+    outside: PhaseWork | None = None, **changes: Any,
 ) -> Facts:  # fmt: skip
     """A step of 100 ms on a GPU in which nothing is worth a change."""
     device = (
@@ -30,7 +30,7 @@ def facts(
     )
     names = ("forward", "backward", "optimizer")
     phases = tuple(
-        Work(name=name, classes=classes, launches=count)
+        PhaseWork(name=name, classes=classes, launches=count)
         for name, classes, count in zip(names, device, launches, strict=True)
     )
     fields: dict[str, Any] = {
@@ -96,7 +96,9 @@ def test_where_the_host_limits_less_work_gains_nothing() -> None:
 
 
 def test_written_out_attention() -> None:
-    written = Work(name="forward", classes={"matmul": 10.0, "softmax": 15.0, "elementwise": 5.0})
+    written = PhaseWork(
+        name="forward", classes={"matmul": 10.0, "softmax": 15.0, "elementwise": 5.0}
+    )
     step = facts(
         {"matmul": 30.0, "softmax": 15.0, "elementwise": 5.0}, {"matmul": 50.0},
         attention=(written,), score_bytes=1 << 30, peak_bytes=4 << 30,
@@ -130,7 +132,7 @@ def test_the_update_on_a_cpu_has_no_device_and_time_between_operators() -> None:
     step = facts({"matmul": 30.0}, {"matmul": 50.0}, fused_optimizer=False, optimizer_ms=20.0)
     (on_gpu,) = advise(step)
     assert "takes 20 ms of the device; moving" in on_gpu.why
-    between = Work(name="optimizer", classes={"optimizer": 5.0, "between": 15.0})
+    between = PhaseWork(name="optimizer", classes={"optimizer": 5.0, "between": 15.0})
     host = msgspec.structs.replace(step, on_gpu=False, phases=(*step.phases[:2], between))
     (on_cpu,) = advise(host)
     assert "takes 20 ms, 15 ms of it between operators; moving" in on_cpu.why
@@ -190,7 +192,7 @@ def test_habits_of_a_loop() -> None:
     read = facts(
         {"matmul": 40.0}, {"matmul": 40.0}, optimizer_ms=20.0, launches=(40.0, 0.0, 0.0),
         launch_ms=0.5, reads_back=True, cleared_ms=4.0, compiled=False, lacks=("compiler",),
-        outside=Work(name="outside", classes={}, launches=20.0),
+        outside=PhaseWork(name="outside", classes={}, launches=20.0),
     )  # fmt: skip
     # The device waits for the host to make the batch, 10 ms, and works for 100 ms.
     assert wall_ms(read) == 110.0
@@ -206,7 +208,7 @@ def test_habits_of_a_loop() -> None:
 
 
 def test_batches_made_ahead_help_a_device_that_waits_for_them() -> None:
-    data = Work(name="outside", classes={}, host_ms=130.0)
+    data = PhaseWork(name="outside", classes={}, host_ms=130.0)
     starved = facts(waits="copies", pageable_ms=1.0, data_ms=130.0, outside=data)
     assert wall_ms(starved) == 130.0
     assert gains(starved)["data-ahead"] == 30.0

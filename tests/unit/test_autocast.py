@@ -13,7 +13,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.dtypes import DtypeRecorder
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.autocast.cases import AutocastFlags, OperatorFormats
+from stepscope.studies.autocast.cases import AutocastFlags, OperatorDtypes
 from stepscope.studies.autocast.view import kept_wide
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
@@ -37,7 +37,7 @@ def test_the_small_net_of_the_course(dtype: str) -> None:
     assert named["parameters"] == named["gradients"] == named["loss"] == "float32"
     assert named["fc1 output"] == named["logits"] == dtype
     products = [o for o in done.attachments["forward"] if o.operator == "mm"]
-    assert products == [OperatorFormats(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
+    assert products == [OperatorDtypes(operator="mm", inputs=(dtype,), output=(dtype,), count=2)]
     # The input and both matrices; on the way back the logits' gradient and those of the matrices.
     assert value_of(done.quantities, "casts") == 6
 

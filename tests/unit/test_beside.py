@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepscope.torch_tools.beside import Beside, offered, run_beside, taker_of
+from stepscope.torch_tools.beside import SideStream, offered, run_overlapped, taker_of
 
 CPU = torch.device("cpu")
 
 
-class Kept(Beside):
+class Kept(SideStream):
     """As a stream would, later."""
 
     def __init__(self) -> None:
@@ -27,10 +27,12 @@ class Kept(Beside):
 class Offered:
     """Places for work by device, and weights whose gradients it takes."""
 
-    def __init__(self, places: dict[torch.device, Beside], weights: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, places: dict[torch.device, SideStream], weights: Sequence[Tensor] = ()
+    ) -> None:
         self._places, self._weights = places, weights
 
-    def beside(self, device: torch.device) -> Beside | None:
+    def beside(self, device: torch.device) -> SideStream | None:
         return self._places.get(device)
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -42,14 +44,14 @@ class Offered:
 def test_work_goes_where_it_is_offered_a_place() -> None:
     done: list[str] = []
     reads, place = torch.zeros(3), Kept()
-    run_beside(CPU, lambda: done.append("here"), reads)
+    run_overlapped(CPU, lambda: done.append("here"), reads)
     with offered(Offered({CPU: place})):
-        run_beside(CPU, lambda: done.append("beside"), reads)
-        run_beside(torch.device("meta"), lambda: done.append("no place"), reads)
+        run_overlapped(CPU, lambda: done.append("beside"), reads)
+        run_overlapped(torch.device("meta"), lambda: done.append("no place"), reads)
         with offered(Offered({})):
-            run_beside(CPU, lambda: done.append("nested"), reads)
-        run_beside(CPU, lambda: done.append("again"), reads)
-    run_beside(CPU, lambda: done.append("after"), reads)
+            run_overlapped(CPU, lambda: done.append("nested"), reads)
+        run_overlapped(CPU, lambda: done.append("again"), reads)
+    run_overlapped(CPU, lambda: done.append("after"), reads)
     assert done == ["here", "no place", "nested", "after"]
     assert place.reads == [reads, reads]
     for work in place.works:

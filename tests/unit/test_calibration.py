@@ -8,7 +8,7 @@ import pytest
 from test_advice_rules import facts
 
 from stepscope.advisor.advise.history_view import history_blocks
-from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
+from stepscope.analysis.advice.calibration import Verified, factors, is_right, median_error
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts
 from stepscope.report.blocks import Figure, Finding, Table
@@ -36,7 +36,7 @@ def test_predictions_come_to_what_is_realised_and_stay_there() -> None:
     errors = []
     for _ in range(12):
         verify(history)
-        errors.append(off_by(history[-2:]) or 0.0)
+        errors.append(median_error(history[-2:]) or 0.0)
     assert errors[0] == pytest.approx((0.35 + 0.147) / 2)
     # The made-up verification that was exactly right counts less and less.
     assert errors[1] < 0.6 * errors[0]

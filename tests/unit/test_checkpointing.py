@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.errors import UsageError
 from stepscope.model import ModelConfig, TransformerLM
-from stepscope.model.checkpointing import inputs_kept, run_again, stretches
+from stepscope.model.checkpointing import run_again, saved_inputs, stretches
 
 LAYERS = 7
 SHAPE = ModelConfig(d_model=16, d_ff=32, n_layers=LAYERS, n_heads=2, vocab=31, context=8)
@@ -55,7 +55,7 @@ def test_strategies_in_numbers() -> None:
         ("nested", (16, 8, 4, 2, 1), 6, 96),
     ):
         assert stretches(strategy, 32) == sizes
-        assert inputs_kept(sizes, 32) == kept
+        assert saved_inputs(sizes, 32) == kept
         assert run_again(sizes, 32) == again
 
 
@@ -65,7 +65,7 @@ def test_halving_keeps_few_and_runs_often(layers: int) -> None:
     depth = (layers - 1).bit_length()
     assert sizes[-1] == 1
     assert len(sizes) == max(1, depth)
-    assert inputs_kept(sizes, layers) <= depth + 1
+    assert saved_inputs(sizes, layers) <= depth + 1
     assert run_again(sizes, layers) <= layers * (depth + 1)
 
 

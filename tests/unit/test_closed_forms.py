@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
+from stepscope.analysis.rehearsal.closed_forms import (
+    ParallelStrategy,
+    largest_tensor,
+    parallel_strategies,
+)
 from stepscope.analysis.rehearsal.cluster import custom_cluster, make_cluster
 from stepscope.errors import UsageError
 from stepscope.model import cost
@@ -16,9 +20,11 @@ MODEL = with_overrides(find_size("small"), context=512)
 RATE = 4e14
 
 
-def told(ranks: int = 64, bandwidth_gbs: float = 50.0, latency_us: float = 0.0) -> dict[str, Way]:
+def told(
+    ranks: int = 64, bandwidth_gbs: float = 50.0, latency_us: float = 0.0
+) -> dict[str, ParallelStrategy]:
     cluster = custom_cluster(ranks, latency_us, bandwidth_gbs)
-    made = ways(MODEL, cluster, RATE, gradient_bytes=2, activation_bytes=2, tensor=4)
+    made = parallel_strategies(MODEL, cluster, RATE, gradient_bytes=2, activation_bytes=2, tensor=4)
     return {way.name.split()[0].rstrip(":"): way for way in made}
 
 
@@ -86,13 +92,13 @@ def test_a_tensor_group_divides_ranks_and_heads() -> None:
 )
 def test_what_cannot_be_divided_is_refused(tensor: int, rate: float, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        ways(MODEL, make_cluster("infiniband", 64), rate, 4, 2, tensor)
+        parallel_strategies(MODEL, make_cluster("infiniband", 64), rate, 4, 2, tensor)
 
 
 @given(ranks=st.sampled_from([2, 8, 64, 1024]), rate=st.floats(1e9, 1e15))
 def test_the_bound_parts_two_regimes(ranks: int, rate: float) -> None:
     cluster = make_cluster("infiniband", ranks)
-    for way in ways(MODEL, cluster, rate, 4, 2, largest_tensor(MODEL, ranks, 8)):
+    for way in parallel_strategies(MODEL, cluster, rate, 4, 2, largest_tensor(MODEL, ranks, 8)):
         below = way.bound_below
         if below is None:
             assert way.ratio(1e6) > 1, way.name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.measure.course import Course
-from stepscope.report.blocks import Curve, Figure, Mark, Span
+from stepscope.measure.course import MemoryTimeline
+from stepscope.report.blocks import Curve, Figure, LimitLine, Span
 from stepscope.report.plots import svg
 
 SIZES = st.binary(min_size=1, max_size=300)
@@ -14,7 +14,7 @@ SIZES = st.binary(min_size=1, max_size=300)
 
 @given(st.lists(SIZES, min_size=1, max_size=4))
 def test_points_are_few_and_keep_the_peak_of_each_phase(phases: list[bytes]) -> None:
-    course = Course(most=16)
+    course = MemoryTimeline(most=16)
     for number, sizes in enumerate(phases):
         for size in sizes:
             course.add(f"phase {number}", {"a": size, "b": 1})
@@ -27,7 +27,7 @@ def test_points_are_few_and_keep_the_peak_of_each_phase(phases: list[bytes]) -> 
 
 
 def test_a_short_course_is_kept_whole() -> None:
-    course = Course(most=16)
+    course = MemoryTimeline(most=16)
     for size in (3, 5, 0):
         course.add("forward", {"a": size})
     assert [(p.operator, p.kinds) for p in course.points()] == [
@@ -43,7 +43,7 @@ def test_areas_are_drawn_with_their_spans_and_the_peak() -> None:
                 Curve(label="weights", x=(1.0, 50.0, 100.0), y=(2.0, 2.0, 2.0)),
                 Curve(label="kept", x=(1.0, 50.0, 100.0), y=(0.0, 3.0, 0.0)),
             ),
-            marks=(Mark(label="peak", value=5.0),),
+            marks=(LimitLine(label="peak", value=5.0),),
             spans=(Span(label="forward", start=1.0), Span(label="backward", start=50.0)),
         )
     )  # fmt: skip

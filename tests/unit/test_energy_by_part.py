@@ -28,7 +28,7 @@ from stepscope.analysis.energy_parts import (
     accounts,
     to_whole,
 )
-from stepscope.analysis.products import Product, head_chunks, step_products
+from stepscope.analysis.products import Matmul, head_chunks, step_products
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import GATES
 from stepscope.kernels.loss_chunks import rows_per_chunk
@@ -62,10 +62,10 @@ class TestShapes:
     def test_xl_at_512_one_by_one(self) -> None:
         listed = step_products(find_size("xl"), 2048, joined=True)
         assert listed[:4] == (
-            Product("q, k, v", "forward", 2048, 4800, 1600, 48),
-            Product("q, k, v", "towards the input", 2048, 1600, 4800, 48),
-            Product("q, k, v", "towards the weight", 4800, 1600, 2048, 48),
-            Product("output", "forward", 2048, 1600, 1600, 48),
+            Matmul("q, k, v", "forward", 2048, 4800, 1600, 48),
+            Matmul("q, k, v", "towards the input", 2048, 1600, 4800, 48),
+            Matmul("q, k, v", "towards the weight", 4800, 1600, 2048, 48),
+            Matmul("output", "forward", 2048, 1600, 1600, 48),
         )
         assert [one.name for one in listed[::3]] == [
             "q, k, v",
@@ -74,7 +74,7 @@ class TestShapes:
             "down",
             "head",
         ]
-        assert listed[-1] == Product("head", "towards the weight", 10_000, 1600, 2048, 1)
+        assert listed[-1] == Matmul("head", "towards the weight", 10_000, 1600, 2048, 1)
         apart = step_products(find_size("xl"), 2048, joined=False)
         assert [(one.name, one.columns) for one in apart[::3]] == [
             ("q", 1600), ("k", 1600), ("v", 1600), ("output", 1600), ("gate", 6400), ("up", 6400),

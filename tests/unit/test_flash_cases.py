@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.errors import UsageError
 from stepscope.studies.flash import STUDY
-from stepscope.studies.flash.cases import FlashFlags, GridCase, RaceCase, Shape, TilesCase
+from stepscope.studies.flash.cases import AttentionRaceCase, FlashFlags, GridCase, Shape, TilesCase
 from study_records import flash_record, race_record, tiles_record
 
 
@@ -37,11 +37,11 @@ def test_what_compiles_for_seconds_comes_last_and_a_shape_stays_together() -> No
     assert set(names[first:]) == {"flex", "compiled"}
     cases = STUDY.cases(FlashFlags())
     kinds = [type(case) for case in cases]
-    order = [RaceCase, GridCase, RaceCase, TilesCase]
+    order = [AttentionRaceCase, GridCase, AttentionRaceCase, TilesCase]
     assert [kind for kind, _ in itertools.groupby(kinds)] == order
     # Where the host's time counts, no profiler has run before.
-    assert kinds[:9] == [RaceCase] * 8 + [GridCase]
-    assert all(isinstance(case, RaceCase) and case.is_short for case in cases[:8])
+    assert kinds[:9] == [AttentionRaceCase] * 8 + [GridCase]
+    assert all(isinstance(case, AttentionRaceCase) and case.is_short for case in cases[:8])
     shapes = [case.key.partition("_b")[2] for case in grid()[:first]]
     assert list(dict.fromkeys(shapes)) == [s for n, s in enumerate(shapes) if s != shapes[n - 1]]
 
@@ -52,7 +52,11 @@ def test_keys_are_those_of_one_cell_each() -> None:
 
 
 def test_a_race_of_one_short_head_times_more_calls_in_a_row() -> None:
-    races = [case for case in STUDY.cases(FlashFlags(part=("race",))) if isinstance(case, RaceCase)]
+    races = [
+        case
+        for case in STUDY.cases(FlashFlags(part=("race",)))
+        if isinstance(case, AttentionRaceCase)
+    ]
     many = {case.key for case in races if case.back_to_back == 20}
     assert len(races) == 16
     assert len(many) == 8
@@ -105,7 +109,7 @@ def test_cases_are_read_from_the_configs_of_their_records() -> None:
     grid_case, race, tiles = (result.case for result in STUDY.results(made))
     assert isinstance(grid_case, GridCase)
     assert (grid_case.attention, grid_case.sizes) == ("triton", "1,1,4096,64")
-    assert isinstance(race, RaceCase)
+    assert isinstance(race, AttentionRaceCase)
     assert (race.racers, race.sizes) == (("triton",), "1,16,16384,64")
     assert isinstance(tiles, TilesCase)
     assert (tiles.kernel, tiles.tile_sizes) == ("key_value", (16, 32, 64, 128))
@@ -119,8 +123,8 @@ def test_keys_and_configs_stay_as_records_have_them() -> None:
         "dtype": "bfloat16", "causal": True, "mode": "both", "warmup": 2, "steps": 5,
         "min_seconds": 0.05,
     }  # fmt: skip
-    assert first[RaceCase].key == "race_b1_h1_s128_d64_bfloat16_causal"
-    assert first[RaceCase].config == {
+    assert first[AttentionRaceCase].key == "race_b1_h1_s128_d64_bfloat16_causal"
+    assert first[AttentionRaceCase].config == {
         "kind": "race", "batch": 1, "heads": 1, "seq": 128, "head": 64, "dtype": "bfloat16",
         "causal": True, "racers": FlashFlags().racers, "back_to_back": 20, "host_ahead": True,
         "warmup": 2, "rounds": 20, "min_seconds": 0.5,

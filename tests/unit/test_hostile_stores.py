@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepared_store import Desk, fill, one_line, run_of
-from stepscope.cli.messages import say
+from stepscope.cli.messages import log
 from stepscope.records.database import APPLICATION_ID, STORE_VERSION
 from stepscope.records.store import Store
 
@@ -113,7 +113,7 @@ def test_reading_a_store_cannot_change_it(desk: Desk) -> None:
 
 
 def test_messages_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a\x1b[2Jb\x9bc\rd\u202ee\x00f")
+    log("a\x1b[2Jb\x9bc\rd\u202ee\x00f")
     assert capsys.readouterr().err == (
         "stepscope: a\\u001b[2Jb\\u009bc\\rd\\u202ee\\u0000f\n"
     )  # fmt: skip

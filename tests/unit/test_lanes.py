@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sample_page import HOSTILE
-from stepscope.report.blocks import Lane, Page, Section, Stretch, Table, Timeline
+from stepscope.report.blocks import Lane, LaneSpan, Page, Section, Table, Timeline
 from stepscope.report.html import html_page
 from stepscope.report.lanes import WIDTH, lanes_svg
 from stepscope.report.svg import CURVES
@@ -17,8 +17,8 @@ from stepscope.report.text import markdown_page
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def stretch(start: float, end: float, label: str = "k", group: str = "matmul") -> Stretch:
-    return Stretch(start=start, end=end, label=label, group=group)
+def stretch(start: float, end: float, label: str = "k", group: str = "matmul") -> LaneSpan:
+    return LaneSpan(start=start, end=end, label=label, group=group)
 
 
 def timeline(*lanes: Lane) -> Timeline:
@@ -45,8 +45,8 @@ def boxes(drawing: str) -> list[tuple[str, float, float, str]]:
 
 
 def test_a_group_with_a_style_has_that_colour() -> None:
-    late = Stretch(start=1, end=2, label="s", group="softmax", style=2)
-    other = Stretch(start=2, end=3, label="o", group="other", style=8)
+    late = LaneSpan(start=1, end=2, label="s", group="softmax", style=2)
+    other = LaneSpan(start=2, end=3, label="o", group="other", style=8)
     fills = [box[3] for box in boxes(lanes_svg(timeline(Lane(label="d", stretches=(late, other)))))]
     assert fills == [f"var(--curve-{n}, {CURVES[n - 1]})" for n in (3, 9)]
 

@@ -24,7 +24,7 @@ from stepscope.studies.memory import measure
 from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import TRACES
-from stepscope.studies.training.peaks import steps_in_turns
+from stepscope.studies.training.peaks import interleaved_steps
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload
 
@@ -123,6 +123,6 @@ def test_steps_take_turns_in_an_order_that_changes() -> None:
         return entered
 
     ways = {name: way(name) for name in "ab"}
-    took = steps_in_turns(TransformerStep(work, device), device, ways, rounds=3)
+    took = interleaved_steps(TransformerStep(work, device), device, ways, rounds=3)
     assert order == [*"ab", *"ba", *"ab"]
     assert {name: len(held) for name, held in took.items()} == {"a": 3, "b": 3}

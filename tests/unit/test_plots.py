@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sample_page import HOSTILE, hostile_page, mfu_figure, step_figure, warmup_figure
 from stepscope.report.axes import linear_ticks, log_limits, log_ticks, spread_apart
-from stepscope.report.blocks import Curve, Figure, Mark
+from stepscope.report.blocks import Curve, Figure, LimitLine
 from stepscope.report.figure_data import data_table
 from stepscope.report.names import end_names, styles
 from stepscope.report.plots import svg
@@ -171,7 +171,7 @@ def test_odd_figures_are_drawn(kind: str, log: bool, curves: tuple[Curve, ...]) 
         kind=kind,
         x_log=log,
         y_log=log,
-        marks=(Mark(label="m", value=NAN), Mark(label="n", value=2.0)),
+        marks=(LimitLine(label="m", value=NAN), LimitLine(label="n", value=2.0)),
     )
     root = ElementTree.fromstring(svg(shown))
     only_positive = log and kind == "lines"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels import autotune as search
-from stepscope.kernels.autotune import multiplied_into, searched_products, searching
-from stepscope.kernels.cublaslt import Kernel, Matrix, Product
-from stepscope.kernels.matmul import wide_product
+from stepscope.kernels.autotune import autotuned_matmuls, multiplied_into, searching
+from stepscope.kernels.cublaslt import Kernel, Matmul, Matrix
+from stepscope.kernels.matmul import matmul_to_dtype
 
 
 def read(matrix: Matrix, memory: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def drawn(rows: int, columns: int, turned: bool, room: int) -> Tensor:
 def test_by_columns_it_is_the_same_product(turned_a: bool, turned_b: bool, room: int) -> None:
     a, b = drawn(5, 7, turned_a, room), drawn(7, 4, turned_b, room)
     out = torch.zeros(5, 4 + room)[:, :4]
-    product = Product.of(a, b, out)
+    product = Matmul.of(a, b, out)
     assert product is not None
     target = out.as_strided((product.out.rows, product.out.columns), (1, product.out.stride))
     target.copy_(read(product.left, b).float() @ read(product.right, a).float())
@@ -41,20 +41,20 @@ def test_by_columns_it_is_the_same_product(turned_a: bool, turned_b: bool, room:
 
 def test_what_cublas_cannot_read_is_left_to_torch() -> None:
     a, b, out = torch.zeros(6, 8), torch.zeros(8, 4), torch.zeros(6, 4)
-    assert Product.of(a, b, out) is not None
-    assert Product.of(a[:, ::2], b[::2], out) is None
-    assert Product.of(a, b, out.T.contiguous().T) is None
-    assert Product.of(a.double(), b.double(), out.double()) is None
-    assert Product.of(a[:1], b, out[:1]) is None
+    assert Matmul.of(a, b, out) is not None
+    assert Matmul.of(a[:, ::2], b[::2], out) is None
+    assert Matmul.of(a, b, out.T.contiguous().T) is None
+    assert Matmul.of(a.double(), b.double(), out.double()) is None
+    assert Matmul.of(a[:1], b, out[:1]) is None
 
 
 def test_on_a_cpu_nothing_is_searched() -> None:
     a, b = torch.randn(4, 6, dtype=torch.float16), torch.randn(6, 3, dtype=torch.float16)
     assert not searching()
-    with searched_products():
+    with autotuned_matmuls():
         assert searching()
         assert not multiplied_into(torch.empty(4, 3, dtype=torch.float16), a, b)
-        torch.testing.assert_close(wide_product(a, b, torch.float16), a @ b)
+        torch.testing.assert_close(matmul_to_dtype(a, b, torch.float16), a @ b)
     assert not searching()
 
 
@@ -99,7 +99,7 @@ def test_the_kernel_that_is_taken(
 ) -> None:
     plan = NamedKernels(took, monkeypatch)
     a, b, out = (torch.empty(side, side, dtype=torch.float16) for _ in range(3))
-    product = Product.of(a, b, out)
+    product = Matmul.of(a, b, out)
     assert product is not None
     found = search._search(product, a, b, out)
     assert found == (None if expected is None else (plan, plan.named[expected]))
@@ -116,7 +116,7 @@ def test_a_product_that_cublas_does_not_make_is_left_to_torch(
 
     monkeypatch.setattr(search, "_timed", fails)
     a, b, out = (torch.empty(8, 8, dtype=torch.float16) for _ in range(3))
-    product = Product.of(a, b, out)
+    product = Matmul.of(a, b, out)
     assert product is not None
     assert search._search(product, a, b, out) is None
     assert plan.named

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.work import find_work
+from stepscope.analysis.trace.work import device_work
 from stepscope.attention.reference import reference_attention
 from stepscope.measure.capture import capture
 from stepscope.measure.device import CpuDevice
@@ -130,7 +130,7 @@ class TestCapture:
         assert len(summarize(read_trace(path)).steps) == 2
 
     def test_every_phase_and_part_is_named(self, trace: Path) -> None:
-        work = find_work(read_trace(trace))
+        work = device_work(read_trace(trace))
         assert {PHASES[p] for p in work.phase.tolist()} >= set(PHASES[:4])
         parts = {"/".join(work.host.paths[p]) for p in work.path.tolist()}
         block = {"norm", "attention/projections", "attention/rotary", "feed-forward",

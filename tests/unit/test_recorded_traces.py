@@ -20,7 +20,7 @@ from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.ledger import Ledger, ledgers
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize_file
-from stepscope.analysis.trace.work import Work, find_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 from trace_files import ChromeTrace, replayed_step, training_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +47,8 @@ def test_both_accounts_agree_on_kernels_too(tmp_path: Path, planted: ChromeTrace
 
 
 @cache
-def work_of(path: Path) -> Work:
-    return find_work(read_trace(path))
+def work_of(path: Path) -> DeviceWork:
+    return device_work(read_trace(path))
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepscope.parallel import ParallelError
-from stepscope.parallel.saved_rows import Saved, Span, joined
+from stepscope.parallel.saved_rows import Saved, Span, concatenated
 
 WHOLE = torch.arange(30.0).view(10, 3)
 
@@ -20,20 +20,20 @@ def parts(*bounds: int) -> list[tuple[Saved, torch.Tensor]]:
 @pytest.mark.parametrize("bounds", [(0, 10), (5, 10, 0, 5), (0, 1, 1, 8, 8, 10)])
 def test_rows_come_from_the_parts_that_have_them(rows: Span | None, bounds: list[int]) -> None:
     held = [part for part in parts(*bounds) if part[0].meets(rows)]
-    assert torch.equal(joined(rows, held), rows.of(WHOLE) if rows else WHOLE)
+    assert torch.equal(concatenated(rows, held), rows.of(WHOLE) if rows else WHOLE)
 
 
 def test_a_part_of_a_whole_state_and_what_has_no_rows() -> None:
     saved = Saved(4, None, "exp_avg")
-    assert torch.equal(joined(Span(2, 5), [(saved, WHOLE)]), WHOLE[2:5])
+    assert torch.equal(concatenated(Span(2, 5), [(saved, WHOLE)]), WHOLE[2:5])
     # Not of the parameter's shape: an optimizer of whole parameters may keep that.
-    assert joined(None, [(saved, WHOLE[:, :1])]).shape == (10, 1)
-    assert joined(Span(0, 5), [(Saved(4, Span(0, 5), "step"), torch.tensor(7.0))]) == 7.0
+    assert concatenated(None, [(saved, WHOLE[:, :1])]).shape == (10, 1)
+    assert concatenated(Span(0, 5), [(Saved(4, Span(0, 5), "step"), torch.tensor(7.0))]) == 7.0
 
 
 def test_missing_rows_are_told() -> None:
     with pytest.raises(ParallelError, match="exp_avg of parameter 4 lacks rows 3 to 6"):
-        joined(Span(2, 6), parts(0, 3, 6, 10))
+        concatenated(Span(2, 6), parts(0, 3, 6, 10))
 
 
 @pytest.mark.parametrize("name", ["12.exp_avg", "3[0:5].exp_avg", "0.step"])

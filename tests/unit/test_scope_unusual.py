@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 import stepscope
 from stepscope.advisor.inspect.progress import read_progress
 from stepscope.errors import StepscopeError
-from stepscope.measure.device import Mark
+from stepscope.measure.device import Timestamp
 from stepscope.measure.flops import FlopCount
 from stepscope.records.memory import GRADIENTS
 from stepscope.records.schema import Record
@@ -243,7 +243,7 @@ def test_a_step_that_raises_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> Non
         train(model, optimizer)
 
     # A second for each step that is made.
-    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Mark(float(made)))
+    monkeypatch.setattr(scope._recorder.device, "mark", lambda: Timestamp(float(made)))
     loop_that_raises(scope, step, 16)
     record = scope.record()
     series = record.find("step")

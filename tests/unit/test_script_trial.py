@@ -15,7 +15,7 @@ from quiet_bench import QuietBench
 from stepscope.advisor.advise.cases import Script, Trial
 from stepscope.advisor.advise.script_trial import measure_script_trial
 from stepscope.advisor.advise.tried import Tried
-from stepscope.advisor.advise.turns import Contestant, ScriptEndedError
+from stepscope.advisor.advise.turns import ScriptEndedError, TrialProcess
 from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
@@ -157,7 +157,10 @@ def test_a_script_that_ends_early_says_so(script: Path) -> None:
     with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
         measure_script_trial(made, made.program, QuietBench())
     order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
-    with Contestant(order, {}) as run, pytest.raises(ScriptEndedError, match="code 1: ValueError"):
+    with (
+        TrialProcess(order, {}) as run,
+        pytest.raises(ScriptEndedError, match="code 1: ValueError"),
+    ):
         run.ready()
 
 
@@ -166,7 +169,7 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path) -> None:
     script.write_text("import torch\nraise RuntimeError('no room\\nadvice\\n  and more of it')\n")
     order = Order(target=str(script), words=(), warmup=5, timed=1, traced=1, memory=False)
     said = "code 1: RuntimeError: no room$"
-    with Contestant(order, {}) as run, pytest.raises(ScriptEndedError, match=said):
+    with TrialProcess(order, {}) as run, pytest.raises(ScriptEndedError, match=said):
         run.ready()
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from stepscope.records import stats
 from stepscope.records.stats import (
     decide,
+    even_spacing,
     far_above,
     mann_whitney,
     paired_ratio,
     ratio_interval,
     stability,
     summarize,
-    turns_of,
 )
 
 positive = st.floats(1e-6, 1e6)
@@ -320,4 +320,4 @@ def test_samples_far_above_the_others(
     values: tuple[float, ...], places: list[int], every: int | None
 ) -> None:
     assert far_above(values) == places
-    assert turns_of(places, len(values)) == every
+    assert even_spacing(places, len(values)) == every

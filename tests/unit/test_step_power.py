@@ -12,7 +12,7 @@ from sample_records import environment
 from step_records import step_race_record, tiny_race_case, waterfall_record
 from stepscope.analysis.power import Draw, draw, power_capped
 from stepscope.measure import energy
-from stepscope.measure.device import CpuDevice, Mark
+from stepscope.measure.device import CpuDevice, Timestamp
 from stepscope.records.schema import Quantity, Reading, Record
 from stepscope.report.blocks import Finding, Spread, Table
 from stepscope.studies.base import Measurement
@@ -34,9 +34,9 @@ class Counting(CpuDevice):
         super().__init__()
         self.clock, self.broken = clock, broken
 
-    def mark(self) -> Mark:
+    def mark(self) -> Timestamp:
         self.clock.now += 0.25
-        return Mark(self.clock.now)
+        return Timestamp(self.clock.now)
 
     def energy_j(self) -> float | None:
         if self.broken:

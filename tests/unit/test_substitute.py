@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from stepscope.acceleration.attention.graph import substitute
-from stepscope.acceleration.attention.substitute import PutOff, written_out_as_one_kernel
+from stepscope.acceleration.attention.substitute import DeferredMatmul, fused_attention
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 8, 16
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -76,7 +76,7 @@ def outcome(attention: Attention, tensors: list[torch.Tensor]) -> list[torch.Ten
 def test_every_form_gives_what_it_gave(form: Attention) -> None:
     tensors = inputs()
     plain = outcome(form, tensors)
-    with written_out_as_one_kernel() as within:
+    with fused_attention() as within:
         changed = outcome(form, tensors)
     assert within.substituted == 1
     for one, other in zip(plain, changed, strict=True):
@@ -87,7 +87,7 @@ def test_every_form_gives_what_it_gave(form: Attention) -> None:
 def test_every_form_is_found_in_a_traced_graph(form: Attention) -> None:
     tensors = inputs()
     plain = outcome(form, tensors)
-    within = written_out_as_one_kernel()
+    within = fused_attention()
     with within:
         # Shows the masks.
         form(*tensors)
@@ -117,7 +117,7 @@ def test_a_causal_mask_is_recognised(
         return plain(*arguments, **keywords)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
-    with written_out_as_one_kernel():
+    with fused_attention():
         form(*inputs())
     assert asked["is_causal"] is causal
     assert (asked["attn_mask"] is None) is causal
@@ -125,16 +125,16 @@ def test_a_causal_mask_is_recognised(
 
 def test_dropout_of_the_weights_is_the_kernels() -> None:
     q, k, _ = inputs()
-    with written_out_as_one_kernel():
+    with fused_attention():
         weights = functional.dropout(torch.softmax(q @ k.mT, -1), 0.25)
-        assert isinstance(weights, PutOff)
+        assert isinstance(weights, DeferredMatmul)
         assert weights.dropout == 0.25
 
 
 def test_what_is_no_attention_is_made_as_written() -> None:
     q, k, v = inputs()
     plain = (q @ k.mT, (q @ k.mT).relu() @ v, torch.cat([q @ k.mT, q @ k.mT]), (q @ k.mT)[0] - 1)
-    with written_out_as_one_kernel() as within:
+    with fused_attention() as within:
         scores = q @ k.mT
         assert scores.shape == (BATCH, HEADS, LENGTH, LENGTH)
         assert (scores.size(-1), scores.dim(), scores.dtype) == (LENGTH, 4, torch.float64)
@@ -171,7 +171,7 @@ ASKED: tuple[Callable[[Any], Any], ...] = (
 def test_whatever_else_python_asks_is_asked_of_the_product(asked: Callable[[Any], Any]) -> None:
     q, k, _ = inputs()
     plain = asked(q @ k.mT)
-    with written_out_as_one_kernel():
+    with fused_attention():
         changed = asked(q @ k.mT)
     assert type(changed) is type(plain)
     if isinstance(plain, torch.Tensor):
@@ -182,11 +182,11 @@ def test_whatever_else_python_asks_is_asked_of_the_product(asked: Callable[[Any]
 
 def test_what_is_done_in_place_shows_under_every_name() -> None:
     q, k, v = inputs()
-    with written_out_as_one_kernel() as within:
+    with fused_attention() as within:
         scores = named = q @ k.mT
         scores *= 0.25
         weights = torch.softmax(named, -1)
-        assert isinstance(weights, PutOff)
+        assert isinstance(weights, DeferredMatmul)
         out = weights @ v
     assert within.substituted == 1
     torch.testing.assert_close(out, torch.softmax(q @ k.mT * 0.25, -1) @ v)
@@ -195,7 +195,7 @@ def test_what_is_done_in_place_shows_under_every_name() -> None:
 def test_values_in_another_format_meet_weights_as_written() -> None:
     q, k, v = (one.half() for one in inputs())
     wide = torch.softmax(q.float() @ k.float().mT, -1)
-    with written_out_as_one_kernel() as within:
+    with fused_attention() as within:
         weights = torch.softmax(q.float() @ k.float().mT, -1)
         assert weights.dtype == torch.float32
         weights = weights.to(v.dtype)
@@ -207,7 +207,7 @@ def test_values_in_another_format_meet_weights_as_written() -> None:
 
 def test_a_product_has_the_gradients_and_the_autocast_of_its_moment() -> None:
     q, k, v = (one.detach().float().requires_grad_() for one in inputs())
-    with written_out_as_one_kernel() as within:
+    with fused_attention() as within:
         with torch.no_grad():
             silent = torch.softmax(q @ k.mT, -1)
         with torch.autocast("cpu", torch.bfloat16):
@@ -231,7 +231,7 @@ def test_a_row_without_a_key_is_as_written() -> None:
     for value, substituted in ((-1e9, 0), (torch.finfo(q.dtype).min, 1)):
         plain = torch.softmax((q @ k.mT).masked_fill(hidden, value), -1) @ v
         torch.testing.assert_close(plain[..., 2, :], v.mean(-2))
-        with written_out_as_one_kernel() as within:
+        with fused_attention() as within:
             changed = torch.softmax((q @ k.mT).masked_fill(hidden, value), -1) @ v
             torch.testing.assert_close(changed, plain)
         assert within.substituted == substituted
@@ -241,7 +241,7 @@ def test_a_bias_that_only_looks_causal_is_none() -> None:
     q, k, v = inputs()
     slight = -later().to(q.dtype)
     plain = torch.softmax(q @ k.mT + slight, -1) @ v
-    with written_out_as_one_kernel():
+    with fused_attention():
         changed = torch.softmax(q @ k.mT + slight, -1) @ v
     torch.testing.assert_close(changed, plain)
 
@@ -249,7 +249,7 @@ def test_a_bias_that_only_looks_causal_is_none() -> None:
 def test_a_fill_that_is_scaled_afterwards_is_scaled() -> None:
     q, k, v = inputs()
     plain = torch.softmax((q @ k.mT).masked_fill(later(), -1e9) * 1e-9, -1) @ v
-    with written_out_as_one_kernel():
+    with fused_attention():
         changed = torch.softmax((q @ k.mT).masked_fill(later(), -1e9) * 1e-9, -1) @ v
     torch.testing.assert_close(changed + 0.0, plain)
 
@@ -258,7 +258,7 @@ def test_a_fill_that_is_scaled_afterwards_is_scaled() -> None:
 def test_a_product_that_repeats_a_batch_is_made_at_once(shape: tuple[int, ...]) -> None:
     _, k, _ = inputs()
     q = torch.randn(shape, dtype=torch.float64)
-    with written_out_as_one_kernel():
+    with fused_attention():
         scores = q @ k.mT
     assert type(scores) is torch.Tensor
     assert scores.shape == (BATCH, HEADS, LENGTH, LENGTH)
@@ -268,7 +268,7 @@ def test_a_mask_of_more_dimensions_than_the_scores_is_as_written() -> None:
     q, k, _ = (one[:1] for one in inputs())
     hidden = torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.3
     plain = torch.softmax((q @ k.mT).masked_fill(hidden, float("-inf")), -1)
-    with written_out_as_one_kernel():
+    with fused_attention():
         changed = torch.softmax((q @ k.mT).masked_fill(hidden, float("-inf")), -1)
     torch.testing.assert_close(changed, plain)
     assert changed.shape == (BATCH, HEADS, LENGTH, LENGTH)
@@ -293,7 +293,7 @@ def test_a_product_is_made_before_what_it_reads_is_written_over(
     q, k, v = (one.detach() for one in inputs())
     bias = torch.randn(LENGTH, LENGTH, dtype=q.dtype)
     plain = torch.softmax(q @ k.mT + bias, -1) @ v
-    with written_out_as_one_kernel():
+    with fused_attention():
         scores = q @ k.mT + bias
         write({"queries": q, "keys": k, "bias": bias}[which])
         changed = torch.softmax(scores, -1) @ v
@@ -302,7 +302,7 @@ def test_a_product_is_made_before_what_it_reads_is_written_over(
 
 def test_a_change_that_nobody_saw_is_told() -> None:
     q, k, _ = (one.detach() for one in inputs())
-    with written_out_as_one_kernel():
+    with fused_attention():
         scores = q @ k.mT
         with torch._C.DisableTorchFunction():
             q.zero_()
@@ -314,7 +314,7 @@ def test_a_change_that_nobody_saw_is_told() -> None:
 def test_a_product_that_leaves_is_made_on_the_way_out() -> None:
     q, k, _ = (one.detach() for one in inputs())
     plain = q @ k.mT
-    with written_out_as_one_kernel():
+    with fused_attention():
         scores = q @ k.mT
     q.zero_()
     torch.testing.assert_close(scores + 0.0, plain)
@@ -328,9 +328,9 @@ def test_an_autograd_function_of_one_s_own_is_told_that_no_gradient_would_come_b
             return torch.softmax(x, -1)
 
     q, k, _ = inputs()
-    with pytest.raises(RuntimeError, match="autograd Function"), written_out_as_one_kernel():
+    with pytest.raises(RuntimeError, match="autograd Function"), fused_attention():
         Softmax.apply(q @ k.mT)
-    with written_out_as_one_kernel():
+    with fused_attention():
         made: Any = Softmax.apply(q.detach() @ k.detach().mT)
     torch.testing.assert_close(made, torch.softmax(q @ k.mT, -1).detach())
 
@@ -340,7 +340,7 @@ def traced(form: Attention, tensors: list[torch.Tensor]) -> tuple[int, torch.Ten
     found = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(substitute(module, written_out_as_one_kernel()))
+        found.append(substitute(module, fused_attention()))
         return module.forward
 
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ import pytest
 from stepscope.analysis.trace.collectives import collective_starts, lateness_ms, times_last
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.work import find_work
+from stepscope.analysis.trace.work import device_work
 from trace_files import ADD, ALL_REDUCE, ENGINE, SGEMM, ChromeTrace
 
 
@@ -34,7 +34,7 @@ def watched(steps: int = 2) -> ChromeTrace:
 
 
 def test_a_step_lasts_until_the_device_is_done_with_it() -> None:
-    found = find_steps(find_work(watched().read()))
+    found = find_steps(device_work(watched().read()))
     assert [(s.name, s.start, s.end) for s in found] == [
         # The first begins when the device has done what was launched before its edge.
         ("step 0", 35_000, 130_000),
@@ -59,7 +59,9 @@ def unmarked(steps: int, optimizers: tuple[str, ...] = ("AdamW",), **others: int
 
 
 def cuts(trace: ChromeTrace) -> list[tuple[int, int]]:
-    return [(step.start // 1000, step.end // 1000) for step in find_steps(find_work(trace.read()))]
+    return [
+        (step.start // 1000, step.end // 1000) for step in find_steps(device_work(trace.read()))
+    ]
 
 
 def test_steps_that_nothing_marks_end_with_the_optimizer() -> None:

@@ -14,7 +14,7 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.intervals import gaps, length_before, own_lengths, union
 from stepscope.analysis.trace.ledger import Ledger, ledgers, total
 from stepscope.analysis.trace.steps import find_steps
-from stepscope.analysis.trace.work import find_work
+from stepscope.analysis.trace.work import device_work
 from trace_files import (
     ADD,
     ALL_REDUCE,
@@ -145,7 +145,7 @@ def test_a_ledger_adds_up_and_is_that_of_counting_every_moment(
     drawn: Drawn, waiting: list[tuple[int, int]]
 ) -> None:
     drawn = [one for one in drawn if one[1] > 0] or [(0, 5, SGEMM, 3, 7)]
-    (found,) = ledgers(find_work(drawn_trace(drawn, waiting).read()))
+    (found,) = ledgers(device_work(drawn_trace(drawn, waiting).read()))
     assert sum(length for *_, length in found.lines()) == found.wall
     slow = by_moment(drawn, waiting)
     assert found.wall == slow.wall
@@ -155,7 +155,7 @@ def test_a_ledger_adds_up_and_is_that_of_counting_every_moment(
 
 
 def test_a_training_step_closes_with_every_line() -> None:
-    (found,) = ledgers(find_work(training_step().read()))
+    (found,) = ledgers(device_work(training_step().read()))
     assert found.wall == 1_000_000
     assert found.lines() == [
         ("forward", "matmul", 80_000),
@@ -179,7 +179,7 @@ def test_communication_counts_only_where_nothing_else_runs() -> None:
     trace.operator("aten::mm", 0, 100)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.kernel(ALL_REDUCE, 20, 80, launch=(3, 4), stream=20)
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert found.work == {("forward", "matmul"): 40_000, ("forward", "communication"): 30_000}
 
 
@@ -189,7 +189,7 @@ def test_an_optimizer_beside_the_backward_counts_where_it_is_alone() -> None:
     trace.kernel("adamw_one_kernel", 5, 90, launch=(1, 2), stream=20)
     trace.kernel(SGEMM, 10, 50, launch=(3, 4))
     trace.kernel(ALL_REDUCE, 60, 95, launch=(5, 6), stream=30)
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert found.work == {
         ("forward", "matmul"): 40_000,
         ("forward", "optimizer"): 45_000,
@@ -202,7 +202,7 @@ def test_a_kernel_that_was_queued_in_time_is_no_launch_gap() -> None:
     trace.operator("aten::mm", 0, 100)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.kernel(SGEMM, 60, 100, launch=(3, 4))
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert (found.host, found.queue) == (10_000, 10_000)
 
 
@@ -212,14 +212,14 @@ def test_a_wait_says_what_the_device_did_meanwhile() -> None:
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.call("cudaStreamSynchronize", 20, 60)
     trace.call("cudaStreamSynchronize", 0, 100, thread=999)  # a thread that launches nothing
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert (found.synchronisation, found.waited, found.waited_busy) == (10_000, 40_000, 30_000)
 
 
 def test_what_nothing_explains_keeps_the_ledger_open_and_says_why() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert not found.closes
     assert found.no_phase == 50_000
     # In most of the gap before it the host was seen waiting; not so before that wait.
@@ -235,7 +235,7 @@ def test_steps_follow_one_another_when_the_device_runs_behind() -> None:
         trace.range(f"ProfilerStep#{step}", step * 10, step * 10 + 10)
         trace.operator("aten::mm", step * 10, step * 10 + 9)
         trace.kernel(SGEMM, 5 + step * 40, 45 + step * 40, launch=(step * 10 + 1, step * 10 + 2))
-    work = find_work(trace.read())
+    work = device_work(trace.read())
     assert [(s.start, s.end) for s in find_steps(work)] == [
         (0, 45_000), (45_000, 85_000), (85_000, 125_000),
     ]  # fmt: skip
@@ -250,7 +250,7 @@ def test_a_trace_without_marks_is_one_step() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 5, 30)
     trace.kernel(SGEMM, 20, 50, launch=(10, 12))
-    (step,) = find_steps(find_work(trace.read()))
+    (step,) = find_steps(device_work(trace.read()))
     assert (step.name, step.start, step.end) == ("whole trace", 5_000, 50_000)
 
 
@@ -262,7 +262,7 @@ def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
     trace.operator("aten::_softmax", 45, 50)
     trace.operator("autograd::engine::evaluate_function: MmBackward0", 60, 90)
     trace.operator("aten::mm", 65, 85)
-    (found,) = ledgers(find_work(trace.read()))
+    (found,) = ledgers(device_work(trace.read()))
     assert found.lines() == [
         ("forward", "matmul", 30_000),
         ("forward", "softmax", 5_000),
@@ -274,7 +274,7 @@ def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
 
 
 def test_a_ledger_of_nsight_closes(tmp_path: Path) -> None:
-    (found,) = ledgers(find_work(read_trace(nsight_file(tmp_path / "report.sqlite"))))
+    (found,) = ledgers(device_work(read_trace(nsight_file(tmp_path / "report.sqlite"))))
     assert found.lines() == [
         ("forward", "matmul", 4_000),
         ("backward", "matmul", 3_000),
@@ -294,12 +294,12 @@ def test_every_class_has_a_place_in_the_order() -> None:
 
 
 def test_what_a_graph_replays_has_a_line_of_its_own_unless_a_range_says_the_phase() -> None:
-    (bare,) = ledgers(find_work(replayed_step().read()))
+    (bare,) = ledgers(device_work(replayed_step().read()))
     assert bare.work == {("graph", "matmul"): 180_000, ("graph", "elementwise"): 10_000}
     assert bare.closes
     # Gaps between kernels of one launch are the device's, though the host waits in them.
     assert (bare.host, bare.queue, bare.synchronisation) == (60_000, 15_000, 235_000)
     said = replayed_step()
     said.range("forward", 5, 65)
-    (marked,) = ledgers(find_work(said.read()))
+    (marked,) = ledgers(device_work(said.read()))
     assert set(marked.work) == {("forward", "matmul"), ("forward", "elementwise")}

@@ -11,13 +11,13 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.work import Work, find_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, training_step
 
 OTHER = 102
 
 
-def told(work: Work) -> list[tuple[str, str, str, str]]:
+def told(work: DeviceWork) -> list[tuple[str, str, str, str]]:
     """Phase, operator, class and ranges of every piece of work."""
     return [
         (
@@ -31,7 +31,7 @@ def told(work: Work) -> list[tuple[str, str, str, str]]:
 
 
 def test_every_kernel_of_a_training_step_is_told() -> None:
-    assert told(find_work(training_step().read())) == [
+    assert told(device_work(training_step().read())) == [
         ("forward", "aten::mm", "matmul", "block 0/attention"),
         ("forward", "aten::add", "elementwise", "block 0"),
         ("forward", "aten::mm", "matmul", "block 1/attention"),
@@ -47,12 +47,12 @@ def test_every_kernel_of_a_training_step_is_told() -> None:
 
 def test_the_share_that_is_attributed_is_stated() -> None:
     trace = training_step(blocks=1)
-    shares = find_work(trace.read()).attribution()
+    shares = device_work(trace.read()).attribution()
     assert (shares.launch, shares.operator, shares.phase, shares.kind) == (1, 1, 1, 1)
     assert shares.backward_module == shares.module == 1
 
     trace.kernel("mystery", 600, 700)
-    shares = find_work(trace.read()).attribution()
+    shares = device_work(trace.read()).attribution()
     assert shares.launch == shares.phase == shares.operator == pytest.approx(140 / 240)
     assert shares.kind == pytest.approx(140 / 240)
 
@@ -67,7 +67,7 @@ def test_a_backward_goes_to_the_last_forward_of_its_number() -> None:
         trace.operator("aten::mm", at + 11, at + 40, sequence=7)
         trace.operator("MmBackward0", at + 100, at + 150, ENGINE, sequence=7, back=1)
         trace.kernel(SGEMM, at + 120, at + 140, launch=(at + 110, at + 115), thread=ENGINE)
-    work = find_work(trace.read())
+    work = device_work(trace.read())
     assert [path for *_, path in told(work)] == ["step 0 late", "step 1 late"]
 
 
@@ -87,7 +87,7 @@ def two_threads(*, arrows: bool) -> list[str]:
         trace.kernel(ADD, at + 60, at + 70, launch=(at + 46, at + 48), thread=ENGINE)
         if arrows:
             trace.arrow(12 if thread == MAIN else 17, thread, at + 10, ENGINE)
-    return [path for *_, path in told(find_work(trace.read()))]
+    return [path for *_, path in told(device_work(trace.read()))]
 
 
 def test_where_threads_count_alike_the_arrows_of_the_profiler_decide() -> None:
@@ -97,11 +97,11 @@ def test_where_threads_count_alike_the_arrows_of_the_profiler_decide() -> None:
 
 def test_an_arrow_to_nowhere_changes_nothing() -> None:
     trace = training_step()
-    before = told(find_work(trace.read()))
+    before = told(device_work(trace.read()))
     trace.arrow(3, MAIN, 4, ENGINE)
     trace.events.pop()
     trace.arrow(5, MAIN, 6, ENGINE)
-    assert told(find_work(trace.read())) == before
+    assert told(device_work(trace.read())) == before
 
 
 def test_without_ranges_the_engine_and_the_optimizer_still_tell_the_phase() -> None:
@@ -115,7 +115,7 @@ def test_without_ranges_the_engine_and_the_optimizer_still_tell_the_phase() -> N
     trace.kernel(SGEMM, 25, 35, launch=(22, 24), thread=ENGINE)
     trace.range("Optimizer.step#SGD.step", 30, 40)
     trace.kernel(ADD, 36, 38, launch=(32, 34))
-    phases = [phase for phase, *_ in told(find_work(trace.read()))]
+    phases = [phase for phase, *_ in told(device_work(trace.read()))]
     assert phases == ["forward", "loss", "backward", "optimizer"]
 
 
@@ -124,7 +124,7 @@ def test_a_forward_range_within_backward_is_a_recomputation_of_backward() -> Non
     trace.operator("autograd::engine::evaluate_function: CheckpointBackward", 0, 50)
     trace.range("forward", 5, 40)
     trace.kernel(SGEMM, 20, 30, launch=(10, 12))
-    assert told(find_work(trace.read()))[0][0] == "backward"
+    assert told(device_work(trace.read()))[0][0] == "backward"
 
 
 def test_what_torch_compile_puts_around_its_kernels_names_no_module() -> None:
@@ -134,7 +134,7 @@ def test_what_torch_compile_puts_around_its_kernels_names_no_module() -> None:
     trace.range("## Call CompiledFxGraph fabc ##", 2, 48)
     trace.operator("triton_poi_fused_add_0", 3, 20)
     trace.kernel("triton_poi_fused_add_0", 20, 30, launch=(10, 12))
-    assert told(find_work(trace.read())) == [
+    assert told(device_work(trace.read())) == [
         ("forward", "triton_poi_fused_add_0", "elementwise", "block 3")
     ]
 
@@ -166,7 +166,7 @@ def test_where_a_name_does_not_tell_the_operator_around_it_does(
         add = trace.range if name.endswith(":") else trace.operator
         add(name.rstrip(":"), 10 + depth, 90 - depth)
     trace.kernel(kernel, 50, 70, launch=(40, 45))
-    work = find_work(trace.read())
+    work = device_work(trace.read())
     assert [told_kind for *_, told_kind, _ in told(work)] == [kind]
     summary = summarize(trace.read())
     assert [row.kind for row in summary.kernels] == [use.kind for use in summary.uses] == [kind]
@@ -180,14 +180,14 @@ def test_a_template_of_the_backward_has_the_class_of_its_forward() -> None:
     node = "autograd::engine::evaluate_function: CompiledFunctionBackward"
     trace.operator(node, 60, 90, ENGINE, sequence=3, back=1)
     trace.kernel(FLEX, 80, 90, launch=(70, 75), thread=ENGINE)
-    assert [(phase, kind) for phase, _, kind, _ in told(find_work(trace.read()))] == [
+    assert [(phase, kind) for phase, _, kind, _ in told(device_work(trace.read()))] == [
         ("forward", "attention"),
         ("backward", "attention"),
     ]
 
 
 def test_ranges_of_nsight_hold_for_every_thread(tmp_path: Path) -> None:
-    work = find_work(read_trace(nsight_file(tmp_path / "report.sqlite")))
+    work = device_work(read_trace(nsight_file(tmp_path / "report.sqlite")))
     assert [(phase, path) for phase, _, _, path in told(work)] == [
         ("forward", "block 0"),
         ("backward", ""),
@@ -202,7 +202,7 @@ def test_on_a_cpu_an_operator_has_the_time_that_it_does_not_hand_on() -> None:
     trace.range("inner", 5, 45)
     trace.operator("aten::mm", 10, 40)
     trace.operator("aten::add", 60, 80)
-    work = find_work(trace.read())
+    work = device_work(trace.read())
     assert not work.on_device
     stretches = [
         (work.trace.names[name], start // 1000, end // 1000)
@@ -223,6 +223,6 @@ def test_of_several_devices_the_busiest_is_accounted_for() -> None:
     trace.events[-1]["args"]["device"] = 3
     trace.kernel(ADD, 500, 900, launch=(0, 1))
     trace.events[-1]["args"]["device"] = 3
-    work = find_work(trace.read())
+    work = device_work(trace.read())
     assert [work.trace.names[name] for name in work.name] == [SGEMM, ADD]
     assert len(work) == 2

@@ -7,7 +7,7 @@ import pytest
 from fake_device import FakeClock, FakeDevice, by_variant
 from stepscope.measure import turns
 from stepscope.measure.kernels import KernelRun, kernel_names, profile_kernels
-from stepscope.measure.turns import time_in_turns
+from stepscope.measure.turns import time_interleaved
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_each_has_its_own_time_on_both_clocks(clock: FakeClock) -> None:
         "slow": device.work("slow", host=0.001, device=0.040).run,
         "late": device.work("late", host=0.005, device=0.002).run,
     }
-    timing = time_in_turns(runs, device, warmup=2, rounds=4, back_to_back=10)
+    timing = time_interleaved(runs, device, warmup=2, rounds=4, back_to_back=10)
     held = by_variant(timing.series)
     assert [(s.variant, s.name, s.clock) for s in timing.series] == [
         ("slow", "step", "device"), ("slow", "step", "host"),
@@ -44,7 +44,7 @@ def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
         "slow": device.work("slow", host=0.001, device=0.040).run,
         "late": device.work("late", host=0.005, device=0.002).run,
     }
-    timing = time_in_turns(runs, device, warmup=1, rounds=3, host_ahead=True)
+    timing = time_interleaved(runs, device, warmup=1, rounds=3, host_ahead=True)
     held = by_variant(timing.series)
     assert held["slow", "step", "device"].values == pytest.approx([40.0] * 3)
     assert held["late", "step", "device"].values == pytest.approx([2.0] * 3)
@@ -54,7 +54,7 @@ def test_a_host_that_is_ahead_leaves_no_gaps(clock: FakeClock) -> None:
 def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {name: device.work(name, host=0.001).run for name in "abcd"}
-    time_in_turns(runs, device, warmup=0, rounds=12)
+    time_interleaved(runs, device, warmup=0, rounds=12)
     log = [word for word in device.log if word in runs]
     order = ["".join(log[at : at + 4]) for at in range(0, len(log), 4)]
     assert len(order) == 12
@@ -65,16 +65,16 @@ def test_every_round_has_each_once_in_changing_order(clock: FakeClock) -> None:
 def test_rounds_go_on_until_the_time_has_passed(clock: FakeClock) -> None:
     device = FakeDevice(clock)
     runs = {"one": device.work("one", host=0.1).run}
-    timing = time_in_turns(runs, device, warmup=1, rounds=2, min_seconds=0.95)
+    timing = time_interleaved(runs, device, warmup=1, rounds=2, min_seconds=0.95)
     assert len(timing.series[0].values) == 10
     quick = {"one": device.work("one", host=1e-6).run}
-    timing = time_in_turns(quick, device, rounds=2, min_seconds=1.0)
+    timing = time_interleaved(quick, device, rounds=2, min_seconds=1.0)
     assert len(timing.series[0].values) == turns.MOST_ROUNDS
 
 
 def test_without_a_queue_there_is_the_clock_of_the_host_alone(clock: FakeClock) -> None:
     device = FakeDevice(clock, queue=False)
-    timing = time_in_turns({"one": device.work("one", host=0.003).run}, device, rounds=3)
+    timing = time_interleaved({"one": device.work("one", host=0.003).run}, device, rounds=3)
     assert [(s.variant, s.name, s.clock) for s in timing.series] == [("one", "step", "host")]
     assert timing.series[0].values == pytest.approx([3.0] * 3)
 

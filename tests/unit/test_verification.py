@@ -24,7 +24,7 @@ from stepscope.advisor.advise.advised import advice_given, with_advice
 from stepscope.advisor.advise.cases import APART, OF_MODELS, Script, Trial
 from stepscope.advisor.advise.history import read_history
 from stepscope.advisor.advise.tried import Tried
-from stepscope.advisor.advise.turns import Contestant, Ready, ScriptOutOfMemoryError
+from stepscope.advisor.advise.turns import Ready, ScriptOutOfMemoryError, TrialProcess
 from stepscope.advisor.advise.view import trial_blocks
 from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import Advice
@@ -341,7 +341,7 @@ def test_a_run_that_asks_for_more_memory_than_there_is_says_so(tmp_path: Path) -
     )
     order = Order(target=str(script), warmup=5, timed=1, traced=1, memory=False)
     with (
-        Contestant(order, {}) as run,
+        TrialProcess(order, {}) as run,
         pytest.raises(ScriptOutOfMemoryError, match=r"out of memory: .*Tried 80 GiB"),
     ):
         run.ready()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from stepscope.acceleration.attention.substitute import written_out_as_one_kernel
+    from stepscope.acceleration.attention.substitute import fused_attention
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -23,7 +23,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_own(
     model: torch.nn.Module,
     how: str,
-    attention: written_out_as_one_kernel | None = None,
+    attention: fused_attention | None = None,
     mode: str = "default",
 ) -> int:
     """Compile the `model`, or each `block` of it, and return how many modules that were; `graphs`
@@ -58,10 +58,10 @@ def checkpoint_blocks(model: torch.nn.Module) -> int:
     return len(blocks)
 
 
-def one_kernel_attention() -> written_out_as_one_kernel:
+def one_kernel_attention() -> fused_attention:
     """Made before the model, whose checkpointed stretches it is to follow."""
     from stepscope.acceleration.attention.recompute import follow_into_checkpoints
-    from stepscope.acceleration.attention.substitute import written_out_as_one_kernel
+    from stepscope.acceleration.attention.substitute import fused_attention
 
     follow_into_checkpoints()
-    return written_out_as_one_kernel()
+    return fused_attention()

@@ -10,7 +10,7 @@ import msgspec
 from stepscope.errors import unknown_name
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
+class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A binary floating-point format with subnormal numbers."""
 
     name: str
@@ -67,18 +67,18 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         return 2.0**power
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, FloatFormat] = {
     form.name: form
     for form in (
-        Format(name="float32", exponent_bits=8, mantissa_bits=23, storage_bits=32),
-        Format(name="tf32", exponent_bits=8, mantissa_bits=10, storage_bits=32),
-        Format(name="float16", exponent_bits=5, mantissa_bits=10, storage_bits=16),
-        Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, storage_bits=16),
+        FloatFormat(name="float32", exponent_bits=8, mantissa_bits=23, storage_bits=32),
+        FloatFormat(name="tf32", exponent_bits=8, mantissa_bits=10, storage_bits=32),
+        FloatFormat(name="float16", exponent_bits=5, mantissa_bits=10, storage_bits=16),
+        FloatFormat(name="bfloat16", exponent_bits=8, mantissa_bits=7, storage_bits=16),
     )
 }
 
 
-def format_of(name: str) -> Format:
+def float_format(name: str) -> FloatFormat:
     """The format of that name; UsageError for one that is not in the table."""
     if name not in FORMATS:
         raise unknown_name("dtype", name, FORMATS)
@@ -101,7 +101,7 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
     result: float
 
 
-def align(larger: float, smaller: float, form: Format) -> Alignment:
+def align(larger: float, smaller: float, form: FloatFormat) -> Alignment:
     """Add two positive normal numbers by hand."""
     high, low = _exponent(form.nearest(larger)), _exponent(form.nearest(smaller))
     digits = _digits(form.nearest(smaller), form)
@@ -123,7 +123,7 @@ def _exponent(value: float) -> int:
     return math.floor(math.log2(value))
 
 
-def _digits(value: float, form: Format) -> str:
+def _digits(value: float, form: FloatFormat) -> str:
     scaled = Fraction(value) / Fraction(2) ** _exponent(value) * 2**form.mantissa_bits
     return format(int(scaled), f"0{form.mantissa_bits + 1}b")
 

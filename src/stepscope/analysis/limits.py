@@ -74,7 +74,7 @@ def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     return record.ceiling(f"matmul.{compute}", measured=measured)
 
 
-def products_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
+def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     """The rate that a record's products cannot pass: of its format, unless they ran in another.
 
     Kernels that cut float32 into planes make each product of six in bfloat16, on matrix units that

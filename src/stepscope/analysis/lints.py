@@ -14,19 +14,19 @@ from stepscope.analysis.kernels.expected import foreign_kernels
 from stepscope.analysis.limits import (
     PHASES,
     achieved_flops,
+    matmul_ceiling,
     median_ms,
     phase_sums,
-    products_ceiling,
 )
 from stepscope.records.schema import Lint, Reading, Record, Series
 from stepscope.records.stats import (
     FAR_EXTREME,
     MIN_SAMPLES,
     WIDE_STD,
+    even_spacing,
     far_above,
     ratio_interval,
     summarize,
-    turns_of,
 )
 
 __all__ = ["codes", "lint_group", "lint_record"]
@@ -80,7 +80,7 @@ def _lint(code: str) -> Callable[[Check], Check]:
 @_lint("above-ceiling")
 def _above_ceiling(record: Record) -> str | None:
     for measured, allowed in ((True, ABOVE_MEASURED), (False, 1.0)):
-        rate, ceiling = achieved_flops(record), products_ceiling(record, measured)
+        rate, ceiling = achieved_flops(record), matmul_ceiling(record, measured)
         if rate and ceiling and ceiling.value > 0.0 and rate > allowed * ceiling.value:
             share = rate / ceiling.value
             whose = "measured" if measured else ceiling.source
@@ -125,7 +125,7 @@ def _wide_spread(record: Record) -> str | None:
     if spread < WIDE_STD and off < FAR_EXTREME:
         return None
     far = far_above(values)
-    every = turns_of(far, len(values))
+    every = even_spacing(far, len(values))
     if every is not None and every > 1:
         longer = summarize([values[place] for place in far]).median
         return (

@@ -22,7 +22,7 @@ class Group(NamedTuple):
     into: int
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     name: str
     way: Way
     rows: int
@@ -62,7 +62,7 @@ def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int,
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 
-def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Product, ...]:
+def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
     """All of them, those of a block as often as there are blocks."""
     blocks = [
         product
@@ -77,7 +77,7 @@ def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Pr
     return (*blocks, *head)
 
 
-def _three(name: str, tokens: int, out: int, into: int, instances: int) -> Iterator[Product]:
-    yield Product(name, "forward", tokens, out, into, instances)
-    yield Product(name, "towards the input", tokens, into, out, instances)
-    yield Product(name, "towards the weight", out, into, tokens, instances)
+def _three(name: str, tokens: int, out: int, into: int, instances: int) -> Iterator[Matmul]:
+    yield Matmul(name, "forward", tokens, out, into, instances)
+    yield Matmul(name, "towards the input", tokens, into, out, instances)
+    yield Matmul(name, "towards the weight", out, into, tokens, instances)

@@ -34,7 +34,7 @@ _MAX_DEVICES = 1 << 16
 _MAX_TEXT = 200
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that one line of code held at the peak."""
 
     code: str
@@ -56,9 +56,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Its buffer has a round number of entries, all used: earlier ones were overwritten."""
     peak: int
     """The most in use within the history; without one, what is in use at the end."""
-    largest: Place | None
+    largest: CodeLine | None
     """The largest single block at the peak."""
-    places: tuple[Place, ...]
+    places: tuple[CodeLine, ...]
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -135,7 +135,7 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
         events=len(events),
         full=any(trace and len(trace) % size == 0 for size in _ROUND),
         peak=peak,
-        largest=None if largest is None else Place(code=largest[1], bytes=largest[0], blocks=1),
+        largest=None if largest is None else CodeLine(code=largest[1], bytes=largest[0], blocks=1),
         places=places,
     )
 
@@ -229,9 +229,9 @@ def _line(frames: Sequence[dict[str, Any]]) -> str:
     return _text(frames[0]["name"])
 
 
-def _by_place(blocks: Any) -> tuple[Place, ...]:
+def _by_place(blocks: Any) -> tuple[CodeLine, ...]:
     found: dict[str, list[int]] = {}
     for size, code in blocks:
         found.setdefault(code, []).append(size)
-    places = [Place(code=code, bytes=sum(s), blocks=len(s)) for code, s in found.items()]
+    places = [CodeLine(code=code, bytes=sum(s), blocks=len(s)) for code, s in found.items()]
     return tuple(sorted(places, key=lambda place: -place.bytes))

@@ -36,7 +36,7 @@ def checked_inputs(
         raise ValueError(f"scale={scale} is not a finite number")
     if is_causal or causal_align is not None:
         causal_offset(q.shape[-2], k.shape[-2], causal_align)
-    if autocast_format(q) is None:
+    if autocast_dtype(q) is None:
         return q, k, v
     return _as_autocast_would(q), _as_autocast_would(k), _as_autocast_would(v)
 
@@ -126,22 +126,22 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-def autocast_format(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast casts to where x is; None where it is off."""
     kind = x.device.type
     on = kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
 
 
-def product_format(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """What a matrix product will read x in: the format of autocast where that is on. It never casts
     float64."""
-    return x.dtype if x.dtype == torch.float64 else autocast_format(x) or x.dtype
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
     """Autocast casts what torch's own products read; an implementation of ours is none of them."""
-    return x.to(product_format(x))
+    return x.to(matmul_dtype(x))
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

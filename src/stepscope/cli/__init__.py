@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import stepscope
-from stepscope.cli.messages import say
+from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, in_one_line, unknown_name
 
 COMMANDS = {
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StepscopeError as error:
-        say(in_one_line(error))
+        log(in_one_line(error))
         return error.exit_code
     except KeyboardInterrupt:
-        say("interrupted")
+        log("interrupted")
         # Of one that left an `exec` of a string (a dataclass is made by one) Python remembers that
         # nobody caught it there, and `python -m` would end by the signal. This makes it forget.
         exec("")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        say(in_one_line(error))
+        log(in_one_line(error))
         return StepscopeError.exit_code
 
 

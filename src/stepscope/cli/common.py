@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 DEFAULT_OUT = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out"))
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where records and pages are kept."""
 
     out: Path = DEFAULT_OUT
@@ -56,7 +56,7 @@ def parse(
         )
 
 
-def load_records(source: str, place: Place) -> tuple[Record, ...]:
+def load_records(source: str, place: StoreOptions) -> tuple[Record, ...]:
     """The records meant: a JSON Lines file, or a run by id, its beginning, `latest`, `latest~1`."""
     if source.endswith(".jsonl") or Path(source).is_file():
         return load_file(Path(source))
@@ -75,7 +75,7 @@ def load_file(path: Path) -> tuple[Record, ...]:
     return records
 
 
-def load_meant(text: str, place: Place) -> tuple[Record, ...] | Record:
+def load_run_or_record(text: str, place: StoreOptions) -> tuple[Record, ...] | Record:
     """The records of a run or a file; failing that, the one record whose id begins so."""
     try:
         return load_records(text, place)
@@ -89,7 +89,7 @@ def load_meant(text: str, place: Place) -> tuple[Record, ...] | Record:
                 raise no_run from None
 
 
-def existing_store(place: Place) -> Store:
+def existing_store(place: StoreOptions) -> Store:
     if not place.store.exists():
         raise UsageError(
             f"there is no record store at {place.store}",

@@ -10,10 +10,10 @@ import sys
 from stepscope.errors import printable
 
 
-def say(text: object) -> None:
+def log(text: object) -> None:
     """A line with the program's name in front."""
-    tell(f"stepscope: {text}")
+    write_line(f"stepscope: {text}")
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)

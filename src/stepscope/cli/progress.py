@@ -9,7 +9,7 @@ from typing import Self
 
 from stepscope.analysis.limits import step_ms
 from stepscope.analysis.trust import trust_of
-from stepscope.cli.messages import tell
+from stepscope.cli.messages import write_line
 from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
@@ -47,7 +47,7 @@ class PlainLines:
         self._case: PlannedCase | None = None
         self._calibrating = False
         cases = f": {counted(total, 'case')}, {done} done before" if total else ""
-        tell(f"run {run.id}{cases}")
+        write_line(f"run {run.id}{cases}")
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +61,7 @@ class PlainLines:
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._calibrating:
-            tell("measuring this machine's ceilings, once, up to a minute")
+            write_line("measuring this machine's ceilings, once, up to a minute")
             self._calibrating = True
 
     def case_started(self, case: PlannedCase) -> None:
@@ -73,13 +73,13 @@ class PlainLines:
 
     def case_finished(self, record: Record) -> None:
         self._done += 1
-        tell(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
+        write_line(f"[{self._done}/{self._total}] {record.study} {record.case}: {outcome(record)}")
 
     def waiting(self, up_to_s: float, used: float, cores: int) -> None:
-        tell(waiting_text(up_to_s, used, cores))
+        write_line(waiting_text(up_to_s, used, cores))
 
     def measuring_again(self, record: Record) -> None:
-        tell(again_text(record))
+        write_line(again_text(record))
 
 
 class Bar:

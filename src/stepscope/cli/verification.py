@@ -10,7 +10,7 @@ from stepscope.advisor.advise.cases import Trial
 from stepscope.advisor.advise.history import add_to_history
 from stepscope.advisor.advise.tried import NO_GAIN, Tried
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
-from stepscope.cli.messages import say
+from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -111,7 +111,7 @@ class Verification:
                 # One that needs no compiler may still have its time.
                 left.append(one.code)
         if left:
-            say(f"no time is left to try {', '.join(left)} (--within)")
+            log(f"no time is left to try {', '.join(left)} (--within)")
         return alone
 
     def _together(self, kept: Sequence[Tried]) -> Tried | None:
@@ -141,7 +141,7 @@ class Verification:
             if not self._deadline.allows(self._trial(wider)):
                 quick = [one for one in more if not compiles(self._trial((one,)))]
                 left = [one.code for one in more if one not in quick] or [one.code for one in more]
-                say(f"no time is left to go on with {', '.join(left)} (--within)")
+                log(f"no time is left to go on with {', '.join(left)} (--within)")
                 more = quick if len(quick) < len(more) else []
                 continue
             tried = self._try(wider)
@@ -165,7 +165,7 @@ class Verification:
             self._deadline.took(trial, time.monotonic() - begun)
         tried = Tried(self._record(case.study, case.key))
         if not done:
-            say(outcome(tried))
+            log(outcome(tried))
             found = tried.verified()
             add_to_history([found] if found is not None and not tried.is_vague else [])
         return tried
@@ -209,5 +209,5 @@ class Calibrating:
 
     def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
         if not self._said:
-            say("measuring this machine's ceilings, once, up to a minute")
+            log("measuring this machine's ceilings, once, up to a minute")
             self._said = True

@@ -11,7 +11,7 @@ KEEPS = (ALL, NORMS, GATES, INPUTS)
 well, by one product."""
 
 
-def kept(strategy: str, layers: int) -> tuple[str, ...]:
+def policy_per_layer(strategy: str, layers: int) -> tuple[str, ...]:
     """What each block keeps. `inputs-12` keeps inputs in the first twelve blocks and gates in the
     others, whose backward comes first and frees them."""
     name, dash, number = strategy.partition("-")
@@ -30,7 +30,7 @@ def kept(strategy: str, layers: int) -> tuple[str, ...]:
     return (INPUTS,) * int(number) + (GATES,) * (layers - int(number))
 
 
-def check_forms(fused: bool, joined: bool, keep: str) -> None:
+def check_layer_options(fused: bool, joined: bool, keep: str) -> None:
     """A choice belongs to joined products, and these to the fused model."""
     if joined and not fused:
         raise UsageError("joined products belong to the fused model", "add --fused")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from stepscope.kernels.cublaslt import ALIGNMENT, Kernel, Plan, Product
+from stepscope.kernels.cublaslt import ALIGNMENT, Kernel, Matmul, Plan
 
 ROUNDS, SAMPLE_MS, MOST_LAUNCHES = 5, 4.0, 32
 """Of each kernel so many samples, of as many launches as take that long together."""
@@ -32,12 +32,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 Choice = tuple[Plan, Kernel] | None
 """None where torch's own is as fast."""
-_chosen: dict[tuple[torch.device, Product], Choice] = {}
+_chosen: dict[tuple[torch.device, Matmul], Choice] = {}
 _open = 0
 
 
 @contextmanager
-def searched_products() -> Iterator[None]:
+def autotuned_matmuls() -> Iterator[None]:
     """Products within this are made by the fastest kernel, in backwards too."""
     global _open
     _open += 1
@@ -76,7 +76,7 @@ def _choice(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> Choice:
     return _chosen[key]
 
 
-def _key(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> tuple[torch.device, Product] | None:
+def _key(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> tuple[torch.device, Matmul] | None:
     """All that a plan and a kernel for it depend on: device, shapes, strides, dtypes, and whether
     `out` is added to. Addresses are not in it: those that are no multiple of `ALIGNMENT` bytes are
     left to torch."""
@@ -84,7 +84,7 @@ def _key(out: Tensor, a: Tensor, b: Tensor, adds: bool) -> tuple[torch.device, P
         return None
     if any(type(x) is not Tensor or x.data_ptr() % ALIGNMENT for x in (out, a, b)):
         return None
-    product = Product.of(a, b, out, adds)
+    product = Matmul.of(a, b, out, adds)
     return None if product is None else (out.device, product)
 
 
@@ -97,7 +97,7 @@ def _may_reduce_in(dtype: torch.dtype) -> bool:
     return bool(matmul.allow_bf16_reduced_precision_reduction)
 
 
-def _search(product: Product, a: Tensor, b: Tensor, out: Tensor) -> Choice:
+def _search(product: Matmul, a: Tensor, b: Tensor, out: Tensor) -> Choice:
     plan = Plan(product, out.device)
     into = out
     if product.adds:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import naive_cross_entropy as plain_cross_entropy
 from stepscope.kernels.launching import kernels_take
 from stepscope.kernels.loss_chunks import padded_columns, rows_per_chunk
-from stepscope.kernels.matmul import add_product, product_into, wide_product
+from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.ranges import named
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     rows = chunk_rows or rows_per_chunk(targets.numel(), weight.shape[0], x.shape[-1])
     flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     kind = x.device.type
-    compute = torch.promote_types(product_format(x), product_format(weight))
+    compute = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))
     with named("loss"), torch.autocast(kind, enabled=False):
         learns = torch.is_grad_enabled()
         arguments = (
@@ -113,20 +113,20 @@ def _make(
         part = slice(start, start + chunk_rows)
         read = x[part].to(compute)
         logits = held[: read.shape[0], :vocab]
-        product_into(logits, read, narrow.T)
+        matmul_into(logits, read, narrow.T)
         form.write_losses(
             logits, targets[part], losses[part], ignore_index, gradient=learns, share=early
         )
         if needs_x:
-            product_into(grad_x[part], logits, narrow)
+            matmul_into(grad_x[part], logits, narrow)
         if start + chunk_rows >= rows:
             # A copy made here need not be there while the gradient of the weight is made.
             del narrow
         # Over many chunks a sum in a 16-bit format would lose the small ones.
         if grad_weight is not None:
-            add_product(grad_weight, logits.T, read)
+            add_matmul(grad_weight, logits.T, read)
         elif needs_weight:
-            grad_weight = wide_product(logits.T, read, wide)
+            grad_weight = matmul_to_dtype(logits.T, read, wide)
     if grad_weight is None:
         grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
     loss = losses.sum() if count is None else form.mean_of(losses, count)

@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
     """Its transpose is what the product reads."""
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """out = left right, or out += left right."""
 
     left: Matrix
@@ -53,7 +53,7 @@ class Product(NamedTuple):
         return 2 * self.out.rows * self.out.columns * inner
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> Product | None:
+    def of(cls, a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> Matmul | None:
         """out = a b by rows, as cuBLAS sees it; None where it cannot."""
         left, right, target = _by_columns(b), _by_columns(a), _by_columns(out)
         if left is None or right is None or target is None or target.turned:
@@ -88,7 +88,7 @@ class Kernel(ctypes.Structure):
 class Plan:
     """A product on one device. What cuBLAS holds for it stays as long as the process."""
 
-    def __init__(self, product: Product, device: torch.device) -> None:
+    def __init__(self, product: Matmul, device: torch.device) -> None:
         self._library = _library()
         self._handle = _handle(device)
         self._device = device

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.launching import kernels_take
 from stepscope.kernels.matmul import (
-    Kept,
     Learned,
-    joined_product,
-    product,
-    product_back,
-    wide_product,
+    SavedInput,
+    fused_linear,
+    linear_concat,
+    linear_grad_input,
+    matmul_to_dtype,
 )
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
@@ -39,9 +39,9 @@ def feed_forward(
     keep: str = ALL,
 ) -> Tensor:
     read = x.value if isinstance(x, Normed) else x
-    dtype = product_format(read)
+    dtype = matmul_dtype(read)
     if transforms_active():
-        gate, up = joined_product(x, (w1, w3), copies).chunk(2, dim=-1)
+        gate, up = fused_linear(x, (w1, w3), copies).chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, w2.to(dtype))
     first, (second,) = copies.narrow((w1, w3), dtype), copies.narrow((w2,), dtype)
     kept = x if isinstance(x, Normed) else None
@@ -56,11 +56,11 @@ class _FeedForward(torch.autograd.Function):
         w1: Tensor, w3: Tensor, w2: Tensor,
     ) -> Tensor:  # fmt: skip
         flat = x.reshape(-1, x.shape[-1])
-        gates = product(flat, first)
+        gates = linear_concat(flat, first)
         gated = gated_by(gates)
-        out = wide_product(gated, second.T, gated.dtype)
+        out = matmul_to_dtype(gated, second.T, gated.dtype)
         held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
-        ctx.x = Kept(ctx, flat, normed, (*first, second), *held)
+        ctx.x = SavedInput(ctx, flat, normed, (*first, second), *held)
         ctx.first, ctx.second = Learned((w1, w3)), Learned((w2,))
         return out.view(x.shape)
 
@@ -69,13 +69,13 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, (*first, second), held = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_gated = wide_product(flat, second, flat.dtype)
-        gates = held[0] if held else product(x, tuple(first))
+        grad_gated = matmul_to_dtype(flat, second, flat.dtype)
+        gates = held[0] if held else linear_concat(x, tuple(first))
         gated = held[1] if len(held) > 1 else torch.empty_like(grad_gated)
         # Gates that were made for this alone give their room to their gradient.
         grad_gates = torch.empty_like(gates) if held else gates
         gated_back(grad_gated, gates, grad_gates, gated if len(held) < 2 else None)
-        grad_x = product_back(grad_gates, tuple(first)).view(grad.shape)
+        grad_x = linear_grad_input(grad_gates, tuple(first)).view(grad.shape)
         *_, of_w1, of_w3, of_w2 = ctx.needs_input_grad
         of_second = ctx.second.gradients(flat, gated, (of_w2,))
         of_first = ctx.first.gradients(grad_gates, x, (of_w1, of_w3))

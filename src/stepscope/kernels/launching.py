@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepscope.torch_tools.derivatives import transforms_active
-from stepscope.torch_tools.triton_available import HAS_TRITON, format_taken, is_interpreted
+from stepscope.torch_tools.triton_available import HAS_TRITON, is_interpreted, supports_dtype
 
 
 def kernels_take(*tensors: Tensor) -> bool:
@@ -16,7 +16,7 @@ def kernels_take(*tensors: Tensor) -> bool:
     error, where a kernel would read another device's addresses."""
     if not HAS_TRITON or torch.compiler.is_compiling() or transforms_active():
         return False
-    if not all(format_taken(x.dtype) and x.numel() for x in tensors):
+    if not all(supports_dtype(x.dtype) and x.numel() for x in tensors):
         return False
     device = tensors[0].device
     if any(x.device != device for x in tensors):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.autotune import multiplied_into, searching
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
@@ -24,14 +24,14 @@ from stepscope.torch_tools.beside import taker_of
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
 
-def joined_product(
+def fused_linear(
     x: Tensor | Normed,  # (..., d)
     weights: Weights,  # each (rows, d)
     copies: WeightCopies,
 ) -> Tensor:  # (..., all rows)
     """x times each weight transposed, side by side."""
     read = x.value if isinstance(x, Normed) else x
-    dtype = product_format(read)
+    dtype = matmul_dtype(read)
     if transforms_active():
         # They differentiate and map torch's own operators.
         return functional.linear(
@@ -49,9 +49,9 @@ class _Joined(torch.autograd.Function):
         ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights: Tensor
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        ctx.x = Kept(ctx, flat, normed, narrow)
+        ctx.x = SavedInput(ctx, flat, normed, narrow)
         ctx.learned = Learned(weights)
-        made = product(flat, narrow)
+        made = linear_concat(flat, narrow)
         return made.view(*x.shape[:-1], made.shape[-1])
 
     @staticmethod
@@ -59,11 +59,11 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, narrow, _ = ctx.x.again(ctx)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = product_back(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
+        grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
         return grad_x, None, None, *ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:])
 
 
-class Kept:
+class SavedInput:
     """What a product keeps of its input: itself, or what it can be made of again."""
 
     def __init__(
@@ -106,39 +106,39 @@ class Learned:
         weights = [owner() for owner in self._owners]
         taker = taker_of(weights, x.dtype)
         if taker is None:
-            return torch.split(wide_product(grad.T, x, self._dtype), self._rows)
-        narrow = wide_product(grad.T, x, x.dtype)
+            return torch.split(matmul_to_dtype(grad.T, x, self._dtype), self._rows)
+        narrow = matmul_to_dtype(grad.T, x, x.dtype)
         for weight, made in zip(weights, torch.split(narrow, self._rows), strict=True):
             assert weight is not None
             taker.take(weight, made)
         return (None,) * len(weights)
 
 
-def product(x: Tensor, narrow: Weights) -> Tensor:
+def linear_concat(x: Tensor, narrow: Weights) -> Tensor:
     """x times each transposed, side by side."""
     if len(narrow) == 1:
-        return wide_product(x, narrow[0].T, x.dtype)
+        return matmul_to_dtype(x, narrow[0].T, x.dtype)
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
     start = 0
     for weight in narrow:
         end = start + weight.shape[0]
-        product_into(out[:, start:end], x, weight.T)
+        matmul_into(out[:, start:end], x, weight.T)
         start = end
     return out
 
 
-def product_back(grad: Tensor, narrow: Weights) -> Tensor:
+def linear_grad_input(grad: Tensor, narrow: Weights) -> Tensor:
     """The gradient towards the input, summed over the weights."""
     if len(narrow) == 1:
-        return wide_product(grad, narrow[0], grad.dtype)
+        return matmul_to_dtype(grad, narrow[0], grad.dtype)
     parts = torch.split(grad, [weight.shape[0] for weight in narrow], dim=1)
-    out = wide_product(parts[0], narrow[0], grad.dtype)
+    out = matmul_to_dtype(parts[0], narrow[0], grad.dtype)
     for part, weight in zip(parts[1:], narrow[1:], strict=True):
-        add_product(out, part, weight)
+        add_matmul(out, part, weight)
     return out
 
 
-def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul_to_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in a format that may be wider than theirs, rounded once."""
     if searching():
         out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
@@ -152,12 +152,12 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     if not multiplied_into(out, a, b):
         torch.mm(a, b, out=out)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, where total may be wider."""
     if multiplied_into(total, a, b, adds=True):
         return

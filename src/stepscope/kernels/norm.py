@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepscope.kernels.launching import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
-from stepscope.torch_tools.triton_available import format_taken
+from stepscope.torch_tools.triton_available import supports_dtype
 
 WIDEST = 16_384
 """Columns of a row that a program still holds in registers."""
@@ -68,7 +68,7 @@ def normed_sum(
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
     inputs = [x, weight] if branch is None else [x, branch, weight]
     dtype = out_dtype or (x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype))
-    if x.shape[-1] > WIDEST or not kernels_take(*inputs) or not format_taken(dtype):
+    if x.shape[-1] > WIDEST or not kernels_take(*inputs) or not supports_dtype(dtype):
         stream = x if branch is None else x + branch
         return stream, Normed(plain_rms_norm(stream, weight, eps).to(dtype))
     added = None if branch is None else branch.contiguous()

@@ -63,9 +63,9 @@ def _split(x: Tensor, heads: int) -> Tensor:
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        from stepscope.kernels.triton.rotary import turn
+        from stepscope.kernels.triton.rotary import rotate
 
-        turn(x, x, cos, sin, heads, back=False)
+        rotate(x, x, cos, sin, heads, back=False)
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
@@ -74,13 +74,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @differentiable_once("the fused rotation", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from stepscope.kernels.triton.rotary import turn
+        from stepscope.kernels.triton.rotary import rotate
 
         cos, sin = ctx.saved_tensors
         grad = grad.contiguous()
         # Not in place: a gradient may be somebody else's as well.
         out = torch.empty_like(grad)
-        turn(grad, out, cos, sin, ctx.heads, back=True)
+        rotate(grad, out, cos, sin, ctx.heads, back=True)
         return out, None, None, None
 
 
@@ -90,11 +90,11 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
-        from stepscope.kernels.triton.rotary import turn
+        from stepscope.kernels.triton.rotary import rotate
 
         held = x.detach()
         turned = held[..., : 2 * x.shape[-1] // 3]
-        turn(turned, turned, cos, sin, 2 * heads, back=False)
+        rotate(turned, turned, cos, sin, 2 * heads, back=False)
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         return tuple(_split(part, heads) for part in held.chunk(3, dim=-1))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from stepscope.measure.device import Device, Mark
+from stepscope.measure.device import Device, Timestamp
 from stepscope.measure.timer import Samples, Timing, no_collection
 from stepscope.records.schema import Clock
 
@@ -83,6 +83,6 @@ def consecutive_steps(
     return "device", [step for step in on_device if step is not None]
 
 
-def _wait_for(device: Device, mark: Mark) -> None:
+def _wait_for(device: Device, mark: Timestamp) -> None:
     while not device.reached(mark):
         time.sleep(_POLL_S)

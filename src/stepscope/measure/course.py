@@ -9,7 +9,7 @@ from stepscope.records.memory import Point
 MOST_POINTS = 160
 
 
-class Course:
+class MemoryTimeline:
     """One point for each operator; when there are too many, of two neighbours the higher stays."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:

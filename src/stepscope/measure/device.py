@@ -24,7 +24,7 @@ _COMMON_POOL = (0, 0)
 """Of the allocator: what a graph was captured in is a pool of its own."""
 
 
-class Mark:
+class Timestamp:
     """A moment: on the host's clock and, where the device has a queue, in that queue."""
 
     __slots__ = ("event", "host_s")
@@ -49,10 +49,10 @@ class Device(ABC):
     def memory_bytes(self) -> int: ...
 
     @abstractmethod
-    def mark(self) -> Mark: ...
+    def mark(self) -> Timestamp: ...
 
     @abstractmethod
-    def device_ms(self, start: Mark, end: Mark) -> float | None:
+    def device_ms(self, start: Timestamp, end: Timestamp) -> float | None:
         """Time between two marks in the device's queue; None where there is no queue."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until everything that was issued is done."""
 
-    def reached(self, mark: Mark) -> bool:  # noqa: ARG002
+    def reached(self, mark: Timestamp) -> bool:  # noqa: ARG002
         """Whether all before that mark is done; the host does not wait for it."""
         return True
 
@@ -121,10 +121,10 @@ class CpuDevice(Device):
 
         return int(psutil.virtual_memory().total)
 
-    def mark(self) -> Mark:
-        return Mark(time.perf_counter())
+    def mark(self) -> Timestamp:
+        return Timestamp(time.perf_counter())
 
-    def device_ms(self, start: Mark, end: Mark) -> float | None:  # noqa: ARG002
+    def device_ms(self, start: Timestamp, end: Timestamp) -> float | None:  # noqa: ARG002
         return None
 
     def lacks(self) -> dict[str, str]:
@@ -194,12 +194,12 @@ class CudaDevice(Device):
     def capability(self) -> tuple[int, int]:
         return int(self._properties.major), int(self._properties.minor)
 
-    def mark(self) -> Mark:
+    def mark(self) -> Timestamp:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        return Mark(time.perf_counter(), event)
+        return Timestamp(time.perf_counter(), event)
 
-    def device_ms(self, start: Mark, end: Mark) -> float | None:
+    def device_ms(self, start: Timestamp, end: Timestamp) -> float | None:
         return float(start.event.elapsed_time(end.event))
 
     def lacks(self) -> dict[str, str]:
@@ -232,7 +232,7 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def reached(self, mark: Mark) -> bool:
+    def reached(self, mark: Timestamp) -> bool:
         return bool(mark.event.query())
 
     def occupy(self, ms: float) -> None:

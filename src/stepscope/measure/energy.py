@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
-from stepscope.measure.device import Device, Mark
+from stepscope.measure.device import Device, Timestamp
 from stepscope.measure.timer import no_collection
 from stepscope.records.schema import Quantity, quantities
 
@@ -144,7 +144,7 @@ def _watched(meter: _Meter) -> Iterator[None]:
 
 
 def _run_on(step: Callable[[], object], device: Device, meter: _Meter, seconds: float) -> _Stretch:
-    queued: deque[Mark] = deque()
+    queued: deque[Timestamp] = deque()
     issued = done = lead = 0
     total: float = math.inf
     ahead = 1
@@ -173,7 +173,7 @@ def _run_on(step: Callable[[], object], device: Device, meter: _Meter, seconds: 
     return _Stretch(began_s, time.monotonic(), each)
 
 
-def _between_s(device: Device, start: Mark, end: Mark) -> float:
+def _between_s(device: Device, start: Timestamp, end: Timestamp) -> float:
     on_device = device.device_ms(start, end)
     return end.host_s - start.host_s if on_device is None else 1e-3 * on_device
 

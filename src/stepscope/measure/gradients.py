@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stepscope.measure.device import Device, Mark
+from stepscope.measure.device import Device, Timestamp
 from stepscope.measure.timer import no_collection
 
 
@@ -34,7 +34,7 @@ def record_gradients(
     progress: Callable[[int, int], None] | None = None,
 ) -> GradientTimes:
     """Run whole steps with a mark at each gradient, from hooks that follow its accumulation."""
-    marks: dict[int, Mark] = {}
+    marks: dict[int, Timestamp] = {}
 
     def hook(place: int) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
@@ -69,7 +69,9 @@ def record_gradients(
     return times
 
 
-def _keep(times: GradientTimes, bounds: list[Mark], marks: dict[int, Mark], device: Device) -> None:
+def _keep(
+    times: GradientTimes, bounds: list[Timestamp], marks: dict[int, Timestamp], device: Device
+) -> None:
     start, forward, backward, optimizer = bounds
     times.forward.append(_between(device, start, forward))
     times.backward.append(_between(device, forward, backward))
@@ -78,6 +80,6 @@ def _keep(times: GradientTimes, bounds: list[Mark], marks: dict[int, Mark], devi
         times.ready[place].append(_between(device, forward, mark))
 
 
-def _between(device: Device, start: Mark, end: Mark) -> float:
+def _between(device: Device, start: Timestamp, end: Timestamp) -> float:
     on_device = device.device_ms(start, end)
     return (end.host_s - start.host_s) * 1e3 if on_device is None else on_device

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
-from stepscope.measure.course import Course
+from stepscope.measure.course import MemoryTimeline
 from stepscope.measure.hooks import after_gradient, around_calls
 from stepscope.measure.modules import all_named_parts, model_names
-from stepscope.measure.tensors import Held, TensorBytes
+from stepscope.measure.tensors import LiveStorage, TensorBytes
 from stepscope.records.memory import (
     GRADIENTS,
     INPUTS,
@@ -73,7 +73,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         self._best = PhasePeak(phase="", allocated=0, lines={}, operator="")
         self._peaks: dict[str, PhasePeak] = {}
         self._ends: dict[str, PhasePeak] = {}
-        self.course = Course()
+        self.course = MemoryTimeline()
         """What each kind of line holds as the step goes on."""
         self._kinds: dict[str, int] = {}
         self._modules: list[str] = []
@@ -155,19 +155,19 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         """Keep what is live now."""
         self._ends[name] = self._lines_at(name, self._allocated(), "")
 
-    def made(self, size: int, operator: str) -> Held:
+    def made(self, size: int, operator: str) -> LiveStorage:
         # A module that runs within the backward runs again.
         again = self._current == "backward" and self._modules
         line = RECOMPUTED if again else TEMPORARIES
         self._add(line, size)
         if operator and size > self.largest[0]:
             self.largest = (size, operator, _line_of_code())
-        return Held(size, operator, line)
+        return LiveStorage(size, operator, line)
 
-    def freed(self, held: Held) -> None:
+    def freed(self, held: LiveStorage) -> None:
         self._add(held.line, -held.bytes)
 
-    def move(self, held: Held, line: str) -> None:
+    def move(self, held: LiveStorage, line: str) -> None:
         self._add(held.line, -held.bytes)
         self._add(line, held.bytes)
         held.line = line

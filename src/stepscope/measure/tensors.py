@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 
-class Held:
+class LiveStorage:
     """One storage that lives: its bytes, who made it, and the line of the account it is on."""
 
     __slots__ = ("bytes", "line", "operator")
@@ -55,7 +55,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.type
-        self._live: dict[int, Held] = {}
+        self._live: dict[int, LiveStorage] = {}
         self.now = 0
         self.peak = 0
 
@@ -65,13 +65,13 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for held in self._see(tensor, ""):
                 self.move(held, line)
 
-    def move(self, held: Held, line: str) -> None:
+    def move(self, held: LiveStorage, line: str) -> None:
         held.line = line
 
     def reset_peak(self) -> None:
         self.peak = self.now
 
-    def held(self, tensor: torch.Tensor) -> list[Held]:
+    def held(self, tensor: torch.Tensor) -> list[LiveStorage]:
         """The storages of a tensor that are known."""
         keys = (part.untyped_storage()._cdata for part in stored(tensor))
         return [self._live[key] for key in keys if key in self._live]
@@ -105,12 +105,12 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(leaf, str(function))
         self.peak = max(self.peak, self.now)
 
-    def _see(self, tensor: torch.Tensor, operator: str) -> list[Held]:
+    def _see(self, tensor: torch.Tensor, operator: str) -> list[LiveStorage]:
         if tensor.device.type != self._kind:
             return []
         return [self._see_storage(part.untyped_storage(), operator) for part in stored(tensor)]
 
-    def _see_storage(self, storage: torch.UntypedStorage, operator: str) -> Held:
+    def _see_storage(self, storage: torch.UntypedStorage, operator: str) -> LiveStorage:
         key = storage._cdata
         if key not in self._live:
             held = self._live[key] = self.made(storage.nbytes(), operator)
@@ -123,8 +123,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= held.bytes
         self.freed(held)
 
-    def made(self, size: int, operator: str) -> Held:
-        return Held(size, operator, "")
+    def made(self, size: int, operator: str) -> LiveStorage:
+        return LiveStorage(size, operator, "")
 
-    def freed(self, held: Held) -> None:
+    def freed(self, held: LiveStorage) -> None:
         """Called when a storage has died."""

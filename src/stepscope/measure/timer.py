@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-from stepscope.measure.device import Device, Mark
+from stepscope.measure.device import Device, Timestamp
 from stepscope.records.schema import Clock, Reading, Series
 
 READING_EVERY_S = 0.25
@@ -126,7 +126,7 @@ def _sample(
     outer: bool,
 ) -> None:
     device.synchronize()
-    marks: list[Mark] = [device.mark()]
+    marks: list[Timestamp] = [device.mark()]
     for phase in phases:
         phase.run()
         if inner:
@@ -136,7 +136,7 @@ def _sample(
     device.synchronize()
     finished_s = time.perf_counter()
 
-    def add(name: str, start: Mark, end: Mark, host_end_s: float) -> None:
+    def add(name: str, start: Timestamp, end: Timestamp, host_end_s: float) -> None:
         on_device = device.device_ms(start, end)
         if on_device is not None:
             samples.add(name, "device", on_device, warm=warm)

@@ -23,7 +23,7 @@ _LEAD = 2.0
 _MOST_LEAD_MS = 20.0
 
 
-def time_in_turns(
+def time_interleaved(
     contestants: Mapping[str, Callable[[], object]],
     device: Device,
     *,

@@ -60,13 +60,13 @@ def run_again(sizes: tuple[int, ...], layers: int) -> int:
     return total
 
 
-def inputs_kept(sizes: tuple[int, ...], layers: int) -> int:
+def saved_inputs(sizes: tuple[int, ...], layers: int) -> int:
     """The most inputs of stretches that are kept at the same time."""
     if not sizes:
         return 0
     starts = range(0, layers, sizes[0])
     # While stretch number `place` is gone through, those before it and its own input are kept.
     return max(
-        place + 1 + max(0, inputs_kept(sizes[1:], min(sizes[0], layers - start)) - 1)
+        place + 1 + max(0, saved_inputs(sizes[1:], min(sizes[0], layers - start)) - 1)
         for place, start in enumerate(starts)
     )

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.attention import AttentionFunction
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.activation_policy import ALL, NORMS
 from stepscope.kernels.embedding import embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.glu import swiglu
-from stepscope.kernels.matmul import joined_product
+from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.norm import (
     Normed,
     add_rms_norm,
@@ -95,17 +95,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., d_model)
         if self.fused:
-            return rms_norm(x, self.weight, self.eps, product_format(x))
+            return rms_norm(x, self.weight, self.eps, matmul_dtype(x))
         return plain_rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """x + branch and its norm, in one pass."""
-        return add_rms_norm(x, branch, self.weight, self.eps, product_format(x))
+        return add_rms_norm(x, branch, self.weight, self.eps, matmul_dtype(x))
 
     def for_products(self, x: Tensor, branch: Tensor | None, keep: str) -> tuple[Tensor, Normed]:
         """x with the branch, where there is one, and its norm for a joined product."""
         stream, normed = normed_sum(
-            x, branch, self.weight, self.eps, product_format(x), units=keep != ALL
+            x, branch, self.weight, self.eps, matmul_dtype(x), units=keep != ALL
         )
         return stream, Normed(normed.value) if keep == NORMS else normed
 
@@ -215,14 +215,14 @@ class CausalSelfAttention(nn.Module):
     def joined(self, x: Normed, copies: WeightCopies) -> Tensor:
         weights = (self.query.weight, self.key.weight, self.value.weight)
         with named("projections"):
-            parts = joined_product(x, weights, copies)
+            parts = fused_linear(x, weights, copies)
         with named("rotary"):
             q, k, v = rotated_parts_(parts, self.rotary.cos, self.rotary.sin, self.n_heads)
         with named("core"):
             heads = self.attend(q, k, v, is_causal=True)
         with named("projections"):
             together = heads.transpose(1, 2).reshape(x.value.shape)
-            return joined_product(together, (self.output.weight,), copies)
+            return fused_linear(together, (self.output.weight,), copies)
 
     def _rotated_heads(self, x: Tensor) -> Tensor:
         if self.fused:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as run_again_in_backward
 
 from stepscope.attention import AttentionFunction
 from stepscope.attention import attention as default_attention
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import linear_cross_entropy
 from stepscope.kernels.activation_policy import ALL
 from stepscope.kernels.weight_copies import WeightCopies
@@ -167,7 +167,7 @@ class TransformerLM(nn.Module):
         with named("embedding"):
             x = self.embedding(tokens)
             if self.narrow_stream:
-                x = x.to(product_format(x))
+                x = x.to(matmul_dtype(x))
         # Under the compiler the plain form runs, which it fuses itself.
         joined = self.joined and not torch.compiler.is_compiling()
         x, branch = self._through_blocks(x, None, 0, len(self.blocks), self.checkpoint, joined)

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.adamw import AdamW, Rule
-from stepscope.torch_tools.triton_available import HAS_TRITON, format_taken, is_interpreted
+from stepscope.torch_tools.triton_available import HAS_TRITON, is_interpreted, supports_dtype
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
-    from stepscope.optim.triton_adamw import Formats, Row, Settings, Table
+    from stepscope.optim.triton_adamw import Row, Settings, Table, TensorDtypes
 
 _LARGEST_SEED = (1 << 31) - 1
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -100,8 +100,8 @@ class FusedAdamW(AdamW):
             self._start_anew()
 
     def _start_anew(self) -> None:
-        self._tables: dict[tuple[torch.device, Formats], Table] = {}
-        self._counted: dict[tuple[torch.device, Formats], Counted] = {}
+        self._tables: dict[tuple[torch.device, TensorDtypes], Table] = {}
+        self._counted: dict[tuple[torch.device, TensorDtypes], Counted] = {}
         self._captured: list[Counted] = []
         """Those that replays of a captured step read: they outlive a change of the gradients."""
 
@@ -129,11 +129,11 @@ class FusedAdamW(AdamW):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 held.table.update(held.settings.rows, formats, by_chance=False, seed=0)
 
-    def _count_all(self) -> dict[tuple[torch.device, Formats], Counted]:
+    def _count_all(self) -> dict[tuple[torch.device, TensorDtypes], Counted]:
         """Table and settings for all that has a gradient now: those of before where they fit."""
-        gathered: dict[tuple[torch.device, Formats], list[Tensor]] = {}
-        rows: dict[tuple[torch.device, Formats], list[Row]] = {}
-        groups: dict[tuple[torch.device, Formats], list[dict[str, Any]]] = {}
+        gathered: dict[tuple[torch.device, TensorDtypes], list[Tensor]] = {}
+        rows: dict[tuple[torch.device, TensorDtypes], list[Row]] = {}
+        groups: dict[tuple[torch.device, TensorDtypes], list[dict[str, Any]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -157,8 +157,8 @@ class FusedAdamW(AdamW):
         }
 
     def _fitting(
-        self, key: tuple[torch.device, Formats], parameters: list[Tensor], rows: tuple[Row, ...],
-        groups: tuple[dict[str, Any], ...],
+        self, key: tuple[torch.device, TensorDtypes], parameters: list[Tensor],
+        rows: tuple[Row, ...], groups: tuple[dict[str, Any], ...],
     ) -> Counted:  # fmt: skip
         from stepscope.optim.device_settings import DeviceSettings
         from stepscope.optim.triton_adamw import Table
@@ -205,7 +205,7 @@ class FusedAdamW(AdamW):
         ]
 
     def _update_from_the_host(self) -> None:
-        gathered: dict[tuple[torch.device, Formats], list[Row]] = {}
+        gathered: dict[tuple[torch.device, TensorDtypes], list[Row]] = {}
         settings: dict[Settings, int] = {}
         seed = self._seed
         dense: list[Tensor] = []
@@ -232,7 +232,7 @@ class FusedAdamW(AdamW):
             self._launch(device, formats, tuple(rows), list(settings), seed)
 
     def _launch(
-        self, device: torch.device, formats: Formats, rows: tuple[Row, ...],
+        self, device: torch.device, formats: TensorDtypes, rows: tuple[Row, ...],
         settings: list[Settings], seed: int,
     ) -> None:  # fmt: skip
         from stepscope.optim.triton_adamw import Table, sent
@@ -286,7 +286,7 @@ class FusedAdamW(AdamW):
         if self._has_master(parameter):
             return parameter
         copy = self._copies.find(parameter) if self._copies is not None else None
-        if copy is None or not copy.is_contiguous() or not format_taken(copy.dtype):
+        if copy is None or not copy.is_contiguous() or not supports_dtype(copy.dtype):
             return None
         assert self._copies is not None
         self._copies.written(parameter)
@@ -313,7 +313,7 @@ def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
     if not HAS_TRITON or gradient.is_sparse or gradient.device != parameter.device:
         return False
     formats = (parameter.dtype, gradient.dtype)
-    if not all(map(format_taken, formats)) or not parameter.numel():
+    if not all(map(supports_dtype, formats)) or not parameter.numel():
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
@@ -333,7 +333,7 @@ def _described(
     state: dict[str, Tensor],
     copy: Tensor | None,
     settings: int,
-) -> tuple[tuple[torch.device, Formats], Row]:
+) -> tuple[tuple[torch.device, TensorDtypes], Row]:
     from stepscope.optim.triton_adamw import Row
 
     mean, square = state["exp_avg"], state["exp_avg_sq"]
@@ -346,10 +346,10 @@ def _described(
 
 def _key(
     parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], copy: Tensor | None
-) -> tuple[torch.device, Formats]:
-    from stepscope.optim.triton_adamw import Formats
+) -> tuple[torch.device, TensorDtypes]:
+    from stepscope.optim.triton_adamw import TensorDtypes
 
     copied = copy.dtype if copy is not None else None
-    return parameter.device, Formats(
+    return parameter.device, TensorDtypes(
         parameter.dtype, gradient.dtype, state["exp_avg"].dtype, copied
     )

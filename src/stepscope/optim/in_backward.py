@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
-from stepscope.torch_tools.beside import Beside, offered
+from stepscope.torch_tools.beside import SideStream, offered
 from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
-from stepscope.torch_tools.triton_available import format_taken
+from stepscope.torch_tools.triton_available import supports_dtype
 
 if TYPE_CHECKING:
     from stepscope.optim.device_settings import DeviceSettings
@@ -40,7 +40,7 @@ class Crowd(NamedTuple):
     settings: DeviceSettings
     groups: tuple[dict[str, Any], ...]
     """Of each row of the settings its parameter group."""
-    beside: Beside | None
+    beside: SideStream | None
 
 
 class InBackwardAdamW(FusedAdamW):
@@ -82,7 +82,7 @@ class InBackwardAdamW(FusedAdamW):
 
     def _start_anew(self) -> None:
         super()._start_anew()
-        self._beside: dict[torch.device, Beside] = {}
+        self._beside: dict[torch.device, SideStream] = {}
         self._crowds: list[Crowd] = []
         self._places: dict[Tensor, tuple[Crowd, int]] = {}
         self._begun = False
@@ -153,7 +153,7 @@ class InBackwardAdamW(FusedAdamW):
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
         if not self._as_made or not weight.requires_grad:
             return False
-        if dtype == weight.dtype or not format_taken(dtype):
+        if dtype == weight.dtype or not supports_dtype(dtype):
             return False
         if not self._crowds:
             self._gather()
@@ -171,11 +171,11 @@ class InBackwardAdamW(FusedAdamW):
         self._handed.add(weight)
         self._update_by_kernel(weight, gradient)
 
-    def beside(self, device: torch.device) -> Beside | None:
+    def beside(self, device: torch.device) -> SideStream | None:
         if not self._overlap or device.type != "cuda":
             return None
         if device not in self._beside:
-            self._beside[device] = Beside(device)
+            self._beside[device] = SideStream(device)
         return self._beside[device]
 
     def _finish(self) -> None:

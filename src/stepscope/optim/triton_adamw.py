@@ -59,7 +59,7 @@ class Row(NamedTuple):
     settings: int
 
 
-class Formats(NamedTuple):
+class TensorDtypes(NamedTuple):
     parameter: torch.dtype
     gradient: torch.dtype
     moments: torch.dtype
@@ -204,7 +204,9 @@ class Table:
         self._pieces: Tensor = like._pieces if same and like else _cut(rows, device)
         self._table = sent(torch.tensor(rows, dtype=torch.int64), device)
 
-    def update(self, settings: Tensor, formats: Formats, *, by_chance: bool, seed: int) -> None:
+    def update(
+        self, settings: Tensor, formats: TensorDtypes, *, by_chance: bool, seed: int
+    ) -> None:
         moments = tl.uint16 if by_chance else _FORMATS[formats.moments]
         adamw_table_kernel[(len(self._pieces),)](
             self._table, self._pieces, settings, seed,

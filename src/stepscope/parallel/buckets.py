@@ -68,7 +68,7 @@ class Rows(NamedTuple):
     bytes: int
 
 
-class Piece(NamedTuple):
+class OwnedRows(NamedTuple):
     """Rows of one thing that have one owner."""
 
     place: int
@@ -82,7 +82,7 @@ UNEVEN = 0.01
 """How far from an equal share a rank may end, where what there is can be divided."""
 
 
-def share_out(things: Sequence[Rows], loads: list[int]) -> list[Piece]:
+def share_out(things: Sequence[Rows], loads: list[int]) -> list[OwnedRows]:
     """Owners for everything, the largest first to whoever has least; `loads` is added to.
 
     What would take its owner above an equal share is cut there, and the rest goes to the next.
@@ -102,7 +102,7 @@ def share_out(things: Sequence[Rows], loads: list[int]) -> list[Piece]:
             end = count
             if (count - begin) * size > room + slack:
                 end = min(count, begin + max(1, int(room / size)))
-            pieces.append(Piece(place, begin, end, owner, (begin, end) == (0, count)))
+            pieces.append(OwnedRows(place, begin, end, owner, (begin, end) == (0, count)))
             loads[owner] += (end - begin) * size
             begin = end
     return pieces

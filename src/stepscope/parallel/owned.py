@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from stepscope.parallel.buckets import MEGABYTE, Item, Piece, Rows, plan_buckets, share_out
+from stepscope.parallel.buckets import MEGABYTE, Item, OwnedRows, Rows, plan_buckets, share_out
 from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.inner import Make, as_views, follow, on_its_device
-from stepscope.parallel.saved_rows import Saved, Span, joined
+from stepscope.parallel.saved_rows import Saved, Span, concatenated
 
 
 class Share(NamedTuple):
@@ -75,7 +75,7 @@ class OwnedParameters:
         return Rows(parameter.shape[0], size // parameter.shape[0])
 
     def _queue(
-        self, owner: int, pieces: list[Piece], held: list[Tensor], options: dict[str, Any]
+        self, owner: int, pieces: list[OwnedRows], held: list[Tensor], options: dict[str, Any]
     ) -> Iterator[Parcel]:
         """Whole parameters in buckets, then rows, which travel from where they are."""
         whole = [piece for piece in pieces if piece.whole]
@@ -133,7 +133,7 @@ class OwnedParameters:
             own = [one for one in saved if one.place == share.place]
             for kind in dict.fromkeys(one.kind for one in own):
                 parts = [one for one in own if one.kind == kind and one.meets(share.rows)]
-                value = joined(share.rows, [(one, find(one.name)) for one in parts])
+                value = concatenated(share.rows, [(one, find(one.name)) for one in parts])
                 if isinstance(value, Tensor):
                     value = on_its_device(value, share.own, optimizer.param_groups[0])
                 state[kind] = value

@@ -48,7 +48,7 @@ class Saved(NamedTuple):
         return self.rows.begin < rows.end and rows.begin < self.rows.end
 
 
-def joined(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
+def concatenated(rows: Span | None, parts: Sequence[tuple[Saved, Any]]) -> Any:
     """What these parts hold of those rows (None for all). A number is the same in every part."""
     saved, value = parts[0]
     if not (isinstance(value, Tensor) and value.dim()) or (saved.rows is None and rows is None):

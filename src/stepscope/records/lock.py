@@ -13,7 +13,7 @@ from stepscope.records.failures import explain_os
 
 
 @contextmanager
-def hold(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file at `path`, or say which process does."""
     try:
         descriptor = _acquire(path, what)

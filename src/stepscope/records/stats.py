@@ -73,7 +73,7 @@ def far_above(values: Sequence[float]) -> list[int]:
     return found if len(found) <= len(values) // 3 else []
 
 
-def turns_of(places: Sequence[int], count: int) -> int | None:
+def even_spacing(places: Sequence[int], count: int) -> int | None:
     """Every how many of so many samples one of these comes, where they come evenly throughout: two
     of them always have one distance."""
     gaps = {after - before for before, after in itertools.pairwise(places)}

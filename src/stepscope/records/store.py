@@ -16,7 +16,7 @@ import msgspec
 from stepscope.errors import StepscopeError, UsageError, in_one_line
 from stepscope.records.database import open_database
 from stepscope.records.failures import plain_errors
-from stepscope.records.lock import hold
+from stepscope.records.lock import locked
 from stepscope.records.schema import Record, Run, decode, encode
 
 _NEWEST_ATTEMPT = """attempt = (SELECT max(attempt) FROM records AS other WHERE
@@ -168,7 +168,7 @@ class Store:
 
     def hold_run(self, run_id: str) -> AbstractContextManager[None]:
         """Work on a run alone. A process that dies lets go; one it forks without exec does not."""
-        return hold(self.path.with_name(f"{self.path.name}.{run_id}.lock"), f"run {run_id}")
+        return locked(self.path.with_name(f"{self.path.name}.{run_id}.lock"), f"run {run_id}")
 
     def _run(self, run_id: str) -> Run | None:
         rows = self._rows("SELECT * FROM runs WHERE id = ?", (run_id,))

@@ -72,7 +72,7 @@ class Curve(Data, frozen=True):
             raise ValueError(f"curve {self.label!r} has {len(self.x)} x and {len(self.y)} y")
 
 
-class Mark(Data, frozen=True):
+class LimitLine(Data, frozen=True):
     """A horizontal line that says where a limit lies."""
 
     label: str
@@ -100,12 +100,12 @@ class Figure(Data, tag="figure", frozen=True):
     """Of lines alone: the length of a bar means nothing where the axis has no zero."""
     x_bytes: bool = False
     """Along x are sizes: 4 MiB, and not 4.194 M."""
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[LimitLine, ...] = ()
     spans: tuple[Span, ...] = ()
     caption: str = ""
 
 
-class Stretch(Data, frozen=True):
+class LaneSpan(Data, frozen=True):
     """A stretch of a lane; its group decides its colour."""
 
     start: float
@@ -120,7 +120,7 @@ class Lane(Data, frozen=True):
     """One row of a timeline."""
 
     label: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[LaneSpan, ...]
     look: Literal["named", "grouped", "gaps"] = "grouped"
     """`named`: each says its name. `grouped`: a colour for each group. `gaps`: what is missing."""
 

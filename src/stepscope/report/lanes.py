@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from stepscope.report.axes import linear_ticks
-from stepscope.report.blocks import Lane, Stretch, Timeline
+from stepscope.report.blocks import Lane, LaneSpan, Timeline
 from stepscope.report.format import number, tick
 from stepscope.report.names import FONT_SIZE, LEGEND_ROW, LETTER, clean, short, width_of
 from stepscope.report.svg import CURVES, GRID, INK, MARK, PAPER, SOFT, inline_svg
@@ -111,7 +111,7 @@ def _axis(
 
 def _box(
     lane: Lane,
-    stretch: Stretch,
+    stretch: LaneSpan,
     x: float,
     y: float,
     wide: float,
@@ -134,7 +134,7 @@ def _box(
 
 def _name(
     lane: Lane,
-    stretch: Stretch,
+    stretch: LaneSpan,
     x: float,
     y: float,
     wide: float,

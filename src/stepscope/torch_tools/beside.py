@@ -22,7 +22,7 @@ MOST_WAITING = 1 << 30
 """Bytes that work beside may still have to read before the first stream waits for it."""
 
 
-class Beside:
+class SideStream:
     """Work beside the current stream, in its order, on tensors that it keeps alive.
 
     Memory that another stream still reads must not be given back to the first one. Here the first
@@ -61,7 +61,7 @@ class Beside:
 
 
 class Offer(Protocol):
-    def beside(self, device: torch.device) -> Beside | None: ...
+    def beside(self, device: torch.device) -> SideStream | None: ...
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether it wants the gradient of this weight in that format, without autograd."""
@@ -84,7 +84,7 @@ def offered(offer: Offer) -> Iterator[None]:
         _offer = before
 
 
-def run_beside(device: torch.device, work: Callable[[], None], reads: Tensor) -> None:
+def run_overlapped(device: torch.device, work: Callable[[], None], reads: Tensor) -> None:
     """Beside the current stream where that is offered, else here and now."""
     beside = None if _offer is None else _offer.beside(device)
     if beside is None:

@@ -19,7 +19,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def format_taken(dtype: torch.dtype) -> bool:
+def supports_dtype(dtype: torch.dtype) -> bool:
     """The interpreter computes bfloat16 wrongly."""
     return dtype in _FORMATS and not (dtype == torch.bfloat16 and is_interpreted())
 

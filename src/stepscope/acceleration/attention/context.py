@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.attention.inputs import autocast_format
+from stepscope.attention.inputs import autocast_dtype
 
 _WRITING_NAMES = {"__setitem__", "__set__"}
 _WRITING_OPERATORS: set[Any] = {
@@ -22,20 +22,20 @@ _WRITING_OPERATORS: set[Any] = {
 }  # fmt: skip
 
 
-class Moment(NamedTuple):
+class AutogradState(NamedTuple):
     """How torch stands: whether it keeps gradients, and what autocast casts to."""
 
     gradients: bool
     autocast: torch.dtype | None
 
     @classmethod
-    def now(cls, x: Tensor) -> Moment:
-        return cls(torch.is_grad_enabled(), autocast_format(x))
+    def now(cls, x: Tensor) -> AutogradState:
+        return cls(torch.is_grad_enabled(), autocast_dtype(x))
 
     @contextlib.contextmanager
     def again(self, x: Tensor) -> Iterator[None]:
         cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if autocast_format(x) != self.autocast:
+        if autocast_dtype(x) != self.autocast:
             on = self.autocast is not None
             cast = torch.autocast(x.device.type, self.autocast, enabled=on)
         with torch.set_grad_enabled(self.gradients), cast:

@@ -1,7 +1,7 @@
-"""The same in what torch.compile has traced: attention written out becomes one node of the graph.
+"""Replaces naive attention in a graph that torch.compile has traced by one fused node.
 
-The chain from the product of queries and keys to that with the values is asked of a `PutOff`, as in
-an eager forward, with the compiler's stand-ins for tensors.
+The chain from q @ k.T to the matmul with v is replayed on a `DeferredMatmul`, as in an eager
+forward, with the compiler's fake tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stepscope.acceleration.attention.masks import kernel_mask
 from stepscope.acceleration.attention.substitute import (
     IN_PLACE,
     PRODUCTS,
-    PutOff,
+    DeferredMatmul,
     can_wait,
-    written_out_as_one_kernel,
+    fused_attention,
 )
 
 _SETTINGS: set[Any] = {
@@ -30,7 +30,7 @@ _SETTINGS: set[Any] = {
 
 
 def backend(
-    module: GraphModule, inputs: Sequence[Any], *, within: written_out_as_one_kernel, how: str
+    module: GraphModule, inputs: Sequence[Any], *, within: fused_attention, how: str
 ) -> Any:
     """For `torch.compile(backend=…)`: the substitution, then torch's own compiler."""
     from torch._inductor.compile_fx import compile_fx
@@ -40,7 +40,7 @@ def backend(
     return compile_fx(module, list(inputs), config_patches=patches)
 
 
-def substitute(module: GraphModule, within: written_out_as_one_kernel) -> int:
+def substitute(module: GraphModule, within: fused_attention) -> int:
     """How many there were."""
     found = 0
     for node in list(module.graph.nodes):
@@ -58,17 +58,17 @@ def _function(node: Node) -> Any:
     return node.target if node.op == "call_function" else None
 
 
-def _substitute_one(module: GraphModule, last: Node, within: written_out_as_one_kernel) -> bool:
+def _substitute_one(module: GraphModule, last: Node, within: fused_attention) -> bool:
     chain = _chain(last.args[0])
     if not chain or _changed_between(chain, last):
         return False
     queries, keys = chain[0].args
-    asked: Any = PutOff(_value(queries), _value(keys), within)
+    asked: Any = DeferredMatmul(_value(queries), _value(keys), within)
     for place, node in enumerate(chain[1:], 1):
         values = tuple(asked if one in chain[:place] else _value(one) for one in node.args)
         named = {name: _value(one) for name, one in node.kwargs.items()}
-        asked = PutOff.__torch_function__(_function(node), (), values, named)
-        if not isinstance(asked, PutOff) or not asked.is_put_off:
+        asked = DeferredMatmul.__torch_function__(_function(node), (), values, named)
+        if not isinstance(asked, DeferredMatmul) or not asked.is_put_off:
             return False
     if not asked.takes(_value(last.args[1])):
         return False

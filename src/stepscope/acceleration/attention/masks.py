@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 
 MASKED_BELOW = -1e4
 """A score filled with less than this counts for nothing after a softmax with others that do."""
@@ -67,7 +67,7 @@ def kernel_mask(filled: Sequence[Filled], added: Sequence[Tensor], queries: Tens
         for one, _ in filled[1:]:
             hidden = hidden | one
         return ~hidden
-    total = torch.zeros((), dtype=product_format(queries), device=queries.device)
+    total = torch.zeros((), dtype=matmul_dtype(queries), device=queries.device)
     for bias in added:
         total = total + bias.to(total.dtype)
     for hidden, value in filled:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.overrides import _get_current_function_mode_stack
 
-from stepscope.acceleration.attention.substitute import written_out_as_one_kernel
+from stepscope.acceleration.attention.substitute import fused_attention
 
 _FOLLOWS = "_stepscope_follows"
 
@@ -28,7 +28,7 @@ def follow_into_checkpoints() -> None:
         active = [
             mode
             for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-            if isinstance(mode, written_out_as_one_kernel)
+            if isinstance(mode, fused_attention)
         ]
         if not active:
             return plain(function, *arguments, **keywords)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from stepscope.acceleration.attention.context import (
-    Moment,
+    AutogradState,
     share_memory,
     within_an_autograd_function,
     writes,
@@ -39,7 +39,7 @@ from stepscope.acceleration.attention.masks import (
     drown_all,
     kernel_mask,
 )
-from stepscope.attention.inputs import product_format
+from stepscope.attention.inputs import matmul_dtype
 
 Function = Callable[..., Any]
 
@@ -71,14 +71,14 @@ _DROPOUT = {functional.dropout, torch.dropout}
 _CAST = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float}
 
 
-class written_out_as_one_kernel(TorchFunctionMode):  # noqa: N801
+class fused_attention(TorchFunctionMode):  # noqa: N801
     """Counts in `substituted` how many attentions it made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.masks = CausalMasks()
         self.substituted = 0
-        self._waiting: list[weakref.ref[PutOff]] = []
+        self._waiting: list[weakref.ref[DeferredMatmul]] = []
 
     def __torch_function__(
         self,
@@ -92,7 +92,7 @@ class written_out_as_one_kernel(TorchFunctionMode):  # noqa: N801
         if self._waiting and writes(function, given):
             self._make_what_reads(tree_leaves((arguments[:1], given)))
         if function in PRODUCTS and not given and can_wait(arguments):
-            return PutOff(arguments[0], arguments[1], self)
+            return DeferredMatmul(arguments[0], arguments[1], self)
         return function(*arguments, **given)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -101,11 +101,11 @@ class written_out_as_one_kernel(TorchFunctionMode):  # noqa: N801
             for one in self._put_off():
                 one.as_written()
 
-    def waits(self, one: PutOff) -> None:
+    def waits(self, one: DeferredMatmul) -> None:
         self._waiting = [other for other in self._waiting if other() is not None]
         self._waiting.append(weakref.ref(one))
 
-    def _put_off(self) -> list[PutOff]:
+    def _put_off(self) -> list[DeferredMatmul]:
         alive = [reference() for reference in self._waiting]
         return [one for one in alive if one is not None and one.is_put_off]
 
@@ -126,7 +126,7 @@ def can_wait(operands: tuple[Any, ...]) -> bool:
         and left.shape[-1] == right.shape[-2]
         and left.is_floating_point()
         and left.device == right.device
-        and (left.dtype == right.dtype or product_format(left) == product_format(right))
+        and (left.dtype == right.dtype or matmul_dtype(left) == matmul_dtype(right))
         and left.layout == right.layout == torch.strided
         # Such do not count their changes.
         and not (left.is_inference() or right.is_inference())
@@ -134,15 +134,13 @@ def can_wait(operands: tuple[Any, ...]) -> bool:
     )
 
 
-class PutOff:
+class DeferredMatmul:
     """Queries times keys, and what was asked of them since."""
 
-    def __init__(
-        self, queries: torch.Tensor, keys: torch.Tensor, within: written_out_as_one_kernel
-    ) -> None:
+    def __init__(self, queries: torch.Tensor, keys: torch.Tensor, within: fused_attention) -> None:
         self._queries, self._keys = queries, keys
         self._within = within
-        self._moment = Moment.now(queries)
+        self._moment = AutogradState.now(queries)
         self._versions = [(one, one._version) for one in (queries, keys)]
         self.scale = 1.0
         self.masked: list[Filled] = []
@@ -163,7 +161,7 @@ class PutOff:
         if self._made is not None:
             return self._made.dtype
         with torch._C.DisableTorchFunction(), self._moment.again(self._queries):
-            one = self._queries.new_empty((0,) * self.dim(), dtype=product_format(self._queries))
+            one = self._queries.new_empty((0,) * self.dim(), dtype=matmul_dtype(self._queries))
             for function, arguments, keywords in self._asked:
                 if function in _SOFTMAX | _CAST:
                     one = function(one, *arguments, **keywords)
@@ -228,11 +226,11 @@ class PutOff:
     ) -> Any:
         del types
         given = keywords or {}
-        if arguments and isinstance(arguments[0], PutOff):
+        if arguments and isinstance(arguments[0], DeferredMatmul):
             return arguments[0]._ask(function, arguments[1:], given)
         second = arguments[1] if len(arguments) > 1 else None
         known = None
-        if isinstance(second, PutOff):
+        if isinstance(second, DeferredMatmul):
             if function in _EITHER_WAY and len(arguments) == 2:
                 known = second._put_off_with(function, arguments[:1], given)
             elif function is torch.where and len(arguments) == 3:
@@ -259,7 +257,7 @@ class PutOff:
             return None
         # A mode is asked about every attribute of a tensor, and nothing here concerns it.
         with torch._C.DisableTorchFunction():
-            if Moment.now(self._queries) != self._moment:
+            if AutogradState.now(self._queries) != self._moment:
                 return None
             if function in PRODUCTS:
                 takes = len(arguments) == 1 and not keywords and self.takes(arguments[0])
@@ -268,7 +266,7 @@ class PutOff:
 
     def _noted(
         self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> PutOff | None:
+    ) -> DeferredMatmul | None:
         after = self if function in IN_PLACE else self._copy()
         first: Any = arguments[0] if arguments else None
         if self._weights:
@@ -319,8 +317,8 @@ class PutOff:
     def _read(self, one: Any) -> None:
         self._versions.append((one, one._version))
 
-    def _copy(self) -> PutOff:
-        other = object.__new__(PutOff)
+    def _copy(self) -> DeferredMatmul:
+        other = object.__new__(DeferredMatmul)
         other.__dict__.update(self.__dict__)
         other._versions, other._asked = self._versions[:], self._asked[:]
         other.masked, other.added = self.masked[:], self.added[:]
@@ -336,7 +334,7 @@ class PutOff:
         """One kernel gives what these weights times the values would be."""
         if not self._weights or not can_wait((self._keys, values)):
             return False
-        return drown_all(self.masked, product_format(self._queries)) or self.is_causal
+        return drown_all(self.masked, matmul_dtype(self._queries)) or self.is_causal
 
     def _with_values(self, values: torch.Tensor) -> torch.Tensor:
         self._check_versions()
@@ -366,7 +364,7 @@ _NOT_ASKED = {
 
 
 def _special(method: Function) -> Function:
-    def ask(self: PutOff, *arguments: Any, **keywords: Any) -> Any:
+    def ask(self: DeferredMatmul, *arguments: Any, **keywords: Any) -> Any:
         return self._ask(method, arguments, keywords)
 
     return ask
@@ -375,11 +373,13 @@ def _special(method: Function) -> Function:
 # Python looks for these in the class, never through __getattr__.
 for _name in set(dir(torch.Tensor)) - _NOT_ASKED:
     if _name.startswith("__") and callable(getattr(torch.Tensor, _name)):
-        setattr(PutOff, _name, _special(getattr(torch.Tensor, _name)))
+        setattr(DeferredMatmul, _name, _special(getattr(torch.Tensor, _name)))
 
 
 def _made_all(values: Any) -> Any:
     within = values.values() if isinstance(values, dict) else values
-    if not any(isinstance(one, PutOff | tuple | list | dict) for one in within):
+    if not any(isinstance(one, DeferredMatmul | tuple | list | dict) for one in within):
         return values
-    return tree_map(lambda one: one.as_written() if isinstance(one, PutOff) else one, values)
+    return tree_map(
+        lambda one: one.as_written() if isinstance(one, DeferredMatmul) else one, values
+    )

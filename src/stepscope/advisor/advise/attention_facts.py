@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from stepscope.analysis.advice.facts import Work
+from stepscope.analysis.advice.facts import PhaseWork
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
 from stepscope.studies.memory.rows import Account
@@ -27,8 +27,8 @@ _NAME_WORDS = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
 def attention_work(
-    summary: Summary, phases: Sequence[Work], account: Account | None = None
-) -> tuple[Work, ...]:  # fmt: skip
+    summary: Summary, phases: Sequence[PhaseWork], account: Account | None = None
+) -> tuple[PhaseWork, ...]:  # fmt: skip
     """The naive attention of each phase: batched matmuls, the softmax between them, masks."""
     core = _core(summary, account)
     found = []
@@ -39,7 +39,7 @@ def attention_work(
             classes[use.kind] = classes.get(use.kind, 0.0) + use.ms
         launches = sum(use.count for use in own) if summary.on_device else 0.0
         runs = next((work.runs for work in phases if work.name == phase), None)
-        found.append(Work(name=phase, classes=classes, launches=launches, runs=runs))
+        found.append(PhaseWork(name=phase, classes=classes, launches=launches, runs=runs))
     return tuple(found)
 
 

@@ -17,8 +17,8 @@ from stepscope.analysis.advice.facts import (
     DEPTHWISE,
     QUEUE,
     Facts,
+    PhaseWork,
     Runs,
-    Work,
 )
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernels.names import FILL
@@ -145,7 +145,7 @@ def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
 def _with_outside(facts: Facts) -> Facts:
     if any(work.name == _OUTSIDE for work in facts.phases):
         return facts
-    return replace(facts, phases=(Work(name=_OUTSIDE, classes={}), *facts.phases))
+    return replace(facts, phases=(PhaseWork(name=_OUTSIDE, classes={}), *facts.phases))
 
 
 def block_list(summary: Summary) -> str:
@@ -173,7 +173,7 @@ def _with_issue_times(
     each = {phase: took.get(phase, 0.0) / count for phase, count in launches.items() if count}
     each["loss"] = each.get("backward", 0.0)
 
-    def timed(work: Work) -> Work:
+    def timed(work: PhaseWork) -> PhaseWork:
         if work.name == _OUTSIDE:
             return replace(work, launch_ms=0.0, host_ms=outside)
         return replace(work, launch_ms=each.get(work.name, 0.0))
@@ -208,7 +208,7 @@ def _by_autocast(told: str, setting: Setting | None, dtype: str) -> bool:
     return 2 * formats.get("float32", 0) > sum(formats.values())
 
 
-def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
+def _phases(summary: Summary, ranks: int) -> tuple[PhaseWork, ...]:
     """What the device does in each phase. On a CPU the time between operators is work too, unless
     it may be a wait for other ranks."""
     classes: dict[str, dict[str, float]] = {}
@@ -234,7 +234,7 @@ def _phases(summary: Summary, ranks: int) -> tuple[Work, ...]:
     if summary.data_ms:
         classes.setdefault(_OUTSIDE, {})
     found = [
-        Work(
+        PhaseWork(
             name=phase,
             classes=dict(held),
             launches=launches.get(phase, 0.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from stepscope.analysis.advice.calibration import Verified, factors, is_right, off_by
+from stepscope.analysis.advice.calibration import Verified, factors, is_right, median_error
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, table
@@ -22,7 +22,7 @@ def history_blocks(history: Sequence[Verified], device: str) -> tuple[Block, ...
 
 
 def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
-    right, error = sum(map(is_right, own)), off_by(own) or 0.0
+    right, error = sum(map(is_right, own)), median_error(own) or 0.0
     yield Finding(
         code="advice.predictions-so-far",
         values={"verified": len(own), "right": right, "off": error},
@@ -32,7 +32,7 @@ def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
     )
     if len(own) >= _TREND_FROM:
         half = len(own) // 2
-        first, last = off_by(own[:half]) or 0.0, off_by(own[half:]) or 0.0
+        first, last = median_error(own[:half]) or 0.0, median_error(own[half:]) or 0.0
         yield Finding(
             code="advice.predictions-trend",
             values={"first_half_off": first, "second_half_off": last},

@@ -55,13 +55,13 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
 def _in_turns(
     cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
 ) -> Timing:  # fmt: skip
-    from stepscope.measure.turns import time_in_turns
+    from stepscope.measure.turns import time_interleaved
     from stepscope.studies.own.step import own_step
 
     steps = {name: own_step(case, device) for name, case in cases.items()}
     for step in steps.values():
         step.compile()
-    return time_in_turns(
+    return time_interleaved(
         {name: _in_its_precision(step) for name, step in steps.items()},
         device,
         warmup=3,

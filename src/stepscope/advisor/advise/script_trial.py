@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Script, Trial
 from stepscope.advisor.advise.measure import IN_BLOCKS, loss_series, trial_quantities
 from stepscope.advisor.advise.turns import (
-    Contestant,
     Ready,
     ScriptEndedError,
     ScriptOutOfMemoryError,
+    TrialProcess,
 )
 from stepscope.advisor.inspect.order import Order
 from stepscope.records.schema import Clock, Series
@@ -34,7 +34,7 @@ class Times:
         self.peaks: dict[str, int | None] = {}
         self.notes: dict[str, str] = {}
 
-    def leave(self, runs: Mapping[str, Contestant]) -> None:
+    def leave(self, runs: Mapping[str, TrialProcess]) -> None:
         """Losses of the first run of each: a later one begins anew."""
         for name, run in runs.items():
             self.losses.setdefault(name, run.losses)
@@ -117,13 +117,13 @@ def _apart(trial: Trial, script: Script, bench: Bench) -> Times:
     return times
 
 
-def _started(trial: Trial, script: Script, name: str, bench: Bench) -> Contestant:
+def _started(trial: Trial, script: Script, name: str, bench: Bench) -> TrialProcess:
     order = Order(
         target=script.target, module=script.module, words=script.words, warmup=script.warmup,
         timed=1, traced=1, memory=False,
     )  # fmt: skip
     settings = trial.settings if name == CHANGED else {}
-    return Contestant(order, settings, lambda: bench.progress(0, 1, "warm-up"))
+    return TrialProcess(order, settings, lambda: bench.progress(0, 1, "warm-up"))
 
 
 def _steps_of_a_turn(trial: Trial, script: Script, step_ms: float) -> int:

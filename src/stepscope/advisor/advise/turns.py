@@ -23,7 +23,7 @@ import msgspec
 from stepscope.advisor.inspect.order import Order
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.decoding import from_json
-from stepscope.studies.runner.descendants import end_marked, marked, new_mark
+from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
 _LOOK_UP_EVERY_S = 0.5
 _LONGEST_LINE = 1 << 26
@@ -66,7 +66,7 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED")
 Message = TypeVar("Message", Ready, Taken)
 
 
-class Contestant:
+class TrialProcess:
     """A run of the script, with some settings changed or none."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Contestant:
         self.peak_bytes: int | None = None
         self._alive = alive
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._mark = new_mark()
+        self._mark = new_tag()
         self._channel, theirs = socket.socketpair()
         order = msgspec.structs.replace(order, channel=theirs.fileno(), settings=settings)
         self._process = subprocess.Popen(
@@ -93,7 +93,7 @@ class Contestant:
             pass_fds=(theirs.fileno(),),
             process_group=0,
             # A set is walked in the same order by both.
-            env=marked(self._mark) | {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+            env=tagged(self._mark) | {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         )
         theirs.close()
         self._begun = bytearray()
@@ -105,7 +105,7 @@ class Contestant:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        end_marked(self._mark)
+        end_tagged(self._mark)
         self._channel.close()
         self._log.close()
 

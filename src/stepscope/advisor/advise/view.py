@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED
 from stepscope.advisor.advise.tried import Tried, best_of
-from stepscope.analysis.advice.calibration import is_right, off_by
+from stepscope.analysis.advice.calibration import is_right, median_error
 from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.unjudged import BANDWIDTH, MEMORY, RATES, Unjudged
@@ -128,7 +128,7 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
 
 def _predictions(tried: Sequence[Tried]) -> Iterator[Finding]:
     found = {one: verified for one in tried if (verified := one.verified()) is not None}
-    error = off_by(list(found.values()))
+    error = median_error(list(found.values()))
     if error is not None:
         right = sum(map(is_right, found.values()))
         yield Finding(

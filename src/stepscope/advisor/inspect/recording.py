@@ -17,7 +17,7 @@ from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 from stepscope.studies.program.rows import Watched
-from stepscope.studies.runner.descendants import end_marked, marked, new_mark
+from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
 _LAST_LINES = 3
 _MEND = "let it make more"
@@ -31,9 +31,9 @@ def record_script(order: Order) -> Record:
         folder = Path(name)
         command = [sys.executable, "-m", "stepscope.advisor.scope.launch", name,
                    msgspec.json.encode(order).decode()]  # fmt: skip
-        mark = new_mark()
+        mark = new_tag()
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=marked(mark)
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(mark)
         )
         try:
             _, status, _ = os.wait4(child.pid, 0)
@@ -41,7 +41,7 @@ def record_script(order: Order) -> Record:
         except BaseException:
             child.kill()
             child.wait()
-            end_marked(mark)
+            end_tagged(mark)
             raise
         ending = describe_end(status)
         if parts(folder):

@@ -24,7 +24,7 @@ from stepscope.advisor.scope.stages import Effort, Stage
 from stepscope.advisor.scope.steps import backward_task
 from stepscope.advisor.scope.tracing import StepTrace
 from stepscope.errors import one_line
-from stepscope.measure.device import CpuDevice, CudaDevice, Device, Mark
+from stepscope.measure.device import CpuDevice, CudaDevice, Device, Timestamp
 from stepscope.measure.modules import OutermostCalls, hooked_roots
 from stepscope.records.schema import Reading
 
@@ -49,7 +49,7 @@ class Recorder:
         self.parameters: Sequence[torch.Tensor] = ()
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.device: Device = CpuDevice()
-        self.times: list[tuple[Mark, Mark]] = []
+        self.times: list[tuple[Timestamp, Timestamp]] = []
         self.warmup_s: list[float] = []
         self.readings: list[Reading] = []
         self.loading_ms: list[float] = []
@@ -73,7 +73,7 @@ class Recorder:
         """Held from the first step to the end of the recording."""
         self._open = ExitStack()
         """Held while steps are timed, counted or traced."""
-        self._begun: Mark | None = None
+        self._begun: Timestamp | None = None
         self._by_edges = False
         self._optimizers_under_way = 0
         self._calls: OutermostCalls | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stepscope.advisor.scope.steps import StepFinder
     from stepscope.advisor.trial.backwards import Backwards
     from stepscope.advisor.trial.changes import Changes
-    from stepscope.measure.device import Device, Mark
+    from stepscope.measure.device import Device, Timestamp
 
 _SEED = 0
 _SET_DEATH_SIGNAL = 1
@@ -46,7 +46,7 @@ class Contender:
         self._left = 0
         self._turn = 0
         self._warm_since = 0.0
-        self._begun: Mark | None = None
+        self._begun: Timestamp | None = None
         self._device: Device
         self._finder: StepFinder
         self._backwards: Backwards

@@ -63,6 +63,6 @@ def is_right(one: Verified) -> bool:
     return one.realised_ms > 0 and abs(one.realised_ms - one.predicted_ms) <= one.predicted_ms / 3
 
 
-def off_by(history: Sequence[Verified]) -> float | None:
+def median_error(history: Sequence[Verified]) -> float | None:
     """The median of |realised - predicted| over the step."""
     return median(abs(one.error) for one in history) if history else None

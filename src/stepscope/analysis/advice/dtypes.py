@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import CONVOLUTION, Facts, Work
+from stepscope.analysis.advice.facts import CONVOLUTION, Facts, PhaseWork
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms
 
@@ -64,7 +64,7 @@ def _bfloat16(facts: Facts) -> Judged | None:
     if after is None:
         return None
 
-    def cast(work: Work) -> Work:
+    def cast(work: PhaseWork) -> PhaseWork:
         # Kernels that move memory take as long as before: some have half the bytes, and the casts
         # between those and what stays in float32 take as much.
         found = work.scaled({}, launches=_CAST_LAUNCHES[work.name])

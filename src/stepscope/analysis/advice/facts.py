@@ -29,7 +29,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     """Of their time, what the longest kernel of each run takes."""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseWork(msgspec.Struct, frozen=True, kw_only=True):
     """A phase of a step: what the device does in it, and what the host does to have it done."""
 
     name: str
@@ -52,7 +52,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         each = launch_ms if self.launch_ms is None else self.launch_ms
         return self.host_ms + self.launches * each
 
-    def scaled(self, by_class: Mapping[str, float], launches: float = 1.0) -> Work:
+    def scaled(self, by_class: Mapping[str, float], launches: float = 1.0) -> PhaseWork:
         """`by_class` has what the time of a class is multiplied with."""
         return msgspec.structs.replace(
             self,
@@ -60,12 +60,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             launches=self.launches * launches,
         )
 
-    def less(self, ms: float) -> Work:
+    def less(self, ms: float) -> PhaseWork:
         """That much less to do, of whatever class."""
         left = max(0.0, 1 - ms / self.device_ms) if self.device_ms else 1.0
         return self.scaled(dict.fromkeys(self.classes, left))
 
-    def with_more(self, kind: str, ms: float) -> Work:
+    def with_more(self, kind: str, ms: float) -> PhaseWork:
         """Less, where `ms` is below zero, and never less than nothing."""
         held = max(0.0, self.classes.get(kind, 0.0) + ms)
         return msgspec.structs.replace(self, classes={**self.classes, kind: held})
@@ -83,10 +83,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the matrix products."""
     autocast: bool = False
     """They have another format than the weights, which are float32."""
-    phases: tuple[Work, ...]
+    phases: tuple[PhaseWork, ...]
     """In the order of the step; on a CPU operators stand in for kernels, and nothing is launched.
     """
-    attention: tuple[Work, ...] = ()
+    attention: tuple[PhaseWork, ...] = ()
     """The part of each phase that is attention written out: products, softmax, masks."""
     attention_called: bool = False
     """Torch's attention is called, and wrote it out."""
@@ -222,7 +222,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_work(
-        self, change: Callable[[Work], Work], names: Collection[str] = OF_MODEL
+        self, change: Callable[[PhaseWork], PhaseWork], names: Collection[str] = OF_MODEL
     ) -> Facts:  # fmt: skip
         """The work of these phases changed, and of attention within them alike."""
         parts = {

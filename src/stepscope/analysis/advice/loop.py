@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.facts import AT_COPIES, OF_MODEL, Facts, Work
+from stepscope.analysis.advice.facts import AT_COPIES, OF_MODEL, Facts, PhaseWork
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms
 
@@ -142,7 +142,7 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
     products = (times + over - 1) / over
     once = facts.casts_ms if facts.dtype in ("bfloat16", "float16") else 0.0
 
-    def more(work: Work) -> Work:
+    def more(work: PhaseWork) -> PhaseWork:
         found = work.scaled(dict.fromkeys(work.classes, float(times)) | {"matmul": products})
         if work.name in ("forward", "backward"):
             found = found.with_more("copy/cast", -(times - 1) * once)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.analysis.advice.facts import AT_COPIES, Facts, Work
+from stepscope.analysis.advice.facts import AT_COPIES, Facts, PhaseWork
 
 LAUNCHES_OF_OPERATOR = 3.3
 """Host time of an operator of torch with its kernel, over that of a bare launch: 3.1 to 3.7 in the
@@ -49,7 +49,7 @@ def wall_ms(facts: Facts) -> float:
 class _Clocks:
     """Host and device, from a moment at which both are at rest."""
 
-    def __init__(self, work: Sequence[Work], launch_ms: float) -> None:
+    def __init__(self, work: Sequence[PhaseWork], launch_ms: float) -> None:
         self._work = work
         self._launch_ms = launch_ms
         self._next = 0
@@ -85,7 +85,7 @@ class _Clocks:
         return self._done[before] + share * (self._done[after] - self._done[before])
 
 
-def _in_order(facts: Facts) -> list[Work]:
+def _in_order(facts: Facts) -> list[PhaseWork]:
     """From where the host has waited: what it does for the next batch lies at the beginning, or, if
     it waits to copy that batch, at the end, beside what the device still does."""
     data_last = facts.waits == AT_COPIES

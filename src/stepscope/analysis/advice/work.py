@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.dtypes import ONE_KERNEL_OVER_PRODUCTS
-from stepscope.analysis.advice.facts import BETWEEN, OF_MODEL, QUEUE, Facts, Work
+from stepscope.analysis.advice.facts import BETWEEN, OF_MODEL, QUEUE, Facts, PhaseWork
 from stepscope.analysis.advice.rule import Advice, Judged, judge
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
 from stepscope.analysis.kernels.names import MEMORY_BOUND
@@ -54,7 +54,7 @@ def _flash(facts: Facts) -> Judged | None:
     written = sum(work.device_ms for work in facts.attention)
     core = {work.name: work for work in facts.attention}
 
-    def as_one_kernel(work: Work) -> Work:
+    def as_one_kernel(work: PhaseWork) -> PhaseWork:
         part = core.get(work.name)
         if part is None:
             return work
@@ -165,7 +165,7 @@ def _between(facts: Facts) -> str:
 
 
 def _as_compiled(facts: Facts) -> Facts:
-    def fused(work: Work) -> Work:
+    def fused(work: PhaseWork) -> PhaseWork:
         time, launches = _LEFT_BY_COMPILER[facts.on_gpu], _LAUNCHES_LEFT
         if work.runs is not None:
             time = min(1.0, _FUSED_OVER_LONGEST * work.runs.longest)
@@ -250,7 +250,7 @@ def _foreach(facts: Facts) -> Judged | None:
         return None
     takes = facts.phase_ms("optimizer")
 
-    def at_once(work: Work) -> Work:
+    def at_once(work: PhaseWork) -> PhaseWork:
         every = dict.fromkeys(work.classes, _FOREACH)
         return work.scaled(every, _FUSED_LAUNCHES)
 

@@ -10,7 +10,7 @@ MOST_WAITING = 1 << 30
 """Bytes that work beside may still have to read before the first stream waits for it."""
 
 
-class Beside:
+class DeferredFrees:
     """Keeps what a second stream reads, the oldest until too much waits."""
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class FusedLayers(Layers):
         return True
 
 
-class JoinedLayers(FusedLayers):
+class FusedProjectionLayers(FusedLayers):
     """One product where several read the same input, from copies of weights that are kept."""
 
     def __init__(self, *arguments: Any) -> None:

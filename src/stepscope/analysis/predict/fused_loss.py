@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.predict.fused_layers import JoinedLayers
+from stepscope.analysis.predict.fused_layers import FusedProjectionLayers
 from stepscope.analysis.predict.memory import Buffer
 from stepscope.analysis.predict.operators import FLOAT32
 from stepscope.analysis.predict.tape import Value
@@ -22,7 +22,7 @@ def fused_loss(play: Play, x: Value) -> Value:
     compute = play.ops.autocast or max(x.width, head.width)
     wide = max(FLOAT32, compute)
     narrow: list[Buffer] = []
-    if isinstance(play.layers, JoinedLayers):
+    if isinstance(play.layers, FusedProjectionLayers):
         play.layers.narrow([head])
     elif head.width != compute:
         narrow.append(new(vocab * d * compute))

@@ -26,7 +26,7 @@ class Buffer:
         self.memory.freed(self)
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
     """What the memory held at one moment, by line."""
 
     phase: str
@@ -38,7 +38,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory:
-    """Counts as it is used; `watched` events leave a `Moment` behind."""
+    """Counts as it is used; `watched` events leave a `MemoryState` behind."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Memory:
         limit: int | None = None,
     ) -> None:
         self.allocator = allocator
-        self.overrun: Moment | None = None
+        self.overrun: MemoryState | None = None
         """The first moment at which more than the limit was held."""
         self._limit = limit
         self.allocated = 0
@@ -58,7 +58,7 @@ class Memory:
         self.peaks: dict[str, tuple[int, int]] = {}
         """Of each phase: bytes, and the event at which they were reached."""
         self.ends: dict[str, int] = {}
-        self.moments: dict[int, Moment] = {}
+        self.moments: dict[int, MemoryState] = {}
         self._watched = watched
         self._live: dict[int, weakref.ref[Buffer]] = {}
 
@@ -92,13 +92,13 @@ class Memory:
         if self._limit is not None and self.overrun is None and self.allocated > self._limit:
             self.overrun = self._moment()
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> MemoryState:
         live = [held for held in (glance() for glance in self._live.values()) if held is not None]
         lines: dict[str, int] = {}
         for held in live:
             lines[line_of(held)] = lines.get(line_of(held), 0) + held.block.size
         largest = max(live, key=lambda held: held.block.size, default=None)
-        return Moment(
+        return MemoryState(
             phase=self.phase,
             allocated=self.allocated,
             reserved=self.allocator.reserved,

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
-from stepscope.kernels.activation_policy import ALL, check_forms, kept
+from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import MODES
@@ -82,7 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         precision(self.dtype)
         self.stretches()
         self.kept()
-        check_forms(self.fused, self.joined, self.keep)
+        check_layer_options(self.fused, self.joined, self.keep)
         self._refuse_what_is_not_known()
 
     def _refuse_what_is_not_known(self) -> None:
@@ -158,7 +158,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def kept(self) -> tuple[str, ...]:
         """What each block keeps for the backward."""
-        return kept(self.keep, self.model.n_layers)
+        return policy_per_layer(self.keep, self.model.n_layers)
 
     def stretches(self) -> tuple[int, ...]:
         return stretches(self.checkpoint, self.model.n_layers)

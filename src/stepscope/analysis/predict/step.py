@@ -8,11 +8,11 @@ from functools import partial
 import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator, OutOfBlocks
-from stepscope.analysis.predict.beside import Beside
-from stepscope.analysis.predict.fused_layers import FusedLayers, JoinedLayers
+from stepscope.analysis.predict.beside import DeferredFrees
+from stepscope.analysis.predict.fused_layers import FusedLayers, FusedProjectionLayers
 from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape
-from stepscope.analysis.predict.memory import Buffer, Memory, Moment
+from stepscope.analysis.predict.memory import Buffer, Memory, MemoryState
 from stepscope.analysis.predict.operators import FLOAT32, Operators
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.tape import Tape, Value
@@ -32,11 +32,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of each phase its peak, itemised, and what is left at its end."""
 
     plan: StepPlan
-    phases: tuple[Moment, ...]
+    phases: tuple[MemoryState, ...]
     ends: dict[str, int]
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryState:
         return max(self.phases, key=lambda moment: moment.allocated)
 
 
@@ -54,7 +54,7 @@ def predict(plan: StepPlan) -> Prediction:
     )
 
 
-def overrun(plan: StepPlan, limit: int) -> Moment | None:
+def overrun(plan: StepPlan, limit: int) -> MemoryState | None:
     """What is held when the step first needs more than the limit; None if it never does."""
     play = Play(plan, limit=limit)
     play.run()
@@ -95,11 +95,11 @@ class Play:
             batch=plan.batch, context=plan.context, d_model=model.d_model, d_ff=model.d_ff,
             heads=model.n_heads,
         )  # fmt: skip
-        kind = JoinedLayers if plan.joined else FusedLayers if plan.fused else Layers
+        kind = FusedProjectionLayers if plan.joined else FusedLayers if plan.fused else Layers
         self.layers = kind(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
         self.keeps = plan.kept()
         self.state: list[Buffer] = []
-        self.beside = Beside()
+        self.beside = DeferredFrees()
         if plan.updates_in_backward:
             self.tape.take = self._update_at_once
             if plan.device == "cuda":
@@ -218,7 +218,7 @@ class Play:
             x = self.ops.cast(x, self.stream_width)
         x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.stretches())
         with tape.inside("norm"):
-            if isinstance(self.layers, JoinedLayers):
+            if isinstance(self.layers, FusedProjectionLayers):
                 return self.layers.normed_sum(x, branch[0], self.norm)[1].value, *branch
             return (self.layers.norm(x, self.norm),)
 
@@ -252,7 +252,7 @@ class Play:
 
     def _through(self, number: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
         layers, weights = self.layers, self.blocks[number]
-        if isinstance(layers, JoinedLayers):
+        if isinstance(layers, FusedProjectionLayers):
             return layers.joined_block(x, branch, weights, self.keeps[number])
         return (self._with_weights(x, weights, layers.block),)
 

@@ -71,21 +71,23 @@ class Node:
         neither."""
         self.saved: Sequence[Buffer] = saved
         self.rule: JointRule | None = rule
-        self.stretch: Stretch | None = None
+        self.stretch: CheckpointedSegment | None = None
         """The checkpointed stretch that will bring back what it saved."""
 
 
-class Stretch:
+class CheckpointedSegment:
     """A checkpointed stretch: its inputs are what it keeps, itself or in the stretch around it."""
 
     __slots__ = ("again", "outer", "places", "saved")
 
-    def __init__(self, again: Callable[[Sequence[Buffer]], object], outer: Stretch | None) -> None:
+    def __init__(
+        self, again: Callable[[Sequence[Buffer]], object], outer: CheckpointedSegment | None
+    ) -> None:
         self.again: Callable[[Sequence[Buffer]], object] | None = again
         """Plays it again from its inputs."""
         self.outer = outer
         self.saved: Sequence[Buffer] = ()
-        self.places: list[Node | Stretch] = []
+        self.places: list[Node | CheckpointedSegment] = []
         """Who saved something, in order."""
 
 
@@ -105,8 +107,8 @@ class Tape:
         """Gets the gradient of each parameter in place of the parameter, where somebody uses it at
         once."""
         self._count = 0
-        self._stretch: Stretch | None = None
-        self._bringing_back: Iterator[Node | Stretch] | None = None
+        self._stretch: CheckpointedSegment | None = None
+        self._bringing_back: Iterator[Node | CheckpointedSegment] | None = None
         self._left = 0
         self._recording = True
 
@@ -167,7 +169,7 @@ class Tape:
         if self._bringing_back is not None or not self._recording:
             return self._within_replay(inputs, body)
         shapes, outer = [(x.elements, x.width) for x in inputs], self._stretch
-        stretch = Stretch(
+        stretch = CheckpointedSegment(
             lambda kept: body(
                 [Value(buffer, *shape) for buffer, shape in zip(kept, shapes, strict=True)]
             ),
@@ -206,7 +208,7 @@ class Tape:
         if not self._left:
             raise _AllIsBack
 
-    def _play_again(self, stretch: Stretch) -> None:
+    def _play_again(self, stretch: CheckpointedSegment) -> None:
         again, stretch.again = stretch.again, None
         if again is None:
             return

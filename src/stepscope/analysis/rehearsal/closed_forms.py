@@ -29,7 +29,7 @@ MOST_SEQUENCES = 2.0**30
 _SOLVED = 1e-4
 
 
-class Way(NamedTuple):
+class ParallelStrategy(NamedTuple):
     """One way to divide the model; a batch is the sequences that its unit works on together."""
 
     name: str
@@ -67,14 +67,14 @@ class Way(NamedTuple):
         return high
 
 
-def ways(
+def parallel_strategies(
     model: ModelConfig,
     cluster: Cluster,
     flops_per_s: float,
     gradient_bytes: int,
     activation_bytes: int,
     tensor: int,
-) -> tuple[Way, ...]:
+) -> tuple[ParallelStrategy, ...]:
     """`tensor` is the degree of tensor parallelism inside of the 2-D way.
 
     Tensor parallelism alone takes as many ranks as it can: a rank has one attention head at least.
@@ -109,13 +109,13 @@ def ways(
     reduction, gathers = cluster.time("all-reduce", whole), sharded(cluster, whole)
     divided = sharded(groups.outer, whole / tensor)
     return (
-        Way("data", "a rank", "2(N-1)/N·g·P/B ≤ 4·P·tokens/F", flops.backward / per_ms,
+        ParallelStrategy("data", "a rank", "2(N-1)/N·g·P/B ≤ 4·P·tokens/F", flops.backward / per_ms,
             lambda _: reduction),
-        Way("FSDP", "a rank", "3(N-1)/N·g·P/B ≤ 6·P·tokens/F", flops.step / per_ms,
+        ParallelStrategy("FSDP", "a rank", "3(N-1)/N·g·P/B ≤ 6·P·tokens/F", flops.step / per_ms,
             lambda _: gathers),
-        Way(f"tensor {most}", f"{most} ranks", "8·L·(N-1)/N·a·d·tokens/B ≤ 6·P·tokens/(N·F)",
-            flops.step / most / per_ms, exchange_most),
-        Way(f"2-D: tensor {tensor} × FSDP {ranks // tensor}", f"{tensor} ranks",
+        ParallelStrategy(f"tensor {most}", f"{most} ranks",
+            "8·L·(N-1)/N·a·d·tokens/B ≤ 6·P·tokens/(N·F)", flops.step / most / per_ms, exchange_most),
+        ParallelStrategy(f"2-D: tensor {tensor} × FSDP {ranks // tensor}", f"{tensor} ranks",
             "tensor's + 3·g·(P/T)/B ≤ 6·P·tokens/(T·F)", flops.step / tensor / per_ms,
             lambda batch: exchange_group(batch) + divided),
     )  # fmt: skip

@@ -15,14 +15,14 @@ from stepscope.analysis.trace.model import Ints, Trace
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.statistics import instances
 from stepscope.analysis.trace.steps import find_steps
-from stepscope.analysis.trace.work import Work, find_work
+from stepscope.analysis.trace.work import DeviceWork, device_work
 
 _COMMUNICATION = CLASSES.index("communication")
 
 
 def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
     """For each step, when each of its collectives began, in nanoseconds."""
-    work = find_work(trace)
+    work = device_work(trace)
     steps = find_steps(work)
     held = instances(work, steps)
     own = np.flatnonzero(held.kind == _COMMUNICATION)
@@ -35,7 +35,7 @@ def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(starts)) for starts in found)
 
 
-def _within(work: Work, span: int, others: set[int]) -> bool:
+def _within(work: DeviceWork, span: int, others: set[int]) -> bool:
     """On a CPU a collective that calls another counts once, as the outer one."""
     above = int(work.host.parent[span])
     while above != NOBODY and above not in others:

@@ -14,7 +14,7 @@ from stepscope.analysis.trace.ledger import gap_causes, waits
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step
 from stepscope.analysis.trace.summary import Gap
-from stepscope.analysis.trace.work import NO_CALL, Work
+from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 LONG_NS = 1_000_000
 """Far above the time that a host takes to launch a kernel."""
@@ -22,7 +22,7 @@ _MOST = 5
 _EVERY = -1
 
 
-def long_gaps(work: Work, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ...]]:
+def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ...]]:
     """Milliseconds of a step in long gaps that the host causes, and the longest gaps of all."""
     if not work.on_device or not steps:
         return 0.0, ()
@@ -45,7 +45,7 @@ def long_gaps(work: Work, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ..
     return long_host / 1e6 / len(steps), told
 
 
-def _gap(work: Work, step: Step, start: int, end: int) -> Gap:
+def _gap(work: DeviceWork, step: Step, start: int, end: int) -> Gap:
     following = int(np.searchsorted(work.start, end, side="left"))
     there = following < len(work) and int(work.start[following]) < step.end
     before = int(np.searchsorted(work.start, start, side="right"))
@@ -63,7 +63,7 @@ def _gap(work: Work, step: Step, start: int, end: int) -> Gap:
     )
 
 
-def _host_activity(work: Work, start: int, end: int, thread: int) -> str:
+def _host_activity(work: DeviceWork, start: int, end: int, thread: int) -> str:
     """The call and the innermost operator or range that last for half of the gap; without any, the
     innermost Python function; or nothing."""
     trace = work.trace

@@ -25,7 +25,7 @@ from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, overlap, own_lengths, union
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.steps import Step, find_steps
-from stepscope.analysis.trace.work import NO_CALL, Work
+from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 CLOSES_BELOW = 0.02
 """Above this share the residual means that the ledger does not close."""
@@ -99,7 +99,7 @@ class Ledger:
         return [*lines, ("", "residual", self.residual)]
 
 
-def ledgers(work: Work, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:
+def ledgers(work: DeviceWork, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:
     """One for every step."""
     waiting = waits(work)
     return tuple(_ledger(work, step, waiting) for step in (steps or find_steps(work)))
@@ -117,7 +117,7 @@ def total(parts: tuple[Ledger, ...]) -> Ledger:
     return Ledger(work=work, steps=len(parts), **sums)
 
 
-def waits(work: Work) -> tuple[Ints, Ints]:
+def waits(work: DeviceWork) -> tuple[Ints, Ints]:
     """When a thread that launches kernels was inside a call that waits."""
     calls, names = work.trace.calls, work.trace.names
     waiting = [n for n in np.unique(calls.name).tolist() if _WAITS.search(names[n])]
@@ -126,7 +126,7 @@ def waits(work: Work) -> tuple[Ints, Ints]:
     return union(calls.start[seen], calls.end[seen])
 
 
-def _ledger(work: Work, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
+def _ledger(work: DeviceWork, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
     first = int(np.searchsorted(work.latest_end, step.start, side="right"))
     last = int(np.searchsorted(work.start, step.end, side="left"))
     index = first + np.flatnonzero(work.end[first:last] > step.start)
@@ -155,7 +155,7 @@ def _ledger(work: Work, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
 
 
 def gap_causes(
-    work: Work, gap: tuple[Ints, Ints], waiting: tuple[Ints, Ints]
+    work: DeviceWork, gap: tuple[Ints, Ints], waiting: tuple[Ints, Ints]
 ) -> dict[str, Ints]:  # fmt: skip
     """For every gap, how much of it comes from each cause."""
     start, end = gap

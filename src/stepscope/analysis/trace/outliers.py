@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepscope.analysis.trace.model import Ints
-from stepscope.analysis.trace.statistics import Instances, group, turns
+from stepscope.analysis.trace.statistics import Instances, group, occurrence
 from stepscope.analysis.trace.summary import Outlier
 
 _FEWEST_PEERS = 8
@@ -28,7 +28,7 @@ def outliers(held: Instances) -> tuple[Outlier, ...]:
     operator = held.work.operator[held.index]
     nowhere = held.modules[0].index("")
     path = held.work.path[held.index]
-    turn = turns(held.step, held.name, held.phase, path, operator)
+    turn = occurrence(held.step, held.name, held.phase, path, operator)
     of = group(held.name, held.phase, held.module, operator, turn)
     length = held.length
     median = of.median(length)[of.of_entry]

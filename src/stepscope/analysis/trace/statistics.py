@@ -16,7 +16,7 @@ from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.nesting import NOBODY
 from stepscope.analysis.trace.steps import Step, step_of
 from stepscope.analysis.trace.summary import KernelRow, Use
-from stepscope.analysis.trace.work import Work
+from stepscope.analysis.trace.work import DeviceWork
 
 Floats: TypeAlias = NDArray[np.float64]
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
@@ -28,7 +28,7 @@ _GROUP = re.compile(r"group \d+(/|$)")
 class Instances:
     """Every kernel, or every call of an operator with its own time, that began within a step."""
 
-    work: Work
+    work: DeviceWork
     steps: tuple[Step, ...]
     index: Ints
     """Of the work it is, or begins with."""
@@ -72,7 +72,7 @@ class Instances:
         return self.work.descriptions[name]
 
 
-def instances(work: Work, steps: tuple[Step, ...]) -> Instances:
+def instances(work: DeviceWork, steps: tuple[Step, ...]) -> Instances:
     step = step_of(work, steps)
     length = work.end - work.start
     index = np.flatnonzero(step >= 0)
@@ -145,7 +145,7 @@ def group(*keys: Ints) -> Groups:
     return Groups(order, np.flatnonzero(np.append(True, np.diff(joint[order]) != 0)))
 
 
-def turns(*keys: Ints) -> Ints:
+def occurrence(*keys: Ints) -> Ints:
     """Whether each entry is the first (0), second (1), … of those with the same keys."""
     if not len(keys[0]):
         return keys[0]

@@ -9,7 +9,7 @@ import numpy as np
 from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER_STEP, OUTSIDE, PHASES
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.summary import Cut
-from stepscope.analysis.trace.work import NO_CALL, Work
+from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 _FEWEST_ENDS = 3
 """Of optimizer steps: two whole steps lie between them."""
@@ -26,7 +26,7 @@ class Step(NamedTuple):
         return self.end - self.start
 
 
-def find_steps(work: Work) -> tuple[Step, ...]:
+def find_steps(work: DeviceWork) -> tuple[Step, ...]:
     """The steps of a trace; one from its first event to its last where nothing tells them.
 
     A step lasts until the host has left it and the device has done what was launched in it. One
@@ -54,11 +54,11 @@ def find_steps(work: Work) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def how_cut(work: Work) -> Cut:
+def how_cut(work: DeviceWork) -> Cut:
     return _seen_by_host(work)[0]
 
 
-def _seen_by_host(work: Work) -> tuple[Cut, list[str], Ints, Ints]:
+def _seen_by_host(work: DeviceWork) -> tuple[Cut, list[str], Ints, Ints]:
     """Steps between two edges or within a mark, else from one optimizer step to the next."""
     spans, texts = work.trace.spans, work.trace.names
     edges, marks = list(work.host.edges), list(work.host.steps)
@@ -78,7 +78,7 @@ def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
     return names, moments[:-1], moments[1:]
 
 
-def _optimizer_ends(work: Work) -> Ints:
+def _optimizer_ends(work: DeviceWork) -> Ints:
     """When the optimizer has stepped that does so most rarely, among equals the last one.
 
     Optimizers of one class have one name: those that step without a backward between them are
@@ -102,7 +102,7 @@ def _optimizer_ends(work: Work) -> Ints:
     return min(known, key=lambda ends: (len(ends), -int(ends[-1])), default=np.zeros(0, np.int64))
 
 
-def launch_times(work: Work) -> Ints:
+def launch_times(work: DeviceWork) -> Ints:
     """When the host launched each piece of work; where that is not known, when it began."""
     times = work.start.copy()
     known = work.call != NO_CALL
@@ -110,7 +110,7 @@ def launch_times(work: Work) -> Ints:
     return times
 
 
-def step_of(work: Work, steps: tuple[Step, ...]) -> Ints:
+def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
     """The step in whose time each piece of work began, -1 outside of all."""
     starts = np.array([step.start for step in steps], np.int64)
     ends = np.array([step.end for step in steps], np.int64)
@@ -119,7 +119,7 @@ def step_of(work: Work, steps: tuple[Step, ...]) -> Ints:
     return np.where(inside, place, -1)
 
 
-def data_ms(work: Work, steps: tuple[Step, ...]) -> float:
+def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
     """Milliseconds of a step in which the host is in a DataLoader of torch."""
     spans, names = work.trace.spans, work.trace.names
     loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
@@ -131,7 +131,7 @@ def data_ms(work: Work, steps: tuple[Step, ...]) -> float:
     return inside / 1e6 / max(1, len(steps))
 
 
-def phase_walls(work: Work, steps: tuple[Step, ...]) -> dict[str, float]:
+def phase_walls(work: DeviceWork, steps: tuple[Step, ...]) -> dict[str, float]:
     """Milliseconds of a step from the end of the phase before to the last work of each phase."""
     walls: dict[str, float] = {}
     for step in steps:

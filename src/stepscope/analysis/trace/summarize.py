@@ -15,7 +15,7 @@ from stepscope.analysis.trace.statistics import instances, kernel_rows, uses
 from stepscope.analysis.trace.steps import data_ms, find_steps, how_cut, phase_walls
 from stepscope.analysis.trace.summary import Line, Shares, Summary
 from stepscope.analysis.trace.timeline import timeline, typical
-from stepscope.analysis.trace.work import find_work
+from stepscope.analysis.trace.work import device_work
 from stepscope.errors import StepscopeError
 
 
@@ -27,7 +27,7 @@ def summarize(
     trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
 ) -> Summary:
     """Without the steps at these places."""
-    work = find_work(trace)
+    work = device_work(trace)
     steps = tuple(s for place, s in enumerate(find_steps(work)) if place not in leave_out)
     if not steps:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")

@@ -19,13 +19,13 @@ from stepscope.analysis.trace.intervals import gaps, union
 from stepscope.analysis.trace.ledger import gap_causes, waits
 from stepscope.analysis.trace.steps import Step
 from stepscope.analysis.trace.summary import Bar, Row
-from stepscope.analysis.trace.work import Work
+from stepscope.analysis.trace.work import DeviceWork
 
 FINEST = 400
 """Nothing shorter than this part of a step has a bar of its own."""
 
 
-class Stretch(NamedTuple):
+class TimelineSpan(NamedTuple):
     start: int
     end: int
     label: str
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
         return self.end - self.start
 
 
-def timeline(work: Work, step: Step) -> tuple[Row, ...]:
+def timeline(work: DeviceWork, step: Step) -> tuple[Row, ...]:
     finest = step.length / FINEST
     rows = [*_host_rows(work, step, finest), *_work_rows(work, step, finest)]
     if work.on_device:
@@ -49,12 +49,12 @@ def typical(steps: tuple[Step, ...]) -> Step:
     return sorted(steps, key=lambda step: step.length)[(len(steps) - 1) // 2]
 
 
-def _host_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
+def _host_rows(work: DeviceWork, step: Step, finest: float) -> Iterator[Row]:
     """One row for the phases on each thread, and one for each depth of named ranges."""
     spans, host = work.trace.spans, work.host
     inside = np.flatnonzero((spans.start < step.end) & (spans.end > step.start))
     by_phase = [
-        Stretch(int(spans.start[i]), int(spans.end[i]), *[PHASES[host.phase[i]]] * 2)
+        TimelineSpan(int(spans.start[i]), int(spans.end[i]), *[PHASES[host.phase[i]]] * 2)
         for i in inside.tolist()
         if host.phase[i] != UNKNOWN and not _inherits_phase(work, i)
     ]
@@ -62,7 +62,7 @@ def _host_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
     ranges = [i for i in inside.tolist() if spans.is_range[i] and _names_module(work, i)]
     for depth in (1, 2):
         stretches = [
-            Stretch(int(spans.start[i]), int(spans.end[i]), host.paths[host.path[i]][-1],
+            TimelineSpan(int(spans.start[i]), int(spans.end[i]), host.paths[host.path[i]][-1],
                     PHASES[host.phase[i]])
             for i in ranges
             if len(host.paths[host.path[i]]) == depth
@@ -70,24 +70,24 @@ def _host_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
         yield Row(label=("ranges", "within")[depth - 1], bars=_joined(stretches, step, finest))
 
 
-def _inherits_phase(work: Work, index: int) -> bool:
+def _inherits_phase(work: DeviceWork, index: int) -> bool:
     above = int(work.host.parent[index])
     return above >= 0 and int(work.host.phase[above]) == int(work.host.phase[index])
 
 
-def _names_module(work: Work, index: int) -> bool:
+def _names_module(work: DeviceWork, index: int) -> bool:
     above = int(work.host.parent[index])
     return int(work.host.path[index]) != (int(work.host.path[above]) if above >= 0 else 0)
 
 
-def _work_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
+def _work_rows(work: DeviceWork, step: Step, finest: float) -> Iterator[Row]:
     inside = np.flatnonzero((work.start < step.end) & (work.end > step.start))
     streams, counts = np.unique(work.stream[inside], return_counts=True)
     ranked = streams[np.argsort(-counts, kind="stable")][:4].tolist()
     for place, stream in enumerate(ranked):
         chosen = inside[work.stream[inside] == stream]
         stretches = (
-            Stretch(int(work.start[i]), int(work.end[i]), about.short, CLASSES[work.kind[i]])
+            TimelineSpan(int(work.start[i]), int(work.end[i]), about.short, CLASSES[work.kind[i]])
             for i in chosen.tolist()
             for about in (work.descriptions[int(work.name[i])],)
         )
@@ -96,7 +96,7 @@ def _work_rows(work: Work, step: Step, finest: float) -> Iterator[Row]:
         yield Row(label=label, bars=_filled(stretches, step, finest))
 
 
-def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
+def _idle_bars(work: DeviceWork, step: Step, finest: float) -> tuple[Bar, ...]:
     inside = (work.start < step.end) & (work.end > step.start)
     start = np.maximum(work.start[inside], step.start)
     end = np.minimum(work.end[inside], step.end)
@@ -106,7 +106,7 @@ def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
     largest = np.stack(list(causes.values())).argmax(axis=0)
     return _filled(
         (
-            Stretch(first, last, names[cause], names[cause])
+            TimelineSpan(first, last, names[cause], names[cause])
             for first, last, cause in zip(*(c.tolist() for c in (*left_out, largest)), strict=True)
         ),
         step,
@@ -114,12 +114,12 @@ def _idle_bars(work: Work, step: Step, finest: float) -> tuple[Bar, ...]:
     )
 
 
-def _filled(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Bar, ...]:
+def _filled(stretches: Iterable[TimelineSpan], step: Step, finest: float) -> tuple[Bar, ...]:
     """A bar for each stretch that can be seen; of shorter ones, cells that they fill by half."""
-    seen: list[Stretch] = []
+    seen: list[TimelineSpan] = []
     cells: dict[int, dict[str, int]] = {}
     for start, end, label, group in stretches:
-        now = Stretch(max(start, step.start), min(end, step.end), label, group)
+        now = TimelineSpan(max(start, step.start), min(end, step.end), label, group)
         if now.length >= finest:
             seen.append(now)
         elif now.length > 0:
@@ -127,7 +127,7 @@ def _filled(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Ba
             cell[group] = cell.get(group, 0) + now.length
     for first, last, group in _runs(cells, finest / 2):
         start, end = (round(step.start + cell * finest) for cell in (first, last))
-        seen.append(Stretch(start, end, group, group))
+        seen.append(TimelineSpan(start, end, group, group))
     return _joined(_apart(sorted(seen)), step, finest)
 
 
@@ -148,7 +148,7 @@ def _runs(cells: dict[int, dict[str, int]], enough: float) -> Iterator[tuple[int
         yield run
 
 
-def _apart(stretches: list[Stretch]) -> Iterator[Stretch]:
+def _apart(stretches: list[TimelineSpan]) -> Iterator[TimelineSpan]:
     """In order; each begins where the one before ends."""
     reached = 0
     for stretch in stretches:
@@ -157,11 +157,11 @@ def _apart(stretches: list[Stretch]) -> Iterator[Stretch]:
             reached = stretch.end
 
 
-def _joined(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Bar, ...]:
+def _joined(stretches: Iterable[TimelineSpan], step: Step, finest: float) -> tuple[Bar, ...]:
     """Stretches in order of time as bars; those that cannot be seen apart become one."""
-    held: list[Stretch] = []
+    held: list[TimelineSpan] = []
     for start, end, label, group in sorted(stretches):
-        now = Stretch(max(start, step.start), min(end, step.end), label, group)
+        now = TimelineSpan(max(start, step.start), min(end, step.end), label, group)
         if now.length <= 0:
             continue
         before = held[-1] if held else None
@@ -173,7 +173,7 @@ def _joined(stretches: Iterable[Stretch], step: Step, finest: float) -> tuple[Ba
         ):
             longer = max(before, now, key=lambda one: one.length)
             joint = longer.label if longer.length >= finest else group
-            held[-1] = Stretch(before.start, max(before.end, now.end), joint, group)
+            held[-1] = TimelineSpan(before.start, max(before.end, now.end), joint, group)
         else:
             held.append(now)
     return tuple(

@@ -19,7 +19,7 @@ _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """One entry for every kernel, or for every stretch of an operator's own time; by start."""
 
     trace: Trace
@@ -128,12 +128,12 @@ class Attribution:
     """Of the backward's time alone."""
 
 
-def find_work(trace: Trace) -> Work:
+def device_work(trace: Trace) -> DeviceWork:
     host = read_host(trace)
     return _kernels(trace, host) if trace.on_device else _operators(trace, host)
 
 
-def _kernels(trace: Trace, host: Host) -> Work:
+def _kernels(trace: Trace, host: Host) -> DeviceWork:
     kernels, calls = _busiest_device(trace.kernels), trace.calls
     call = _launching_call(kernels.correlation, calls.correlation)
     span = np.full(len(kernels), NOBODY, np.int64)
@@ -141,7 +141,7 @@ def _kernels(trace: Trace, host: Host) -> Work:
     launched = call[known]
     span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
     descriptions = _descriptions(trace, kernels.name)
-    return Work(
+    return DeviceWork(
         trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
         classes(trace, host, descriptions, kernels.name, span), call, span, descriptions,
     )  # fmt: skip
@@ -172,14 +172,14 @@ def _launching_call(wanted: Ints, correlations: Ints) -> Ints:
     return found
 
 
-def _operators(trace: Trace, host: Host) -> Work:
+def _operators(trace: Trace, host: Host) -> DeviceWork:
     """Stretches in which an operator itself ran, not one that it called."""
     start, end, span = _own_stretches(trace, host)
     order = np.argsort(start, kind="stable")
     start, end, span = start[order], end[order], span[order]
     name = trace.spans.name[span]
     descriptions = _descriptions(trace, name)
-    return Work(
+    return DeviceWork(
         trace, host, name, start, end, trace.spans.thread[span],
         classes(trace, host, descriptions, name, span), np.full(len(start), NO_CALL, np.int64),
         span, descriptions,

@@ -19,15 +19,15 @@ import triton
 import triton.language as tl
 
 from stepscope.attention.triton.memory import (
-    add_product,
+    add_dot,
     add_roughly,
-    held,
+    in_registers,
     keys_of,
     load_tile,
-    outer_product,
-    place,
+    outer_dot,
     store_tile,
-    whole,
+    sum_planes,
+    tile_of_program,
     zeros,
 )
 from stepscope.attention.triton.softmax import probabilities, row_sums, shared_by
@@ -51,7 +51,7 @@ def _gather_keys(
             v, v_e, v_strides, batch, key_head, n, N, D, B,
             BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
         )  # fmt: skip
-        scores = outer_product(query, key, BLOCK_E, PLANES, PRECISION)
+        scores = outer_dot(query, key, BLOCK_E, PLANES, PRECISION)
         p = probabilities(scores, level[:, None], scale, EXACT)
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
@@ -60,7 +60,7 @@ def _gather_keys(
                 i = row + tl.arange(0, BLOCK_M)
                 seen = seen & (j[None, :] <= i[:, None] + shift)
             p = tl.where(seen, p, 0.0)
-        grad_p = outer_product(g, value, BLOCK_E, PLANES, PRECISION)
+        grad_p = outer_dot(g, value, BLOCK_E, PLANES, PRECISION)
         if WHOLE:
             p = shared_by(p, tl.sum(p, 1)[:, None], EXACT)
             drop = tl.sum(p * grad_p, 1)
@@ -69,7 +69,7 @@ def _gather_keys(
             mass += tl.sum(p, 1)
             lean += tl.sum(grad_s, 1)
             mean_k, mean_k_e = add_roughly(mean_k, mean_k_e, p, key, BLOCK_E, PLANES)
-        grad_q, grad_q_e = add_product(
+        grad_q, grad_q_e = add_dot(
             grad_q, grad_q_e, grad_s, key, BLOCK_E, PLANES, PRECISION, APART=True
         )
     return grad_q, grad_q_e, mass, lean, mean_k, mean_k_e
@@ -87,7 +87,7 @@ def query_kernel(
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile; delta, factor and lean of its rows for the kernel that comes after."""
-    tile, bh = place(n_tiles, GROUP, CAUSAL)
+    tile, bh = tile_of_program(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
     key_head = head // G
     row = tile * BLOCK_M
@@ -98,13 +98,13 @@ def query_kernel(
         grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), batch, head, row, M, D, B,
         BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    g = held(g, dq, HOLD)
+    g = in_registers(g, dq, HOLD)
     out = load_tile(
         o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, row, M, D, B,
         BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False,
     )  # fmt: skip
     rows_before = bh.to(tl.int64) * M
-    drop = row_sums(out[0], whole(g, PLANES), EXACT)
+    drop = row_sums(out[0], sum_planes(g, PLANES), EXACT)
     if BLOCK_E > 0:
         drop += row_sums(out[3], g[3], EXACT)
     tl.store(delta + rows_before + i, drop, mask=i < M)
@@ -112,7 +112,7 @@ def query_kernel(
         q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D, B,
         BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    query = held(query, dq, HOLD)
+    query = in_registers(query, dq, HOLD)
     level = tl.load(lse + rows_before + i, mask=i < M, other=0.0)
     full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
     grad_q, grad_q_e = zeros(BLOCK_M, BLOCK_D, BLOCK_E)
@@ -164,7 +164,7 @@ def _gather_queries(
             BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
         )  # fmt: skip
         level = tl.load(lse + i, mask=i < M, other=0.0)
-        scores = outer_product(key, query, BLOCK_E, PLANES, PRECISION)
+        scores = outer_dot(key, query, BLOCK_E, PLANES, PRECISION)
         p = probabilities(scores, level[None, :], scale, EXACT)
         j = col + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -178,16 +178,14 @@ def _gather_queries(
             grad, grad_e, g_strides, batch, head, m, M, D, B,
             BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
         )  # fmt: skip
-        grad_v, grad_v_e = add_product(
-            grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION, APART=WHOLE
-        )
-        grad_p = outer_product(value, g, BLOCK_E, PLANES, PRECISION)
+        grad_v, grad_v_e = add_dot(grad_v, grad_v_e, p, g, BLOCK_E, PLANES, PRECISION, APART=WHOLE)
+        grad_p = outer_dot(value, g, BLOCK_E, PLANES, PRECISION)
         drop = tl.sum(p * grad_p, 0) if WHOLE else tl.load(delta + i, mask=i < M, other=0.0)
         grad_p = grad_p - drop[None, :]
         if EXACT and not WHOLE:
             grad_p -= tl.load(lean + i, mask=i < M, other=0.0)[None, :]
         grad_s = p * grad_p
-        grad_k, grad_k_e = add_product(
+        grad_k, grad_k_e = add_dot(
             grad_k, grad_k_e, grad_s, query, BLOCK_E, PLANES, PRECISION, APART=WHOLE
         )
     return grad_k, grad_k_e, grad_v, grad_v_e
@@ -205,7 +203,7 @@ def key_value_kernel(
     HOLD: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile: all query heads that share the key head, in a fixed order."""
-    tile, bk = place(n_tiles, GROUP, False)
+    tile, bk = tile_of_program(n_tiles, GROUP, False)
     key_heads = H // G
     batch, key_head = bk // key_heads, bk % key_heads
     col = tile * BLOCK_N
@@ -219,7 +217,7 @@ def key_value_kernel(
         v, v_e, (v_stride_b, v_stride_h, v_stride_n), batch, key_head, col, N, D, B,
         BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    key, value = held(key, dk, HOLD), held(value, dv, HOLD)
+    key, value = in_registers(key, dk, HOLD), in_registers(value, dv, HOLD)
     grad_k, grad_k_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     grad_v, grad_v_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     # Query rows from `full` on see the whole tile; those from `start` on see a part of it.

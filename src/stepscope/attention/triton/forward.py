@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from stepscope.attention.triton.memory import (
-    add_product,
-    held,
+    add_dot,
+    in_registers,
     keys_of,
     load_tile,
-    outer_product,
-    place,
+    outer_dot,
     store_tile,
+    tile_of_program,
     zeros,
 )
 from stepscope.attention.triton.softmax import base_of, exponential, shared_by
@@ -41,7 +41,7 @@ def _advance(
             k, k_e, k_strides, batch, key_head, n, N, D, B,
             BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
         )  # fmt: skip
-        scores = outer_product(query, key, BLOCK_E, PLANES, PRECISION)
+        scores = outer_dot(query, key, BLOCK_E, PLANES, PRECISION)
         if MASKED:
             j = n + tl.arange(0, BLOCK_N)
             seen = (j < N)[None, :]
@@ -67,7 +67,7 @@ def _advance(
         acc = acc * shrink[:, None]
         if BLOCK_E > 0:
             acc_e = acc_e * shrink[:, None]
-        acc, acc_e = add_product(acc, acc_e, p, value, BLOCK_E, PLANES, PRECISION)
+        acc, acc_e = add_dot(acc, acc_e, p, value, BLOCK_E, PLANES, PRECISION)
         top = higher
     return acc, acc_e, top, total
 
@@ -82,7 +82,7 @@ def forward_kernel(
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     HOLD: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    tile, bh = place(n_tiles, GROUP, CAUSAL)
+    tile, bh = tile_of_program(n_tiles, GROUP, CAUSAL)
     batch, head = bh // H, bh % H
     key_head = head // G
     row = tile * BLOCK_M
@@ -92,7 +92,7 @@ def forward_kernel(
         q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, row, M, D, B,
         BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
     )  # fmt: skip
-    query = held(query, o, HOLD)
+    query = in_registers(query, o, HOLD)
     factor = base_of(scale, EXACT)
     full, stop = keys_of(row, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def place(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
+def tile_of_program(n_tiles, GROUP: tl.constexpr, LONGEST_LAST: tl.constexpr):
     """Which tile of which head a program works on.
 
     GROUP heads advance together, so that their keys stay in the cache. Under a causal mask the
@@ -89,7 +89,7 @@ def load_tile(
 
 
 @triton.jit
-def held(tile, like, HOLD: tl.constexpr):
+def in_registers(tile, like, HOLD: tl.constexpr):
     """A tile that stays in registers for the whole loop: loaded as bits of another type, the
     compiler cannot leave it in shared memory for the products to read again and again."""
     high, middle, low, tile_e = tile
@@ -100,7 +100,7 @@ def held(tile, like, HOLD: tl.constexpr):
 
 
 @triton.jit
-def whole(tile, PLANES: tl.constexpr):
+def sum_planes(tile, PLANES: tl.constexpr):
     """The planes summed, lowest first."""
     x = tile[0]
     if PLANES == 3:
@@ -115,7 +115,7 @@ def apart(product, rest):
 
 
 @triton.jit
-def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
+def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ over all columns; of the products of planes those above the last place.
 
     Matrix units cut off what does not fit where other units round. The highest planes are made so
@@ -137,7 +137,7 @@ def outer_product(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def add_product(
+def add_dot(
     acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr,
     APART: tl.constexpr = False,
 ):  # fmt: skip

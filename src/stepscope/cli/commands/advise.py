@@ -22,8 +22,8 @@ from stepscope.analysis.advice.changes import Advice, advise, afterwards
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.plausible import plausible
 from stepscope.cli.advice_page import conclude
-from stepscope.cli.common import Place, load_records, parse
-from stepscope.cli.messages import say
+from stepscope.cli.common import StoreOptions, load_records, parse
+from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.cli.verification import Calibrating, Verification
@@ -41,7 +41,7 @@ from stepscope.studies.program.rows import Watched
 from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 
-class AdviseOptions(Place, frozen=True, kw_only=True):
+class AdviseOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """A training script and what it is given; or records of `inspect` or of the study `own`: a
     file, or a run."""
@@ -180,7 +180,7 @@ def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tupl
         # No device of that kind: these are records of another machine.
         return record, ()
     except StepscopeError as error:
-        say(f"the ceilings of this machine are not known: {error}")
+        log(f"the ceilings of this machine are not known: {error}")
         return record, ()
 
 
@@ -211,7 +211,7 @@ def _find_run(
     if held is not None:
         return held, False
     if options.resume:
-        say("no earlier run of this request; starting one")
+        log("no earlier run of this request; starting one")
     plain = [word for word in words if word != "--resume"]
     return new_run(cases, shlex.join(["stepscope", "advise", "--resume", *plain])), True
 
@@ -240,7 +240,7 @@ def _advise_script(
         if held:
             base = held[0]
         else:
-            say(f"recording some steps of {target}")
+            log(f"recording some steps of {target}")
             base = record_script(
                 Order(
                     target=target, module=options.module, words=tuple(rest), warmup=options.warmup,
@@ -330,7 +330,7 @@ def _kept(store: Store, run: Run) -> Iterator[None]:
         done = store.finished(run.id)
         if done:
             tried = counted(sum(study == TRIALS for study, _ in done), "trial")
-            say(f"interrupted: {tried} kept in run {run.id}\ngo on with: {run.command}")
+            log(f"interrupted: {tried} kept in run {run.id}\ngo on with: {run.command}")
         raise
 
 

@@ -17,7 +17,7 @@ from stepscope.analysis.compare import (
     exceeds,
     untold,
 )
-from stepscope.cli.common import Place, json_line, load_meant, parse
+from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Column, Interval, Table
@@ -25,7 +25,7 @@ from stepscope.report.blocks import Column, Interval, Table
 _GATE_FAILED, _CANNOT_TELL = 3, 4
 
 
-class CompareOptions(Place, frozen=True, kw_only=True):
+class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="BASE")]
     """A run, a .jsonl file, or the id of one record."""
     new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
@@ -86,7 +86,7 @@ def main(words: list[str]) -> int:
 
 
 def _compare(options: CompareOptions) -> tuple[Comparison, ...]:
-    base, new = load_meant(options.base, options), load_meant(options.new, options)
+    base, new = load_run_or_record(options.base, options), load_run_or_record(options.new, options)
     if isinstance(base, Record) and isinstance(new, Record):
         return compare_records(base, new, across=options.across)
     if isinstance(base, Record) or isinstance(new, Record):

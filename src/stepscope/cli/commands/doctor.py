@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.cli.common import Place, json_line, parse
+from stepscope.cli.common import StoreOptions, json_line, parse
 from stepscope.errors import StepscopeError
 from stepscope.report.blocks import Column, Table
 from stepscope.report.format import bytes_
@@ -28,7 +28,7 @@ class Check(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
-class DoctorOptions(Place, frozen=True, kw_only=True):
+class DoctorOptions(StoreOptions, frozen=True, kw_only=True):
     json: bool = False
     """Print one line of JSON instead of the table."""
 

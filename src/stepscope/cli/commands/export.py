@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from stepscope.cli.common import Place, json_line, load_records, parse, write_text
-from stepscope.cli.messages import tell
+from stepscope.cli.common import StoreOptions, json_line, load_records, parse, write_text
+from stepscope.cli.messages import write_line
 from stepscope.errors import UsageError, printable, unknown_name
 from stepscope.records.jsonl import rounded, write_records
 from stepscope.records.names import file_name
@@ -22,7 +22,7 @@ MIN_DIGITS = 4
 """A median's interval is written with as many."""
 
 
-class ExportOptions(Place, frozen=True, kw_only=True):
+class ExportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional] = "latest"
     """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
     format: Literal["jsonl", "markdown", "latex", "csv"] = "jsonl"
@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
         print(json_line({"files": files}))
     else:
         for path in files:
-            tell(f"wrote {path}")
+            write_line(f"wrote {path}")
     return 0
 
 

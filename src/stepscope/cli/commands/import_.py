@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from stepscope.cli.common import Place, json_line, load_file, parse
+from stepscope.cli.common import StoreOptions, json_line, load_file, parse
 from stepscope.records.jsonl import import_into
 from stepscope.records.store import Store
 from stepscope.report.format import counted
 
 
-class ImportOptions(Place, frozen=True, kw_only=True):
+class ImportOptions(StoreOptions, frozen=True, kw_only=True):
     files: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """JSON Lines files of records."""
     json: bool = False

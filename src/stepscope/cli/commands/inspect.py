@@ -19,8 +19,8 @@ import tyro
 from stepscope.advisor.inspect.background import Background
 from stepscope.advisor.inspect.meeting import Meeting, meet
 from stepscope.advisor.inspect.order import Order
-from stepscope.cli.common import Place, json_line, parse, require_writable, write_text
-from stepscope.cli.messages import say, tell
+from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
+from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
 from stepscope.records.jsonl import write_records
@@ -33,7 +33,7 @@ _ALIKE = 0.7, 3.0
 """Traced steps as a share of timed ones: a profiler makes short operators take twice as long."""
 
 
-class InspectOptions(Place, frozen=True, kw_only=True):
+class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script, and what it is given."""
     page: Path | None = None
@@ -98,7 +98,7 @@ def main(words: list[str]) -> int:
     meeting = meet()
     if meeting.alone:
         rank = os.environ.get("RANK", "0")
-        say(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
+        log(f"rank {rank} is recorded apart from the other ranks: {meeting.alone}")
     try:
         return _run(order, meeting, page if meeting.leads else None, options)
     finally:
@@ -164,7 +164,7 @@ def _run(order: Order, meeting: Meeting, page: Path | None, options: InspectOpti
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
         # Not on standard output, which is the script's.
-        tell(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}))
+        write_line(json_line(msgspec.to_builtins(outcome, enc_hook=str) | {"exit_code": code}))
     return end_alike(status)
 
 
@@ -210,14 +210,14 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     )  # fmt: skip
     if not options.json:
         if told := _in_short(outcome, len(records)):
-            say(told)
+            log(told)
         if warning := banner(records):
-            say(warning)
+            log(warning)
         if outcome.reason:
-            say(f"not all of it was recorded: {outcome.reason}")
+            log(f"not all of it was recorded: {outcome.reason}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         whose = f" (of this machine; each of the {machines} writes its own)" if machines > 1 else ""
-        say(f"page: {outcome.page}{whose}")
+        log(f"page: {outcome.page}{whose}")
     return outcome
 
 
@@ -246,5 +246,5 @@ def _in_short(outcome: Outcome, ranks: int) -> str:
 
 def _failed(why: str, options: InspectOptions, records: Path | None = None) -> Outcome:
     if not options.json:
-        say(why)
+        log(why)
     return Outcome(reason=why, records=records)

@@ -9,7 +9,7 @@ import msgspec
 import tyro
 
 from stepscope.attention.registry import IMPLEMENTATIONS
-from stepscope.cli.common import Place, existing_store, json_line, parse
+from stepscope.cli.common import StoreOptions, existing_store, json_line, parse
 from stepscope.model import cost
 from stepscope.model.config import PRECISIONS
 from stepscope.model.sizes import SIZES
@@ -21,7 +21,7 @@ from stepscope.studies.registry import all_studies
 What = Literal["all", "studies", "presets", "sizes", "dtypes", "attentions", "runs"]
 
 
-class ListOptions(Place, frozen=True, kw_only=True):
+class ListOptions(StoreOptions, frozen=True, kw_only=True):
     what: Annotated[What, tyro.conf.Positional] = "all"
     """Which list."""
     json: bool = False

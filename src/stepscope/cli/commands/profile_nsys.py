@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.cli.common import Place, parse
-from stepscope.cli.messages import tell
+from stepscope.cli.common import StoreOptions, parse
+from stepscope.cli.messages import write_line
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.training.workload import Mode, WorkloadFlags, workloads
@@ -28,7 +28,7 @@ class NsysOptions(WorkloadFlags, frozen=True, kw_only=True):
     """Steps that it records."""
     run: bool = True
     """Run the commands where `nsys` is installed; otherwise, and with --no-run, print them."""
-    out: Path = Place().out
+    out: Path = StoreOptions().out
     """Folder of the record store and the reports (or set STEPSCOPE_OUT)."""
 
 
@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
             if done.returncode:
                 raise StepscopeError(f"{command[0]} ended with exit code {done.returncode}")
     if options.run and not installed:
-        tell("nsys is not installed here: run these where it is")
+        write_line("nsys is not installed here: run these where it is")
     return 0
 
 

@@ -8,11 +8,18 @@ from typing import Annotated
 import tyro
 
 from stepscope.analysis.plausible import plausible
-from stepscope.analysis.rehearsal.closed_forms import Way
+from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LINKS, custom_cluster, make_cluster
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.analysis.rehearsal.sweep import ALL, BUCKETS_MB
-from stepscope.cli.common import Place, existing_store, json_line, load_meant, parse, write_text
+from stepscope.cli.common import (
+    StoreOptions,
+    existing_store,
+    json_line,
+    load_run_or_record,
+    parse,
+    write_text,
+)
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Page, Section, Table
@@ -37,7 +44,7 @@ _MEND = "record one with `stepscope run rehearsal --size small --context 512`"
 _QUESTION = "What would this step take on ranks that one does not have?"
 
 
-class RehearseOptions(Place, frozen=True, kw_only=True):
+class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str | None, tyro.conf.Positional] = None
     """A run, a record or a .jsonl file with a recorded step; by default the newest in the store."""
     ranks: tuple[int, ...] = (8, 64, 1024)
@@ -152,7 +159,7 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
             held = store.records(study="rehearsal")
         where = str(options.store)
     else:
-        meant = load_meant(options.source, options)
+        meant = load_run_or_record(options.source, options)
         held, where = ((meant,) if isinstance(meant, Record) else meant), options.source
     # A check has a recording of its own, made with fewer threads: only where there is no other.
     ours = STUDY.results([plausible(record) for record in held if record.study == STUDY.name])
@@ -250,7 +257,7 @@ def _prediction_facts(told: Prediction) -> dict[str, object]:
     }
 
 
-def _way_facts(way: Way, batch: float) -> dict[str, object]:
+def _way_facts(way: ParallelStrategy, batch: float) -> dict[str, object]:
     return {
         "parallelism": way.name,
         "bound_below_sequences": way.bound_below,

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import msgspec
 import tyro
 
-from stepscope.cli.common import Place, json_line, load_records, parse, write_text
+from stepscope.cli.common import StoreOptions, json_line, load_records, parse, write_text
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table
 
 _TERMINAL_ROWS = 24
 
 
-class ReportOptions(Place, frozen=True, kw_only=True):
+class ReportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional] = "latest"
     """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
     json: bool = False

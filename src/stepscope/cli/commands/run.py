@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from stepscope.cli.commands.report import print_results, write_report
-from stepscope.cli.common import Place, json_line, parse
-from stepscope.cli.messages import say, tell
+from stepscope.cli.common import StoreOptions, json_line, parse
+from stepscope.cli.messages import log, write_line
 from stepscope.cli.progress import make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError, unknown_name
@@ -34,7 +34,7 @@ def seconds_to_wait() -> float:
         raise UsageError(f"STEPSCOPE_WAIT is {text!r}", "give a number of seconds") from None
 
 
-class RunOptions(Place, frozen=True, kw_only=True):
+class RunOptions(StoreOptions, frozen=True, kw_only=True):
     """How to run it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -179,7 +179,7 @@ def _run(options: RunOptions, wanted: Asked | Share, words: Sequence[str]) -> in
                 )  # fmt: skip
         except KeyboardInterrupt:
             kept = len(store.finished(run.id))
-            tell(
+            write_line(
                 f"\ninterrupted: {kept} of {len(cases)} cases are kept in run {run.id}\n"
                 f"go on with: {run.command}"
             )
@@ -192,7 +192,7 @@ def _cases(wanted: Asked | Share, runner: Runner) -> tuple[PlannedCase, ...]:
         instead = wanted.on_cpu()
         if instead is not None:
             told = f"on a CPU: the cases of preset {instead.preset}; others by their flags"
-            tell(told)
+            write_line(told)
             wanted = instead
     if isinstance(wanted, Share):
         return preset_cases(wanted.preset, runner.environment, wanted.study, runner.lacks)
@@ -211,7 +211,7 @@ def _open_run(
             again = REPEATABLE if options.retry else ()
             done = [status for status, _ in store.finished(held.id).values()]
             return held, sum(status not in again for status in done)
-        say("no earlier run of this request; starting one")
+        log("no earlier run of this request; starting one")
     plain = [word for word in words if word not in ("--resume", "--retry")]
     run = new_run(cases, shlex.join(["stepscope", "run", *plain, "--resume"]))
     store.add_run(run)
@@ -236,7 +236,7 @@ def _conclude(options: RunOptions, run: Run) -> int:
     elif not options.json:
         print_results(records)
         if options.report:
-            say("no case succeeded, so no report is written")
+            log("no case succeeded, so no report is written")
     if options.json:
         print(json_line(facts))
     return 1 if any(tally[status] for status in REPEATABLE) else 0

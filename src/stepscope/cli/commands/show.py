@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from stepscope.cli.common import Place, json_line, load_meant, parse
+from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
 from stepscope.errors import UsageError, printable
 from stepscope.records.schema import Record
 
 
-class ShowOptions(Place, frozen=True, kw_only=True):
+class ShowOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional] = "latest"
     """A run (id, its beginning, latest, latest~1), a .jsonl file, or the id of one record."""
     study: str | None = None
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
         "Print the findings and tables of a run, or one record whole.",
         ("stepscope show", "stepscope show latest~1 --study warmup", "stepscope show 3f2a9c"),
     )
-    meant = load_meant(options.source, options)
+    meant = load_run_or_record(options.source, options)
     records = (meant,) if isinstance(meant, Record) else meant
     if options.study is not None:
         held = dict.fromkeys(record.study for record in records)

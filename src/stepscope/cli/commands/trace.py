@@ -9,13 +9,13 @@ import tyro
 
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
-from stepscope.cli.common import Place, json_line, parse, write_text
+from stepscope.cli.common import StoreOptions, json_line, parse, write_text
 from stepscope.report.blocks import Block, Page, Section
 
 _QUESTION = "Where does the time of a step go, and does the account add up?"
 
 
-class TraceOptions(Place, frozen=True, kw_only=True):
+class TraceOptions(StoreOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional]
     """A Chrome trace of torch.profiler (.json, .json.gz), or an export of Nsight Systems."""
     against: Path | None = None

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepscope.torch_tools.beside import run_beside
+from stepscope.torch_tools.beside import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
 
 _WARPS_TO_A_PROCESSOR = 32
@@ -165,7 +165,7 @@ def backward(
     )  # fmt: skip
     grad_weight = torch.empty_like(weight)
     # No product waits for it, and beside updates it would take ten times as long.
-    run_beside(kept.device, lambda: add_up(partial, grad_weight), partial)
+    run_overlapped(kept.device, lambda: add_up(partial, grad_weight), partial)
     return grad_sum, grad_branch, grad_weight
 
 

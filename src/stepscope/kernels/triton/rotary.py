@@ -84,7 +84,7 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 @on_its_device
-def turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool) -> None:
+def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool) -> None:
     """x and out are (batch, seq, heads · d_head) and may be the same; tables are
     (context, d_head/2) in float32. `back` turns the other way."""
     batch, seq, width = x.shape

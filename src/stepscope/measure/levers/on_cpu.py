@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepscope.measure.levers.pair import LINKS, Form, Pair, chain_gradient, numbers
+from stepscope.measure.levers.pair import LINKS, KernelVariant, Pair, chain_gradient, numbers
 
 Array = NDArray[np.float32]
 
@@ -59,11 +59,11 @@ def divergence(elements: int, rows: int) -> Pair:  # noqa: ARG001
 
     size = 2.0 * WORD * count
     return Pair(
-        slow=Form(
+        slow=KernelVariant(
             both_sides, lambda: torch.from_numpy(y), 1e-5, moved=size + count,
             flops=2.0 * TERMS * count,
         ),
-        fast=Form(
+        fast=KernelVariant(
             one_side, lambda: torch.from_numpy(sorted_y)[torch.argsort(order)], 1e-5,
             moved=size, flops=2.0 * TERMS * most,
         ),
@@ -84,7 +84,7 @@ def _polynomial(x: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def precision(elements: int, rows: int) -> Pair:  # noqa: ARG001
-    def form(a: Tensor, b: Tensor, tolerance: float) -> Form:
+    def form(a: Tensor, b: Tensor, tolerance: float) -> KernelVariant:
         c = torch.empty_like(a)
         # A number of eight bytes takes the place of two in a vector register.
         flops = 2.0 * rows**3 * (a.element_size() / WORD)
@@ -100,7 +100,7 @@ def precision(elements: int, rows: int) -> Pair:  # noqa: ARG001
 
 
 def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
-    def form(a: Tensor, b: Tensor, at_once: int) -> Form:
+    def form(a: Tensor, b: Tensor, at_once: int) -> KernelVariant:
         c = torch.empty_like(a)
 
         def run() -> None:
@@ -117,7 +117,9 @@ def tiling(elements: int, rows: int) -> Pair:  # noqa: ARG001
 
 
 def _products(
-    n: int, slow: Callable[[Tensor, Tensor], Form], fast: Callable[[Tensor, Tensor], Form]
+    n: int,
+    slow: Callable[[Tensor, Tensor], KernelVariant],
+    fast: Callable[[Tensor, Tensor], KernelVariant],
 ) -> Pair:
     a, b = (numbers(n * n, CPU, seed).view(n, n) for seed in (0, 1))
     return Pair(
@@ -131,12 +133,12 @@ def _products(
 
 def _on_one_core(
     work: Callable[[], object], made: Tensor, tolerance: float, *, moved: float, flops: float
-) -> Form:
+) -> KernelVariant:
     def run() -> None:
         with _one_thread():
             work()
 
-    return Form(run, lambda: made, tolerance, moved=moved, flops=flops)
+    return KernelVariant(run, lambda: made, tolerance, moved=moved, flops=flops)
 
 
 @contextmanager
@@ -182,7 +184,7 @@ def recomputation(elements: int, rows: int) -> Pair:  # noqa: ARG001
     # A chunk and the results of its links are to stay in the cache together.
     chunk = CHUNK // LINKS
 
-    def form(keep: bool) -> Form:
+    def form(keep: bool) -> KernelVariant:
         y, out = np.empty_like(read), np.empty_like(read)
         kept = np.empty((LINKS - 1, elements if keep else chunk), dtype=np.float32)
 
@@ -201,7 +203,7 @@ def recomputation(elements: int, rows: int) -> Pair:  # noqa: ARG001
 
         passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
         again = 0.0 if keep else 3.0 * (LINKS - 1)
-        return Form(
+        return KernelVariant(
             run, lambda: torch.from_numpy(out), 1e-5, moved=passes * read.nbytes,
             flops=(4.0 * LINKS + again) * elements,
             kept=float(read.nbytes + (kept.nbytes if keep else 0)),
@@ -235,14 +237,14 @@ def coalescing(elements: int, rows: int) -> Pair:  # noqa: ARG001
     by_record = numbers(elements, CPU).view(-1, FIELDS)
     by_field = by_record.t().contiguous()
 
-    def form(x: Array, read: int) -> Form:
+    def form(x: Array, read: int) -> KernelVariant:
         y = np.empty((FIELDS, x.shape[1]), dtype=np.float32)
 
         def run() -> None:
             for field in range(FIELDS):
                 np.multiply(x[field], _TWO, out=y[field])
 
-        return Form(
+        return KernelVariant(
             run, lambda: torch.from_numpy(y), tolerance=0.0,
             moved=float(read + WORD) * elements, flops=float(elements),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from stepscope.measure.levers.pair import (
     LINKS,
     LONGEST_POWER,
     SHORTEST_POWER,
-    Form,
+    KernelVariant,
     Pair,
     chain,
     chain_gradient,
@@ -61,7 +61,7 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
     # The longest first, so that no long warp is left alone at the end.
     order = torch.argsort(turns, descending=True, stable=True)
 
-    def form(order: Tensor) -> Form:
+    def form(order: Tensor) -> KernelVariant:
         own_x, own_turns = x[order], turns[order]
         y = torch.empty_like(x)
 
@@ -72,7 +72,7 @@ def divergence(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
             )  # fmt: skip
 
         longest = own_turns.view(-1, WARP).amax(dim=1).sum()
-        return Form(
+        return KernelVariant(
             run, lambda: y[torch.argsort(order)], tolerance=1e-4,
             moved=3.0 * WORD * count, flops=2.0 * WARP * float(longest),
         )  # fmt: skip
@@ -105,8 +105,8 @@ def tiling(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG
 def _products(
     device: torch.device,
     n: int,
-    slow: Callable[[Tensor, Tensor], Form],
-    fast: Callable[[Tensor, Tensor], Form],
+    slow: Callable[[Tensor, Tensor], KernelVariant],
+    fast: Callable[[Tensor, Tensor], KernelVariant],
 ) -> Pair:
     a, b = (numbers(n * n, device, seed).view(n, n) for seed in (0, 1))
     return Pair(
@@ -118,7 +118,7 @@ def _products(
     )
 
 
-def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> Form:
+def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> KernelVariant:
     n = len(a)
     tile = TILES[dtype.itemsize]
     left, right = a.to(dtype), b.to(dtype)
@@ -131,13 +131,13 @@ def _by_tiles(a: Tensor, b: Tensor, dtype: torch.dtype) -> Form:
         )  # fmt: skip
 
     loaded = n**3 * (1 / tile.m + 1 / tile.n) * dtype.itemsize
-    return Form(
+    return KernelVariant(
         run, lambda: c, tolerance=1e-5 if dtype == torch.float32 else 1e-2,
         moved=loaded + WORD * n * n, flops=2.0 * n**3, format=str(dtype).removeprefix("torch."),
     )  # fmt: skip
 
 
-def _by_rows(a: Tensor, b: Tensor) -> Form:
+def _by_rows(a: Tensor, b: Tensor) -> KernelVariant:
     n = len(a)
     c = torch.empty_like(a)
 
@@ -147,7 +147,9 @@ def _by_rows(a: Tensor, b: Tensor) -> Form:
         )
 
     loaded = n**3 * (1 + 1 / LANES) * WORD
-    return Form(run, lambda: c, tolerance=1e-5, moved=loaded + WORD * n * n, flops=2.0 * n**3)
+    return KernelVariant(
+        run, lambda: c, tolerance=1e-5, moved=loaded + WORD * n * n, flops=2.0 * n**3
+    )
 
 
 def fusion(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG001
@@ -168,8 +170,8 @@ def fusion(device: torch.device, elements: int, rows: int) -> Pair:  # noqa: ARG
 
     size, work = WORD * elements, 3.0 * LINKS * elements
     return Pair(
-        slow=Form(one_by_one, lambda: y, 1e-5, moved=2.0 * LINKS * size, flops=work),
-        fast=Form(at_once, lambda: y, 1e-5, moved=2.0 * size, flops=work),
+        slow=KernelVariant(one_by_one, lambda: y, 1e-5, moved=2.0 * LINKS * size, flops=work),
+        fast=KernelVariant(at_once, lambda: y, 1e-5, moved=2.0 * size, flops=work),
         truth=lambda: chain(x.double()),
         work=2.0 * size,
         unit="B",
@@ -181,7 +183,7 @@ def recomputation(device: torch.device, elements: int, rows: int) -> Pair:  # no
     grid = (elements // BLOCK,)
     size = WORD * elements
 
-    def form(keep: bool) -> Form:
+    def form(keep: bool) -> KernelVariant:
         y, out = torch.empty_like(x), torch.empty_like(x)
         kept = torch.empty((LINKS - 1) * elements if keep else 0, device=device)
 
@@ -194,7 +196,7 @@ def recomputation(device: torch.device, elements: int, rows: int) -> Pair:  # no
 
         passes = 5.0 + (2.0 * (LINKS - 1) if keep else 0.0)
         again = 0.0 if keep else 3.0 * (LINKS - 1)
-        return Form(
+        return KernelVariant(
             run, lambda: out, tolerance=1e-5, moved=passes * size,
             flops=(4.0 * LINKS + again) * elements, kept=float(size + kept.nbytes),
         )  # fmt: skip
@@ -213,7 +215,7 @@ def coalescing(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
     by_record = numbers(elements, device).view(records, FIELDS)
     by_field = by_record.t().contiguous()
 
-    def form(x: Tensor, field_stride: int, record_stride: int) -> Form:
+    def form(x: Tensor, field_stride: int, record_stride: int) -> KernelVariant:
         y = torch.empty_like(by_field)
 
         def run() -> None:
@@ -222,7 +224,7 @@ def coalescing(device: torch.device, elements: int, rows: int) -> Pair:  # noqa:
             )
 
         read = min(SECTOR, WORD * record_stride)
-        return Form(
+        return KernelVariant(
             run, lambda: y, tolerance=0.0, moved=float(read + WORD) * elements,
             flops=float(elements),
         )  # fmt: skip

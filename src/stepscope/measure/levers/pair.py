@@ -16,7 +16,7 @@ DECAY, GAIN = 1.0 - 2.0**-12, 2.0**-12
 """A turn of such a loop: x = DECAY · x + GAIN."""
 
 
-class Form(NamedTuple):
+class KernelVariant(NamedTuple):
     """One way to do the work."""
 
     run: Callable[[], object]
@@ -35,8 +35,8 @@ class Form(NamedTuple):
 
 
 class Pair(NamedTuple):
-    slow: Form
-    fast: Form
+    slow: KernelVariant
+    fast: KernelVariant
     truth: Callable[[], Tensor]
     """The result in float64."""
     work: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.floats import FORMATS, Format, align, format_of
+from stepscope.analysis.floats import FORMATS, FloatFormat, align, float_format
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block, Cell, Column, Curve, Figure, Finding, Table
@@ -100,7 +100,7 @@ def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
 def _stalled(result: Sum) -> Iterator[Finding]:
     """A sum that no longer changes."""
     moved, planned = _value(result, "last_moved"), result.case.count
-    form = format_of(result.case.accumulator)
+    form = float_format(result.case.accumulator)
     total, term = _value(result, "sum"), _value(result, "term_held")
     if moved >= planned or min(form.nearest(total), form.nearest(term)) <= 0:
         return
@@ -124,7 +124,7 @@ def _dot_findings(dots: Sequence[Dot]) -> Iterator[Finding]:
         device, by_hand = record.find("device"), record.find("in_format")
         if device is None or by_hand is None or not device.values:
             continue
-        form = format_of(case.format)
+        form = float_format(case.format)
         error, own = device.values[-1], by_hand.values[-1]
         yield Finding(
             code="accumulation.dot",
@@ -137,7 +137,7 @@ def _dot_findings(dots: Sequence[Dot]) -> Iterator[Finding]:
         )
 
 
-def _adds_in(form: Format, error: float, own: float) -> str:
+def _adds_in(form: FloatFormat, error: float, own: float) -> str:
     """What the errors say of the dtype in which the device adds."""
     if form.storage_bits == 16:
         wide = error <= form.epsilon < own
@@ -151,7 +151,7 @@ def _adds_in(form: Format, error: float, own: float) -> str:
 
 def _square_findings(squares: Sequence[Square]) -> Iterator[Finding]:
     for record, case in squares:
-        form = format_of(case.format)
+        form = float_format(case.format)
         value, square = record.find("value"), record.find("square")
         naive, exact = record.quantity("variance"), record.quantity("variance_exact")
         if value is None or square is None:
@@ -209,7 +209,7 @@ def _sum_table(sums: Sequence[Sum]) -> Table:
             ),
             col(
                 "must stop at",
-                lambda r: format_of(r.case.accumulator).stalls_at(
+                lambda r: float_format(r.case.accumulator).stalls_at(
                     _value(r, "term_held") or r.case.term
                 ),
                 "number",

@@ -55,7 +55,7 @@ class AutocastCase(Case, frozen=True, kw_only=True):
         return (self.dtype,)
 
 
-class OperatorFormats(Part, frozen=True):
+class OperatorDtypes(Part, frozen=True):
     """One operator with one choice of dtypes, and how often it ran."""
 
     operator: str
@@ -64,6 +64,6 @@ class OperatorFormats(Part, frozen=True):
     count: int
 
 
-Operators = tuple[OperatorFormats, ...]
+Operators = tuple[OperatorDtypes, ...]
 Formats = dict[str, str]
 """By name of a tensor or a module."""

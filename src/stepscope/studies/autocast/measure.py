@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.records.schema import Quantity, Series
-from stepscope.studies.autocast.cases import AutocastCase, OperatorFormats
+from stepscope.studies.autocast.cases import AutocastCase, OperatorDtypes
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
@@ -201,9 +201,9 @@ def _timed(name: str, run: Callable[[], None], device: Device) -> Series:
 
 def _table(
     operators: Mapping[tuple[str, tuple[str, ...], tuple[str, ...]], int],
-) -> list[OperatorFormats]:
+) -> list[OperatorDtypes]:
     return [
-        OperatorFormats(operator=name, inputs=read, output=written, count=count)
+        OperatorDtypes(operator=name, inputs=read, output=written, count=count)
         for (name, read, written), count in sorted(operators.items())
     ]
 

@@ -16,7 +16,7 @@ from stepscope.analysis.limits import (
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, Mark, Table
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, LimitLine, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
@@ -335,7 +335,7 @@ def _share_of_the_limit(variants: dict[str, list[Row]], context: int) -> Iterato
         ),
         x_label=f"size, at context {context}",
         y_label="MFU, %",
-        marks=(Mark(label="matrix products alone", value=100.0),),
+        marks=(LimitLine(label="matrix products alone", value=100.0),),
         caption="Model FLOPs per second over the matrix rate that this machine was measured at,"
         " in the format of the step.",
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.model.checkpointing import NESTED, NONE, inputs_kept, run_again, stretches
+from stepscope.model.checkpointing import NESTED, NONE, run_again, saved_inputs, stretches
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
@@ -35,7 +35,7 @@ class Tried:
         self.case = msgspec.structs.replace(planned, checkpoint=self.strategy)
         self.layers = int(self.record.quantity("blocks") or planned.layers)
         self.sizes = stretches(self.strategy, self.layers)
-        self.inputs = inputs_kept(self.sizes, self.layers)
+        self.inputs = saved_inputs(self.sizes, self.layers)
         self.again = run_again(self.sizes, self.layers) / self.layers
         """How often the forward of a block runs in the backward, on average."""
         self.ok = self.record.status == "ok"
@@ -202,7 +202,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
         return
     layers = halved.layers
     to_two = tuple(range(layers - 1, 0, -1))
-    fewest, most_again = inputs_kept(to_two, layers), run_again(to_two, layers) / layers
+    fewest, most_again = saved_inputs(to_two, layers), run_again(to_two, layers) / layers
     same = abs(halved.peak / single.peak - 1) <= _SAME
     text = (
         f"{sweep.name}: the strategy that keeps the least is nested, {layers} blocks halved down to"

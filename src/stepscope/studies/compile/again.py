@@ -15,18 +15,18 @@ def main() -> None:
     from stepscope.measure.device import pick_device
     from stepscope.studies.compile.cases import AttentionCase, ModelCase
     from stepscope.studies.compile.measure import (
-        compiled_form,
-        eager_form,
+        compiled_variant,
+        eager_variant,
         first_run_s,
         load_compiler,
     )
 
     case = msgspec.json.decode(sys.stdin.buffer.read(), type=ModelCase | AttentionCase)
     device = pick_device(sys.argv[1])
-    eager = eager_form(case, device)
+    eager = eager_variant(case, device)
     eager.step.run()
     load_compiler()
-    first_s = first_run_s(compiled_form(case, device, eager).step, device)
+    first_s = first_run_s(compiled_variant(case, device, eager).step, device)
     # On a line of its own, whatever a library has left unfinished on this one.
     sys.stdout.write("\n" + json.dumps({"first_s": first_s}) + "\n")
 

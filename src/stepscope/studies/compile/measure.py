@@ -40,7 +40,7 @@ class FirstStep(msgspec.Struct, frozen=True):
     first_s: float
 
 
-class Form(NamedTuple):
+class StepVariant(NamedTuple):
     """One way to run the subject."""
 
     name: str
@@ -49,20 +49,20 @@ class Form(NamedTuple):
     """torch makes CUDA graphs of it."""
 
 
-def eager_form(case: TimedCase, device: Device) -> Form:
+def eager_variant(case: TimedCase, device: Device) -> StepVariant:
     """The subject as it is."""
     if isinstance(case, AttentionCase):
-        return Form("eager", AttentionStep(case, device))
-    return Form("eager", make_step(msgspec.structs.replace(case, compile="no"), device))
+        return StepVariant("eager", AttentionStep(case, device))
+    return StepVariant("eager", make_step(msgspec.structs.replace(case, compile="no"), device))
 
 
-def compiled_form(case: TimedCase, device: Device, eager: Form) -> Form:
+def compiled_variant(case: TimedCase, device: Device, eager: StepVariant) -> StepVariant:
     """The same subject compiled, on the tensors of the eager one."""
     source: Any = eager.step
     if isinstance(case, AttentionCase):
-        return Form("compiled", source.variant(attention="compiled"))
+        return StepVariant("compiled", source.variant(attention="compiled"))
     replays = device.kind == "cuda" and case.compile_mode in GRAPHS_OF_TORCH
-    return Form("compiled", make_step(case, device, shares=source), replays)
+    return StepVariant("compiled", make_step(case, device, shares=source), replays)
 
 
 def load_compiler() -> float:
@@ -92,11 +92,11 @@ def measure_compile(case: TimedCase, bench: Bench) -> Measurement:
 
 def _measure(case: TimedCase, bench: Bench) -> Measurement:
     device = bench.device
-    eager = eager_form(case, device)
+    eager = eager_variant(case, device)
     # Twice: the first step also makes the optimizer's state and loads libraries.
     eager.step.run()
     eager.step.run()
-    compiled = compiled_form(case, device, eager)
+    compiled = compiled_variant(case, device, eager)
     bench.progress(0, 3, "compiling")
     load_s = load_compiler()
     cold_s = first_run_s(compiled.step, device)
@@ -146,7 +146,7 @@ def _again(case: TimedCase, device: Device) -> float:
 
 
 def _in_turns(
-    forms: tuple[Form, ...], device: Device, rounds: int, bench: Bench
+    forms: tuple[StepVariant, ...], device: Device, rounds: int, bench: Bench
 ) -> tuple[Series, ...]:
     """A step of each in every round; phases are marked in all of them."""
     from stepscope.measure.timer import time_step
@@ -168,7 +168,7 @@ def _in_turns(
     )
 
 
-def _memory(forms: tuple[Form, ...], device: Device) -> tuple[Quantity, ...]:
+def _memory(forms: tuple[StepVariant, ...], device: Device) -> tuple[Quantity, ...]:
     """Of each form: what the forward leaves in use, and the peak of a step.
 
     A replayed graph allocates nothing, so what a step writes is then the memory that was set aside

@@ -46,7 +46,7 @@ class RankSteps(NamedTuple):
     backend: str
 
 
-class Way:
+class GradientStrategy:
     """One way to average gradients, with a model and an optimizer of its own."""
 
     def __init__(
@@ -123,7 +123,7 @@ def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str
     return make_subject(world, case, share, world.device, pure)
 
 
-def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[Way]:
+def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[GradientStrategy]:
     """Without communication first, then our four, then torch's."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -133,21 +133,21 @@ def make_ways(alone: nn.Module, dtype: str, bucket_mb: Sequence[float]) -> list[
         # Copying is faster than drawing weights again.
         return copy.deepcopy(alone)
 
-    def ours(name: str, wrapped: DDP) -> Way:
-        return Way(name, wrapped, wrapped.module, dtype)
+    def ours(name: str, wrapped: DDP) -> GradientStrategy:
+        return GradientStrategy(name, wrapped, wrapped.module, dtype)
 
-    ways = [Way(ALONE, alone, alone, dtype)]
+    ways = [GradientStrategy(ALONE, alone, alone, dtype)]
     for strategy in ("naive", "flat", "overlap"):
         ways.append(ours(strategy, DDP(model(), strategy)))
     for size in bucket_mb:
         ways.append(ours(f"bucketed {size:g} MiB", DDP(model(), "bucketed", size)))
     theirs = model()
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    ways.append(Way(TORCH, wrapped, theirs, dtype))
+    ways.append(GradientStrategy(TORCH, wrapped, theirs, dtype))
     return ways
 
 
-def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
+def one_step(world: World, way: GradientStrategy, fed: Fed) -> dict[str, float]:
     """Times of the phases in ms; the device is idle at each mark."""
     import torch
     import torch.distributed as dist
@@ -184,7 +184,7 @@ def one_step(world: World, way: Way, fed: Fed) -> dict[str, float]:
     }
 
 
-def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
+def _alone(world: World, way: GradientStrategy, messages: list[Tensor]) -> float:
     """The reductions of a step with nothing to hide behind, in ms."""
     import torch.distributed as dist
 
@@ -204,13 +204,13 @@ def _alone(world: World, way: Way, messages: list[Tensor]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _typical_lanes(world: World, way: Way, fed: Fed, median_ms: float) -> Lanes:
+def _typical_lanes(world: World, way: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
     """Of a few more steps the one nearest to what they take."""
     tried = [_lanes(world, way, fed) for _ in range(_DRAWN)]
     return min(tried, key=lambda lanes: abs(lanes["compute"][-1][1] - median_ms))
 
 
-def _lanes(world: World, way: Way, fed: Fed) -> Lanes:
+def _lanes(world: World, way: GradientStrategy, fed: Fed) -> Lanes:
     """One more step, with every reduction's start and end."""
     now, ms_before = _clock(world)
     flights: list[list[Any]] = []

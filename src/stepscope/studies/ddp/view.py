@@ -11,7 +11,7 @@ from stepscope.report.blocks import (
     Figure,
     Finding,
     Lane,
-    Stretch,
+    LaneSpan,
     Table,
     Timeline,
     Tone,
@@ -20,7 +20,7 @@ from stepscope.report.format import bytes_, duration, number, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.ranks.results import RankedResult, step_column, way_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
 from stepscope.studies.views.published import published_tables, ranked_step
 
 PHASES = ("forward", "backward", "waited", "optimizer")
@@ -210,7 +210,7 @@ def _pictures(ways: Ways) -> Iterator[Figure | Timeline]:
         Lane(
             label=f"{name}: {lane}",
             stretches=tuple(
-                Stretch(
+                LaneSpan(
                     start=start, end=end, label=label,
                     group=label if lane == "compute" else "reduction",
                 )
@@ -243,7 +243,7 @@ def _table(known: Sequence[Ways]) -> Table:
     return table(
         "ddp-steps",
         "A step with each way to average gradients",
-        way_rows(known, lambda ways: ways.names),
+        strategy_rows(known, lambda ways: ways.names),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),

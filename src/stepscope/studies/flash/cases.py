@@ -132,7 +132,7 @@ class GridCase(AttentionWorkload, frozen=True, kw_only=True, tag_field="kind", t
         return super().key.removesuffix(f"_{self.mode}")
 
 
-class RaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="race"):
+class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="race"):
     """Several implementations interleaved on the same tensors."""
 
     causal: bool = True
@@ -163,7 +163,7 @@ class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles")
         return f"tiles_{self.kernel}_d{self.head}"
 
 
-FlashCase = GridCase | RaceCase | TilesCase
+FlashCase = GridCase | AttentionRaceCase | TilesCase
 
 
 def left_out(attention: str, shape: Shape) -> str | None:
@@ -206,11 +206,11 @@ def grid_cases(flags: FlashFlags) -> tuple[GridCase, ...]:
     )  # fmt: skip
 
 
-def race_cases(flags: FlashFlags) -> Iterator[RaceCase]:
+def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
     for name in flags.racers:
         implementation(name)
     for shape in map(Shape.parse, flags.race if flags.racers else ()):
-        yield RaceCase(
+        yield AttentionRaceCase(
             **msgspec.structs.asdict(shape),
             racers=flags.racers, back_to_back=_CALLS_IN_A_ROW[shape.is_short], host_ahead=True,
             warmup=flags.warmup, rounds=flags.rounds, min_seconds=flags.race_seconds,

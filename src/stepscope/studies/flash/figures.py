@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from stepscope.analysis.limits import matrix_ceiling, products_ceiling
+from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
 from stepscope.attention.registry import IMPLEMENTATION_NAMES
 from stepscope.records.schema import Ceiling
-from stepscope.report.blocks import Curve, Figure, Mark
+from stepscope.report.blocks import Curve, Figure, LimitLine
 from stepscope.studies.flash.rows import GridRow
 
 _MEMORY_HEAD = 64
@@ -58,7 +58,7 @@ def rate_figure(dtype: str, head: int, rows: Sequence[GridRow]) -> Iterator[Figu
         x_label="sequence length, tokens",
         y_label=f"forward + backward, {unit}",
         x_log=True,
-        marks=tuple(Mark(label=label, value=at.value / scale) for label, at in _limits(rows)),
+        marks=tuple(LimitLine(label=label, value=at.value / scale) for label, at in _limits(rows)),
         caption="Batch 1, one head, causal, counted at half the products. The line is the matrix"
         " rate measured on this machine in that format."
         + (" Shorter lengths are left out: there the host decides for all." if left_out else ""),
@@ -69,7 +69,7 @@ def _limits(rows: Sequence[GridRow]) -> Iterator[tuple[str, Ceiling]]:
     ceiling = matrix_ceiling(rows[0].record)
     if ceiling:
         yield "matrix products alone", ceiling
-    others = (products_ceiling(row.record) for row in rows)
+    others = (matmul_ceiling(row.record) for row in rows)
     other = next((held for held in others if held and ceiling and held.name != ceiling.name), None)
     if other:
         yield other.name, other

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from stepscope.analysis.limits import matrix_ceiling, products_ceiling
+from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.records.schema import Record
@@ -66,7 +66,7 @@ def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
             values |= {"ours": own, "ours_shape": ours.case.sizes}
             text += f"; ours reaches {rate(own, 'FLOP/s')} at {ours.case.sizes}"
         text += "."
-        limit = products_ceiling(best.record)
+        limit = matmul_ceiling(best.record)
         if limit and ceiling and limit.name != ceiling.name:
             values |= {"limit": limit.name, "limit_rate": limit.value}
             text += (

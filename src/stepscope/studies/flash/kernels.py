@@ -15,7 +15,7 @@ from stepscope.report.blocks import Cell, Finding, Table
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, table
 from stepscope.studies.flash.cases import CHOSEN, PASSES
-from stepscope.studies.flash.rows import OURS, GridRow, Tiles, whole
+from stepscope.studies.flash.rows import OURS, GridRow, Tiles, integer_quantity
 
 _LONGEST_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
@@ -83,7 +83,7 @@ class _Card(NamedTuple):
     """The same as `longest` in float32."""
 
     def fact(self, name: str) -> int | None:
-        return whole(self.longest.record, self.kernel, name)
+        return integer_quantity(self.longest.record, self.kernel, name)
 
     @property
     def tile(self) -> str | None:

@@ -18,7 +18,7 @@ from stepscope.studies.attention.workload import (
 )
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import CHOSEN, FlashCase, GridCase, RaceCase, TilesCase
+from stepscope.studies.flash.cases import CHOSEN, AttentionRaceCase, FlashCase, GridCase, TilesCase
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -37,7 +37,7 @@ def measure_case(case: FlashCase, bench: Bench) -> Measurement:
     match case:
         case GridCase():
             return _measure_grid(case, bench)
-        case RaceCase():
+        case AttentionRaceCase():
             return _measure_race(case, bench)
         case TilesCase():
             return _measure_tiles(case, bench)
@@ -147,10 +147,10 @@ def _named(timing: Timing, mode: str) -> tuple[Series, ...]:
     return tuple(msgspec.structs.replace(series, name=mode) for series in chosen)
 
 
-def _measure_race(case: RaceCase, bench: Bench) -> Measurement:
+def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
     """Every implementation that takes the input, interleaved on the same tensors."""
     from stepscope.measure.kernels import kernel_names, profile_kernels
-    from stepscope.measure.turns import time_in_turns
+    from stepscope.measure.turns import time_interleaved
 
     device = bench.device
     work = case.workload(_YARDSTICK)
@@ -170,7 +170,7 @@ def _measure_race(case: RaceCase, bench: Bench) -> Measurement:
         said = "; ".join(f"{name}: {why}" for name, why in excluded.items())
         broken = any(why.startswith("failed") for why in excluded.values())
         raise RuntimeError(said) if broken else CaseSkipped(said)
-    timing = time_in_turns(
+    timing = time_interleaved(
         {name: step.results for name, step in racers.items()},
         device,
         warmup=case.warmup,

@@ -13,7 +13,7 @@ from stepscope.report.blocks import Cell, Finding, Interval, Table
 from stepscope.report.format import counted, duration, number
 from stepscope.report.tables import col, table
 from stepscope.studies.flash.cases import PUBLISHED_SHAPES
-from stepscope.studies.flash.rows import OURS, Race, sort_key
+from stepscope.studies.flash.rows import OURS, AttentionRace, sort_key
 
 PUBLISHED = tuple(shape.replace("x", ",") for shape in PUBLISHED_SHAPES)
 LEADERBOARD = PUBLISHED[0]
@@ -40,11 +40,11 @@ COMPARISONS = (
 class Compared(NamedTuple):
     """A race at one shape, and the peer's time over ours in it."""
 
-    race: Race
+    race: AttentionRace
     ratio: Ratio
 
 
-def compared(wanted: Comparison, ran: Sequence[Race]) -> list[Compared]:
+def compared(wanted: Comparison, ran: Sequence[AttentionRace]) -> list[Compared]:
     by_shape = {(race.case.sizes, race.case.dtype): race for race in ran}
     return [
         Compared(race, ratio)
@@ -54,7 +54,7 @@ def compared(wanted: Comparison, ran: Sequence[Race]) -> list[Compared]:
     ]
 
 
-def short_races(ran: Sequence[Race], ours: str) -> list[Compared]:
+def short_races(ran: Sequence[AttentionRace], ours: str) -> list[Compared]:
     """One head and a short length, consecutive calls: the host's time is inside."""
     return [
         Compared(race, ratio)
@@ -79,7 +79,7 @@ def geometric_mean(found: Sequence[Compared]) -> Interval:
     return Interval(value=mean("value"), low=mean("low"), high=mean("high"))
 
 
-def race_findings(ran: Sequence[Race]) -> Iterator[Finding]:
+def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
     for wanted in COMPARISONS:
         found = compared(wanted, ran)
         if found:
@@ -168,7 +168,7 @@ class _Speed(NamedTuple):
     peer: float | None = None
 
 
-def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
+def speed_table(ran: Sequence[AttentionRace], name: str = "flash-speed") -> Table | None:
     shape = "batch, heads, length, d; bfloat16 unless it says fp32"
     measured = "the peer's median over ours, with its 95 % interval; above 1 ours is faster"
     in_a_row = "the same ratio of calls that follow each other, by the host's clock"
@@ -196,7 +196,7 @@ def speed_table(ran: Sequence[Race], name: str = "flash-speed") -> Table | None:
     )
 
 
-def _peer_rows(ran: Sequence[Race]) -> Iterator[_Speed]:
+def _peer_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for wanted in COMPARISONS:
         found, peer = compared(wanted, ran), wanted.peer
         suffix = "" if wanted.dtype == "bfloat16" else " fp32"
@@ -210,7 +210,7 @@ def _peer_rows(ran: Sequence[Race]) -> Iterator[_Speed]:
             yield _Speed(peer, f"mean of {len(found)}{suffix}", geometric_mean(found))
 
 
-def _short_rows(ran: Sequence[Race]) -> Iterator[_Speed]:
+def _short_rows(ran: Sequence[AttentionRace]) -> Iterator[_Speed]:
     for ours in (OURS, "auto"):
         found = short_races(ran, ours)
         if found:
@@ -226,7 +226,7 @@ def _interval(ratio: Ratio) -> Interval:
     return Interval(value=ratio.value, low=ratio.low, high=ratio.high)
 
 
-def _start(ran: Sequence[Race]) -> str:
+def _start(ran: Sequence[AttentionRace]) -> str:
     if all(race.case.host_ahead for race in ran):
         return "with the host ahead, as in a training step whose queue is full"
     return "from an idle device, so that the host's time is inside where kernels are short"
@@ -235,7 +235,7 @@ def _start(ran: Sequence[Race]) -> str:
 class _Calls(NamedTuple):
     """One way of timing a race."""
 
-    race: Race
+    race: AttentionRace
     in_a_row: bool
 
     @property
@@ -248,7 +248,7 @@ class _Calls(NamedTuple):
         return out.partition(":")[0] if out else median
 
 
-def race_table(ran: Sequence[Race], name: str = "flash-race") -> Table | None:
+def race_table(ran: Sequence[AttentionRace], name: str = "flash-race") -> Table | None:
     """Every race in full: a row for each shape, a column for each implementation."""
     racers = list(dict.fromkeys(racer for race in ran for racer in race.case.racers))
     rows = [

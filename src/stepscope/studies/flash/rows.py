@@ -11,7 +11,14 @@ from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.base import Result, results_of
-from stepscope.studies.flash.cases import CHOSEN, FlashCase, GridCase, RaceCase, Shape, TilesCase
+from stepscope.studies.flash.cases import (
+    CHOSEN,
+    AttentionRaceCase,
+    FlashCase,
+    GridCase,
+    Shape,
+    TilesCase,
+)
 
 OURS = "triton"
 GRADIENTS = RESULTS[1:]
@@ -111,7 +118,7 @@ class GridRow(Result[GridCase]):
         )
 
 
-class Race(Result[RaceCase]):
+class AttentionRace(Result[AttentionRaceCase]):
     """Implementations interleaved on the same tensors."""
 
     def times(self, name: str, *, in_a_row: bool = False) -> Summary | None:
@@ -171,7 +178,7 @@ class Tiles(Result[TilesCase]):
         return median_ms(self.record, "step", variant=name)
 
     def fact(self, name: str, what: str) -> int | None:
-        return whole(self.record, name, what)
+        return integer_quantity(self.record, name, what)
 
     def blocks(self, name: str) -> int | None:
         """Blocks of the kernel that one multiprocessor holds at a time."""
@@ -181,7 +188,7 @@ class Tiles(Result[TilesCase]):
         return resident_blocks(*known) if len(known) == len(own) + len(limits) else None
 
 
-def whole(record: Record, variant: str, name: str) -> int | None:
+def integer_quantity(record: Record, variant: str, name: str) -> int | None:
     value = record.quantity(name, variant=variant)
     return None if value is None else int(value)
 
@@ -207,8 +214,8 @@ def grid_rows(results: Sequence[Result[FlashCase]]) -> list[GridRow]:
     return sorted(rows, key=lambda row: sort_key(row.case))
 
 
-def races(results: Sequence[Result[FlashCase]]) -> list[Race]:
-    return [Race(*result) for result in results_of(results, RaceCase)]
+def races(results: Sequence[Result[FlashCase]]) -> list[AttentionRace]:
+    return [AttentionRace(*result) for result in results_of(results, AttentionRaceCase)]
 
 
 def sort_key(case: GridCase | Shape) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from stepscope.studies.sharding.view import (
     memory_figure,
     refused_findings,
     station_table,
-    ways_table,
+    strategies_table,
 )
 
 CLOSE = 0.05
@@ -31,7 +31,7 @@ def fsdp_blocks(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     return (
         *(finding for case in done for finding in _findings(case)),
         *(figure for case in done for figure in memory_figure(case, FULLY_WAYS)),
-        ways_table(
+        strategies_table(
             "fsdp-ways",
             "A step and its memory, fully sharded and not",
             known,

@@ -23,7 +23,7 @@ def measure_card(bench: Bench) -> Measurement:
 def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
     from stepscope.measure.levers import make_pair
     from stepscope.measure.levers.pair import error
-    from stepscope.measure.turns import time_in_turns
+    from stepscope.measure.turns import time_interleaved
 
     device = bench.device
     if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
@@ -47,7 +47,7 @@ def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
             for fact, (value, unit) in facts.items()
         ]
     del truth
-    timing = time_in_turns(
+    timing = time_interleaved(
         {"slow": pair.slow.run, "fast": pair.fast.run},
         device,
         warmup=case.warmup or 0,

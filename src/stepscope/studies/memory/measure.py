@@ -22,10 +22,10 @@ from stepscope.studies.trace.measure import TRACES
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.peaks import (
     account,
+    interleaved_steps,
     one_step,
     peak_quantities,
     plain_steps,
-    steps_in_turns,
 )
 from stepscope.studies.training.workload import Workload
 
@@ -148,7 +148,7 @@ def _snapshot(
 
     path = Path(folder) / f"{workload.key}.memory.pickle"
     try:
-        turns = steps_in_turns(step, device, {"plain": nullcontext, "history": history}, _TURNS)
+        turns = interleaved_steps(step, device, {"plain": nullcontext, "history": history}, _TURNS)
         with recorded_history(path) as recording:
             one_step(step, device)
     except Exception as error:

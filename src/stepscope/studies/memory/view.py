@@ -18,7 +18,7 @@ from stepscope.records.memory import (
     WITHIN_OPERATORS,
     PhasePeak,
 )
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Mark, Span, Table
+from stepscope.report.blocks import Block, Cell, Curve, Figure, LimitLine, Span, Table
 from stepscope.report.format import bytes_
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
@@ -335,7 +335,7 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
         ),
         x_label="operators run",
         y_label=f"memory, {unit_name}",
-        marks=(Mark(label="peak", value=held / unit),),
+        marks=(LimitLine(label="peak", value=held / unit),),
         spans=tuple(spans),
         caption=caption + ".",
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stepscope.analysis.limits import matrix_ceiling
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
-from stepscope.report.blocks import Block, Finding, Lane, Stretch, Timeline
+from stepscope.report.blocks import Block, Finding, Lane, LaneSpan, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import Watched, resting_on
 from stepscope.studies.views.energy import capped_finding
@@ -166,5 +166,5 @@ def _too_low(parts: Parts) -> Iterator[Finding]:
 def _lane(label: str, start: float, ms: float, step_ms: float, group: str) -> Lane:
     text = f"{duration(ms)}, {percent(ms / step_ms)}"
     return Lane(
-        label=label, stretches=(Stretch(start=start, end=start + ms, label=text, group=group),)
+        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
     )

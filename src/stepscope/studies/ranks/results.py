@@ -76,7 +76,7 @@ class WayRow(NamedTuple):
         return record
 
 
-def way_rows(
+def strategy_rows(
     results: Sequence[RankedResult[Any]], ways: Callable[[Any], Iterable[str]]
 ) -> list[WayRow]:
     return [

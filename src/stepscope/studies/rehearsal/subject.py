@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.rehearsal.closed_forms import Way, largest_tensor, ways
+from stepscope.analysis.rehearsal.closed_forms import (
+    ParallelStrategy,
+    largest_tensor,
+    parallel_strategies,
+)
 from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Replay, Upkeep
@@ -156,14 +160,14 @@ def scaling(subject: Subject, question: Question, network: Network) -> Scaling:
 
 def closed_forms(
     subject: Subject, question: Question, network: Network, ranks: int
-) -> tuple[Way, ...]:
+) -> tuple[ParallelStrategy, ...]:
     cluster = network.cluster_of(ranks)
     # A tensor group stays inside a node where there are nodes.
     has_nodes = 1 < cluster.per_node < ranks
     node = cluster.per_node if has_nodes else NODE
     divided = math.gcd(ranks, node) if has_nodes else ranks
     tensor = question.tensor or largest_tensor(subject.model, divided, node)
-    return ways(
+    return parallel_strategies(
         subject.model, cluster, subject.flops_per_s, subject.gradient_bytes,
         subject.activation_bytes, tensor,
     )  # fmt: skip

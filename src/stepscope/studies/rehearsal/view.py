@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepscope.analysis.rehearsal.closed_forms import Way
+from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LARGEST_NVLINK
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.records.schema import Record
@@ -15,8 +15,8 @@ from stepscope.report.blocks import (
     Figure,
     Finding,
     Lane,
-    Mark,
-    Stretch,
+    LaneSpan,
+    LimitLine,
     Table,
     Timeline,
 )
@@ -183,7 +183,7 @@ def _sequences(batch: float) -> str:
     return "1 sequence" if batch == 1 else f"{batch:g} sequences"
 
 
-def _bound(way: Way, context: int) -> str:
+def _bound(way: ParallelStrategy, context: int) -> str:
     below = way.bound_below
     if below is not None and below <= 1:
         return "at no batch"
@@ -239,10 +239,10 @@ def _step_of(subjects: int) -> list[Declared]:
 def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
     """Rows are subject, link, ranks, parallelism."""
 
-    def bound(row: tuple[Subject, str, int, Way]) -> Cell:
+    def bound(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
         return "every batch" if row[3].bound_below is None else row[3].bound_below
 
-    def tokens(row: tuple[Subject, str, int, Way]) -> Cell:
+    def tokens(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
         below = row[3].bound_below
         return None if below is None else round(below * row[0].model.context)
 
@@ -294,7 +294,7 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
         x_label="bucket size, MiB",
         y_label="step, ms",
         x_log=True,
-        marks=(Mark(label="computing alone", value=subject.recording.compute_ms),),
+        marks=(LimitLine(label="computing alone", value=subject.recording.compute_ms),),
         caption="Small buckets pay for messages, large ones leave late.",
     )
 
@@ -351,7 +351,7 @@ def overlap_timeline(subject: Subject, told: Prediction) -> Timeline:
             Lane(
                 label=f"{name}: links",
                 stretches=tuple(
-                    Stretch(start=m.start, end=m.end, label=bytes_(m.bytes), group="messages")
+                    LaneSpan(start=m.start, end=m.end, label=bytes_(m.bytes), group="messages")
                     for m in step.messages
                 ),
             )
@@ -365,7 +365,7 @@ def overlap_timeline(subject: Subject, told: Prediction) -> Timeline:
     )
 
 
-def _compute(subject: Subject, step: Replay) -> tuple[Stretch, ...]:
+def _compute(subject: Subject, step: Replay) -> tuple[LaneSpan, ...]:
     optimizer = subject.recording.optimizer_ms
     gathers = [m for m in step.messages if m.ready > step.synchronized]
     ended = min((m.ready for m in gathers), default=step.step_ms)
@@ -377,7 +377,7 @@ def _compute(subject: Subject, step: Replay) -> tuple[Stretch, ...]:
         (ended, step.step_ms, "waiting"),
     )
     return tuple(
-        Stretch(start=start, end=end, label=label, group=label)
+        LaneSpan(start=start, end=end, label=label, group=label)
         for start, end, label in parts
         if end > start
     )

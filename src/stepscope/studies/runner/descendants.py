@@ -22,16 +22,16 @@ _MOST_ROUNDS = 20
 """A process may start another one while it is being ended."""
 
 
-def new_mark() -> str:
+def new_tag() -> str:
     return secrets.token_hex(8)
 
 
-def marked(mark: str) -> dict[str, str]:
+def tagged(mark: str) -> dict[str, str]:
     """This process's environment with a mark added to those that it may have."""
     return os.environ | {f"{_PREFIX}{mark}": "1"}
 
 
-def end_marked(mark: str, spare: Collection[int] = ()) -> None:
+def end_tagged(mark: str, spare: Collection[int] = ()) -> None:
     """Kill every process that was started with this mark. Needs /proc: elsewhere nothing is found,
     and ending the process group has to do."""
     for _ in range(_MOST_ROUNDS):

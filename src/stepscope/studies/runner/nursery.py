@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 
 from stepscope.studies.registry import viewables
-from stepscope.studies.runner.descendants import WORKER, marked, new_mark
+from stepscope.studies.runner.descendants import WORKER, new_tag, tagged
 
 _MESSAGE = struct.Struct("qq")
 """A request: its number, and a worker to wait for, or 0 for a new one. The answer: the number of
@@ -44,7 +44,7 @@ class Nursery:
     """The nursery seen from the runner."""
 
     def __init__(self, device: str) -> None:
-        self.mark = new_mark()
+        self.mark = new_tag()
         self._line, theirs = socket.socketpair()
         self._line.settimeout(_PATIENCE_S)
         with theirs:
@@ -61,7 +61,7 @@ class Nursery:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=marked(self.mark) | {WORKER: self.mark},
+                env=tagged(self.mark) | {WORKER: self.mark},
             )
         self._asked = 0
 

@@ -18,7 +18,7 @@ import msgspec
 from stepscope.errors import StepscopeError, UsageError, in_one_line
 from stepscope.records.schema import Ceiling
 from stepscope.studies.runner import protocol
-from stepscope.studies.runner.descendants import WORKER, end_marked, marked, new_mark
+from stepscope.studies.runner.descendants import WORKER, end_tagged, new_tag, tagged
 from stepscope.studies.runner.nursery import Forked, Nursery
 from stepscope.studies.runner.protocol import (
     Ceilings,
@@ -89,7 +89,7 @@ class WorkerProcess:
         self._replies = Lines(self._reply_pipe)
         files = (theirs, their_replies, self._errors.fileno())
         self._process: subprocess.Popen[bytes] | Forked
-        self._mark = nursery.mark if nursery else new_mark()
+        self._mark = nursery.mark if nursery else new_tag()
         self._spared = {nursery.pid} if nursery else set()
         try:
             self._process = (
@@ -201,7 +201,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         # Those that left its group, and those of a worker that died by itself.
-        end_marked(self._mark, self._spared)
+        end_tagged(self._mark, self._spared)
         self._close()
 
     def _close(self) -> None:
@@ -224,5 +224,5 @@ def _own_process(device: str, files: Sequence[int], mark: str) -> subprocess.Pop
     return subprocess.Popen(
         [sys.executable, "-m", "stepscope.studies.runner.worker", device],
         stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
-        env=marked(mark) | {WORKER: mark},
+        env=tagged(mark) | {WORKER: mark},
     )  # fmt: skip

@@ -24,7 +24,7 @@ from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.ranks.cases import crew
 from stepscope.studies.registry import find_measurable
 from stepscope.studies.runner import protocol
-from stepscope.studies.runner.descendants import WORKER, end_marked
+from stepscope.studies.runner.descendants import WORKER, end_tagged
 from stepscope.studies.runner.protocol import (
     CheckModel,
     DismissFollowers,
@@ -165,7 +165,7 @@ def _requests() -> queue.Queue[bytes]:
 def _end_with_parent() -> NoReturn:
     """End, and what this process started too, which may be in sessions of its own."""
     with suppress(Exception):
-        end_marked(os.environ[WORKER], spare={os.getpid()})
+        end_tagged(os.environ[WORKER], spare={os.getpid()})
     os._exit(1)
 
 

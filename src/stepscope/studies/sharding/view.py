@@ -9,7 +9,7 @@ from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Tone, 
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult, step_column, way_rows
+from stepscope.studies.ranks.results import RankedResult, step_column, strategy_rows
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import BROADCAST, SCATTER, TORCH, WAYS, WHOLE
 from stepscope.studies.views.published import published_tables, ranked_step
@@ -207,7 +207,7 @@ def memory_figure(case: Divided, known: tuple[str, ...]) -> Iterator[Figure]:
         )
 
 
-def ways_table(
+def strategies_table(
     name: str, title: str, known: Sequence[Divided], ways: Sequence[str], *, caption: str,
     time: Sequence[Declared] = (), memory: Sequence[Declared],
 ) -> Table:  # fmt: skip
@@ -215,7 +215,7 @@ def ways_table(
     return table(
         name,
         title,
-        way_rows(known, lambda _: ways),
+        strategy_rows(known, lambda _: ways),
         [
             col("size", lambda r: r.of.case.size, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
@@ -234,7 +234,7 @@ def ways_table(
 
 
 def _table(known: Sequence[Divided]) -> Table:
-    return ways_table(
+    return strategies_table(
         "sharding-ways",
         "A step and its memory, with and without sharding",
         known,

@@ -15,7 +15,7 @@ from stepscope.studies.flag_checks import check_each, check_seconds
 from stepscope.studies.step.ladder import (
     RUNGS,
     How,
-    Place,
+    LadderStep,
     climbed,
     ladder,
     needs_of_kernels,
@@ -155,7 +155,7 @@ class WaterfallCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="
         return tuple(need for need in super().needs if need != "graph")
 
 
-class RaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
+class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
     """Forms of one training step that are timed in one process."""
 
     race: str
@@ -184,7 +184,7 @@ class RaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
         return compute if race_spec(self.race).size == "tiny" else (*compute, "compiler", "graph")
 
 
-StepCase = LadderCase | LossCase | WaterfallCase | RaceCase
+StepCase = LadderCase | LossCase | WaterfallCase | StepRaceCase
 
 
 def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
@@ -214,9 +214,9 @@ def waterfall_cases(flags: StepFlags) -> Iterator[WaterfallCase]:
             yield _case(WaterfallCase, place, **_effort(flags))
 
 
-def race_cases(flags: StepFlags) -> Iterator[RaceCase]:
+def race_cases(flags: StepFlags) -> Iterator[StepRaceCase]:
     for name in flags.race:
-        yield RaceCase(
+        yield StepRaceCase(
             race=name,
             dtype=race_spec(name).dtype,
             racers=racers(name, flags.scopes, flags.modes, flags.attentions, flags.forms),
@@ -233,7 +233,7 @@ def race_cases(flags: StepFlags) -> Iterator[RaceCase]:
 R = TypeVar("R", bound=RungCase)
 
 
-def _case(kind: type[R], place: Place, **effort: Any) -> R:
+def _case(kind: type[R], place: LadderStep, **effort: Any) -> R:
     return case_of(place.workload, kind, rung=place.rung, how=place.how, **effort)
 
 

@@ -9,7 +9,7 @@ from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import duration, number, percent
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.races import SIDES
-from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, Race
+from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, StepRace
 from stepscope.studies.views.energy import at_cap_words
 
 GAINS = 1.01
@@ -17,7 +17,7 @@ GAINS = 1.01
 
 
 def step_findings(
-    climbed: Sequence[Ladder], learnt: dict[str, LossCurve], raced: Sequence[Race]
+    climbed: Sequence[Ladder], learnt: dict[str, LossCurve], raced: Sequence[StepRace]
 ) -> Iterator[Finding]:
     for ladder in climbed:
         if ladder.start is not None and len(ladder.climb) > 1:
@@ -152,7 +152,7 @@ def _learnt(learnt: dict[str, LossCurve]) -> Iterator[Finding]:
         )
 
 
-def _race(race: Race) -> Iterator[Finding]:
+def _race(race: StepRace) -> Iterator[Finding]:
     ratio, ms, peer_ms, times = race.ratio(), race.step_ms(), race.step_ms("peer"), race.speedup()
     if ratio is None or ms is None or peer_ms is None or times is None:
         return
@@ -196,7 +196,7 @@ def _race(race: Race) -> Iterator[Finding]:
     )
 
 
-def _power_capped(race: Race) -> Iterator[Finding]:
+def _power_capped(race: StepRace) -> Iterator[Finding]:
     capped = {
         side: (draw, draw.lasts_ms)
         for side in ("ours", *SIDES)
@@ -216,8 +216,8 @@ def _power_capped(race: Race) -> Iterator[Finding]:
     yield Finding(code="step.power-capped", values=values, records=(race.record.id,), text=text)
 
 
-def _no_energy(raced: Sequence[Race]) -> Iterator[Finding]:
-    missing: dict[str, list[Race]] = {}
+def _no_energy(raced: Sequence[StepRace]) -> Iterator[Finding]:
+    missing: dict[str, list[StepRace]] = {}
     for race in raced:
         if reason := race.record.notes.get("no_energy"):
             missing.setdefault(reason, []).append(race)

@@ -65,7 +65,7 @@ RUNGS: dict[str, Rung] = {
 }
 
 
-class Place(NamedTuple):
+class LadderStep(NamedTuple):
     """A step on the ladder."""
 
     rung: str
@@ -88,23 +88,23 @@ def start(size: str, table: str, context: int, batch: int, overrides: dict[str, 
 
 def ladder(
     first: Workload, rungs: Sequence[str], hows: Sequence[str] = ("alone", "so far")
-) -> Iterator[Place]:
+) -> Iterator[LadderStep]:
     """The start, each change alone, and all changes so far."""
-    yield Place(START, "start", first)
+    yield LadderStep(START, "start", first)
     so_far: dict[str, Any] = {}
     for rung in _known(rungs):
         on_top = so_far | rung.changes
         alone, below = replace(first, **rung.changes), replace(first, **on_top)
         if alone == below and "so far" in hows:
-            yield Place(rung.name, "first", alone)
+            yield LadderStep(rung.name, "first", alone)
         else:
             held: dict[How, Workload] = {"alone": alone, "so far": below}
-            yield from (Place(rung.name, how, held[how]) for how in held if how in hows)
+            yield from (LadderStep(rung.name, how, held[how]) for how in held if how in hows)
         if rung.stays:
             so_far = on_top
 
 
-def climbed(first: Workload, rungs: Sequence[str]) -> tuple[Place, ...]:
+def climbed(first: Workload, rungs: Sequence[str]) -> tuple[LadderStep, ...]:
     """The start and each rung with all below it, without what is tried alone."""
     return tuple(ladder(first, rungs, ("so far",)))
 

@@ -22,7 +22,7 @@ import msgspec
 from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.step.cases import RaceCase
+from stepscope.studies.step.cases import StepRaceCase
 from stepscope.studies.step.races import Heat, Racer
 from stepscope.studies.training.captured import forget_steps
 from stepscope.studies.training.shared_weights import begin_moments
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     step: TransformerStep
 
 
-def measure_race(case: RaceCase, bench: Bench) -> Measurement:
+def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
     if any(racer.workload.compile != "no" for racer in case.racers):
         import torch._dynamo.config as dynamo
 
@@ -104,10 +104,10 @@ def _consecutive(
     )
 
 
-def _interleaved(entries: Sequence[Entry], bench: Bench, case: RaceCase) -> Timing:
-    from stepscope.measure.turns import time_in_turns
+def _interleaved(entries: Sequence[Entry], bench: Bench, case: StepRaceCase) -> Timing:
+    from stepscope.measure.turns import time_interleaved
 
-    return time_in_turns(
+    return time_interleaved(
         {entry.racer.name: entry.step.run for entry in entries},
         bench.device,
         warmup=2,
@@ -167,7 +167,7 @@ class Field:
         forget_steps(step)
         return Entry(racer, step)
 
-    def heat(self, racer: Racer, case: RaceCase, *, last: bool = False) -> None:
+    def heat(self, racer: Racer, case: StepRaceCase, *, last: bool = False) -> None:
         """Try one form. The last of all stays ready if it may be the fastest of its side."""
         from stepscope.measure.patience import TookTooLong, at_most
 
@@ -244,7 +244,7 @@ class Field:
         self._racers[racer.name] = racer
         self.heats.setdefault(racer.side, {})[racer.name] = heat
 
-    def _try(self, racer: Racer, case: RaceCase) -> tuple[Entry, Heat]:
+    def _try(self, racer: Racer, case: StepRaceCase) -> tuple[Entry, Heat]:
         device = self._bench.device
         began = time.monotonic()
         held = device.held_bytes()

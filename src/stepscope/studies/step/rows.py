@@ -13,7 +13,7 @@ from stepscope.analysis.power import Draw, draw
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.studies.base import Result, results_of
-from stepscope.studies.step.cases import LadderCase, LossCase, RaceCase, StepCase
+from stepscope.studies.step.cases import LadderCase, LossCase, StepCase, StepRaceCase
 from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.step.races import RACES, Heat, RaceSpec
 
@@ -180,14 +180,14 @@ class Lead(NamedTuple):
         return self.peer_ms / self.ms if self.ratio is None else self.ratio.value
 
 
-class Race(NamedTuple):
+class StepRace(NamedTuple):
     record: Record
     name: str
     best: dict[str, str]
     """The fastest form of each side."""
     heats: dict[str, Heat | str]
     """Every form that was tried, or why it is out."""
-    others: tuple[Race, ...] = ()
+    others: tuple[StepRace, ...] = ()
     """The same step in other runs."""
 
     @property
@@ -255,11 +255,11 @@ class Race(NamedTuple):
         return self.best.get(side, "").partition(": ")[2]
 
 
-def races(results: Sequence[Result[StepCase]]) -> list[Race]:
+def races(results: Sequence[Result[StepCase]]) -> list[StepRace]:
     """Of several races of a step the one in which most forms of the peer ran, since its fastest is
     known only among those. Of those with as many, the one in which it comes nearest to ours."""
-    groups: dict[str, list[Race]] = {}
-    for record, case in results_of(results, RaceCase):
+    groups: dict[str, list[StepRace]] = {}
+    for record, case in results_of(results, StepRaceCase):
         groups.setdefault(case.race, []).append(_race(record, case.race))
     raced = []
     for name in RACES:
@@ -269,7 +269,7 @@ def races(results: Sequence[Result[StepCase]]) -> list[Race]:
     return raced
 
 
-def _race(record: Record, name: str) -> Race:
+def _race(record: Record, name: str) -> StepRace:
     heats = record.attachment("heats", dict[str, Heat]) or {}
     if record.environment.device_kind == "cpu":
         heats = {
@@ -277,9 +277,9 @@ def _race(record: Record, name: str) -> Race:
         }
     excluded = record.attachment("excluded", dict[str, str]) or {}
     best = record.attachment("best", dict[str, str]) or {}
-    return Race(record, name, best, {**heats, **excluded})
+    return StepRace(record, name, best, {**heats, **excluded})
 
 
-def _nearness(race: Race) -> float:
+def _nearness(race: StepRace) -> float:
     ratio = race.ratio()
     return float("inf") if ratio is None else ratio.value

@@ -15,7 +15,7 @@ from stepscope.report.blocks import Block, Cell, Curve, Figure, Interval, Spread
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import STATUS, col, failed_table, table
 from stepscope.studies.base import Result, results_of
-from stepscope.studies.step.cases import RaceCase, StepCase, WaterfallCase
+from stepscope.studies.step.cases import StepCase, StepRaceCase, WaterfallCase
 from stepscope.studies.step.findings import step_findings
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.races import SIDES, Heat
@@ -25,7 +25,7 @@ from stepscope.studies.step.rows import (
     Ladder,
     Lead,
     LossCurve,
-    Race,
+    StepRace,
     ladders,
     loss_curves,
     races,
@@ -40,7 +40,7 @@ _HOW = {"start": "", "first": "both", "alone": "alone", "so far": "on those befo
 
 def step_blocks(results: Sequence[Result[StepCase]]) -> tuple[Block, ...]:
     climbed, learnt, raced = ladders(results), loss_curves(results), races(results)
-    lost = [r.record for r in results if isinstance(r.case, WaterfallCase | RaceCase)]
+    lost = [r.record for r in results if isinstance(r.case, WaterfallCase | StepRaceCase)]
     return (
         *step_findings(climbed, learnt, raced),
         *speed_table(raced),
@@ -250,7 +250,7 @@ class SpeedRow(NamedTuple):
     mfu: float | None
 
 
-def speed_table(raced: Sequence[Race]) -> Iterator[Table]:
+def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
     rows = [row for race in raced for row in _speed_rows(race)]
     if not rows:
         return
@@ -298,7 +298,7 @@ def speed_table(raced: Sequence[Race]) -> Iterator[Table]:
     )
 
 
-def _speed_rows(race: Race) -> Iterator[SpeedRow]:
+def _speed_rows(race: StepRace) -> Iterator[SpeedRow]:
     if race.step_ms("peer") is None or race.step_ms() is None:
         return
     yield from _time_row(race, "ours", race.name)
@@ -308,7 +308,7 @@ def _speed_rows(race: Race) -> Iterator[SpeedRow]:
     yield from _time_row(race, "narrow", f"{race.name}, narrower formats")
 
 
-def _time_row(race: Race, side: str, name: str) -> Iterator[SpeedRow]:
+def _time_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     ratio, ms = race.ratio(side), race.step_ms(side)
     if ms is not None and ratio is not None:
         yield SpeedRow(
@@ -317,7 +317,7 @@ def _time_row(race: Race, side: str, name: str) -> Iterator[SpeedRow]:
         )  # fmt: skip
 
 
-def _memory_row(race: Race, side: str, name: str) -> Iterator[SpeedRow]:
+def _memory_row(race: StepRace, side: str, name: str) -> Iterator[SpeedRow]:
     """Peaks in place of the forms; times only of a form that has no row of its own."""
     peer, own, ms = race.peak("peer"), race.peak(side), race.step_ms(side)
     if peer is not None and own is not None and ms is not None:
@@ -339,12 +339,12 @@ def interval_cell(ratio: Ratio) -> Interval:
 
 
 class PowerRow(NamedTuple):
-    race: Race
+    race: StepRace
     side: str
     draw: Draw
 
 
-def _power_table(raced: Sequence[Race]) -> Iterator[Table]:
+def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
     rows = [
         PowerRow(race, side, draw)
         for race in raced
@@ -395,7 +395,7 @@ class HeatRow(NamedTuple):
     outcome: str | None
 
 
-def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
+def heat_table(raced: Sequence[StepRace]) -> Iterator[Table]:
     rows = [row for race in raced for row in _heat_rows(race)]
     if not rows:
         return
@@ -431,7 +431,7 @@ def heat_table(raced: Sequence[Race]) -> Iterator[Table]:
     )
 
 
-def _heat_rows(race: Race) -> Iterator[HeatRow]:
+def _heat_rows(race: StepRace) -> Iterator[HeatRow]:
     """The forms of the race that counts, then those that only others had."""
     shown: set[str] = set()
     for run in (race, *race.others):
@@ -449,12 +449,12 @@ def _heat_rows(race: Race) -> Iterator[HeatRow]:
         shown |= set(run.heats)
 
 
-def _raced(run: Race, side: str) -> str:
+def _raced(run: StepRace, side: str) -> str:
     failed = (run.record.attachment("no_run_off", dict[str, str]) or {}).get(side)
     return "raced" if failed is None else f"raced for its step alone, turns failed: {failed}"
 
 
-def _elsewhere(run: Race, side: str) -> str:
+def _elsewhere(run: StepRace, side: str) -> str:
     best = run.heats.get(run.best.get(side, ""))
     if not isinstance(best, Heat):
         return "another run"

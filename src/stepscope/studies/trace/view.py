@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summary import Line, Outlier, Row, Summary
-from stepscope.report.blocks import Block, Curve, Figure, Lane, Stretch, Table, Timeline
+from stepscope.report.blocks import Block, Curve, Figure, Lane, LaneSpan, Table, Timeline
 from stepscope.report.tables import col, table
 from stepscope.studies.trace.findings import trace_findings
 
@@ -150,7 +150,7 @@ def _overstated(row: Row, summary: Summary) -> bool:
 
 def _lane(row: Row) -> Lane:
     stretches = tuple(
-        Stretch(
+        LaneSpan(
             start=bar.start, end=bar.end, label=bar.label, group=bar.group,
             style=CLASS_STYLES.get(bar.group),
         )

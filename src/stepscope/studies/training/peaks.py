@@ -78,7 +78,7 @@ def one_step(step: TrainingStep, device: Device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def steps_in_turns(
+def interleaved_steps(
     step: TrainingStep,
     device: Device,
     ways: Mapping[str, Callable[[], AbstractContextManager[object]]],

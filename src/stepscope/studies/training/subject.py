@@ -19,7 +19,7 @@ from stepscope.studies.training.flags import GRAPHS_OF_TORCH, MODES, Mode
 if TYPE_CHECKING:
     import torch
 
-    from stepscope.acceleration.attention.substitute import written_out_as_one_kernel
+    from stepscope.acceleration.attention.substitute import fused_attention
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
     from stepscope.records.schema import Quantity
@@ -96,9 +96,7 @@ class TrainingStep(Subject):
         fast = self._precision.compute == "tf32"
         torch.set_float32_matmul_precision("high" if fast else "highest")
 
-    def compile_model(
-        self, how: str, mode: str, attention: written_out_as_one_kernel | None = None
-    ) -> None:
+    def compile_model(self, how: str, mode: str, attention: fused_attention | None = None) -> None:
         if how == "no":
             return
         if not compile_own(self.model, how, attention, mode):

@@ -166,9 +166,9 @@ class TransformerStep(TrainingStep):
     def _products(self) -> AbstractContextManager[None]:
         if not self.workload.searched:
             return nullcontext()
-        from stepscope.kernels.autotune import searched_products
+        from stepscope.kernels.autotune import autotuned_matmuls
 
-        return searched_products()
+        return autotuned_matmuls()
 
     def follow_weights(self) -> None:
         """Take over what another step did to shared weights; a step alone has nothing to follow."""

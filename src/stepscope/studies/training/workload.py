@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError, unknown_name
-from stepscope.kernels.activation_policy import ALL, check_forms, kept
+from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, stretches
 from stepscope.model.checkpointing import run_again as blocks_again
@@ -91,7 +91,7 @@ class Workload(Case, frozen=True, kw_only=True):
         if self.own and self.optimizer in WITHIN_BACKWARD:
             raise UsageError(f"{self.optimizer} is for the models here", "take stepscope-fused")
         self.kept()
-        check_forms(self.fused, self.joined, self.keep)
+        check_layer_options(self.fused, self.joined, self.keep)
         if self.searched and not self.joined:
             raise UsageError("searched products belong to joined ones", "add --fused --joined")
         if self.joined and self.compile != "no":
@@ -124,7 +124,7 @@ class Workload(Case, frozen=True, kw_only=True):
 
     def kept(self) -> tuple[str, ...]:
         """What each block saves for the backward."""
-        return kept(self.keep, self.layers)
+        return policy_per_layer(self.keep, self.layers)
 
     @property
     def key(self) -> str:

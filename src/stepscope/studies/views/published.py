@@ -43,7 +43,7 @@ class Mine(NamedTuple):
     """What limits its times, and carries others' over."""
 
 
-class Beside(NamedTuple):
+class PublishedComparison(NamedTuple):
     """A published figure, and the case here that it stands next to, if all conditions are known."""
 
     figure: Figure
@@ -107,7 +107,7 @@ def ranked_step(record: Record, case: RankedStep, way: str, step_ms: float | Non
     return Mine(record, conditions, {"step": step_ms})
 
 
-def beside(study: str, mine: Sequence[Mine]) -> list[Beside]:
+def beside(study: str, mine: Sequence[Mine]) -> list[PublishedComparison]:
     """Each figure with the cases that it fits; if none fits, figures that leave conditions open."""
     found, alone = [], []
     for figure in figures(study):
@@ -120,9 +120,9 @@ def beside(study: str, mine: Sequence[Mine]) -> list[Beside]:
         ]
         open_ = [name for name in figure.unstated if name != "device"]
         if fitting and open_:
-            alone.append(Beside(figure, None))
+            alone.append(PublishedComparison(figure, None))
         else:
-            found += [Beside(figure, case) for case in fitting]
+            found += [PublishedComparison(figure, case) for case in fitting]
     return found or alone
 
 
@@ -174,7 +174,7 @@ def _shown(figure: Figure, value: float | None, digits: int = 4) -> str | None:
     return None if value is None else show(value, digits)
 
 
-def _published(pair: Beside) -> str:
+def _published(pair: PublishedComparison) -> str:
     figure = pair.figure
     published = str(_shown(figure, figure.base))
     if figure.spread is not None:

@@ -13,7 +13,7 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, Stretch, Table, Timeline
+from stepscope.report.blocks import Block, Cell, Column, Finding, Lane, LaneSpan, Table, Timeline
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, keep_columns, table
 from stepscope.studies.training.flags import WITHIN_BACKWARD
@@ -128,7 +128,7 @@ def picture(fall: Fall, name: str) -> Timeline:
 def _lane(label: str, start: float, ms: float, water: Waterfall, group: str) -> Lane:
     text = f"{duration(ms)}, {percent(ms / water.measured_ms)}"
     return Lane(
-        label=label, stretches=(Stretch(start=start, end=start + ms, label=text, group=group),)
+        label=label, stretches=(LaneSpan(start=start, end=start + ms, label=text, group=group),)
     )
 
 
