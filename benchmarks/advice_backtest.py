@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from stepscope.advisor.advise.facts_of import account_facts, facts_of
+from stepscope.advisor.advise.facts import account_facts, facts_of
 from stepscope.analysis.advice.changes import afterwards, judged
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.advice.loop import with_batch_times

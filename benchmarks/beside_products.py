@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import pick_device
-from stepscope.measure.turns import time_interleaved
+from stepscope.measure.interleaved import time_interleaved
 from stepscope.model.sizes import find_size
 from stepscope.optim.triton_adamw import update_one
 

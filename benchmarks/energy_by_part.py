@@ -50,7 +50,7 @@ from stepscope.analysis.energy_parts import (
     accounts,
     to_whole,
 )
-from stepscope.analysis.products import step_products
+from stepscope.analysis.matmuls import step_products
 from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import measure_energy

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from foreign_page import Line, first_trial, foreign_table, read_lines, summary_sentences  # noqa: E402
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS  # noqa: E402
-from stepscope.advisor.advise.tried import Tried  # noqa: E402
+from stepscope.advisor.advise.outcome import Tried  # noqa: E402
 from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.store import Store  # noqa: E402

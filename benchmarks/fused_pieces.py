@@ -35,7 +35,7 @@ from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.environment import describe
-from stepscope.measure.turns import time_interleaved
+from stepscope.measure.interleaved import time_interleaved
 from stepscope.model.layers import RotaryEmbedding
 from stepscope.optim import AdamW, FusedAdamW
 from stepscope.records.stats import paired_ratio, summarize

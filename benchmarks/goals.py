@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.analysis.paired import STUDY as AGAINST_TORCH
-from stepscope.analysis.paired import paired
+from stepscope.analysis.paired_ratio import STUDY as AGAINST_TORCH
+from stepscope.analysis.paired_ratio import paired
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record

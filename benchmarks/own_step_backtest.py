@@ -20,8 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.advisor.advise.cases import STUDY_NAME
-from stepscope.advisor.advise.facts_of import facts_of
-from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.advise.outcome import Tried
 from stepscope.analysis.advice.calibration import Verified, is_right
 from stepscope.analysis.advice.changes import advise, afterwards, judged
 from stepscope.analysis.advice.facts import Facts

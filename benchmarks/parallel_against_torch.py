@@ -30,7 +30,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from stepscope.analysis.paired import OURS, STUDY, THEIRS, Paired, paired
+from stepscope.analysis.paired_ratio import OURS, STUDY, THEIRS, Paired, paired
 from stepscope.measure.device import pick_device
 from stepscope.measure.environment import describe
 from stepscope.model import TransformerLM, find_size, with_overrides

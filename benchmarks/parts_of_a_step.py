@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.analysis.products import Group, block_groups, head_chunks
+from stepscope.analysis.matmuls import Group, block_groups, head_chunks
 from stepscope.attention.api import attention_with
 from stepscope.kernels.activation_policy import ALL, NORMS
 from stepscope.kernels.feed_forward import gated_back, gated_by

@@ -26,7 +26,7 @@ from stepscope.kernels import embedding
 from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.measure.device import Device, pick_device
-from stepscope.measure.turns import time_interleaved
+from stepscope.measure.interleaved import time_interleaved
 from stepscope.records.stats import paired_ratio, summarize
 
 ROUNDS = 15

@@ -22,7 +22,7 @@ import torch
 from energy_by_part import Call, repeated
 from torch import Tensor
 
-from stepscope.analysis.products import block_groups
+from stepscope.analysis.matmuls import block_groups
 from stepscope.kernels.autotune import autotuned_matmuls
 from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import Device, pick_device

@@ -21,7 +21,7 @@ import stepscope
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
 from stepscope.measure.device import pick_device
-from stepscope.measure.turns import time_interleaved
+from stepscope.measure.interleaved import time_interleaved
 
 WIDTH, ROWS, EMPTY = 256, 64, 20_000
 FOREVER = 1_000_000

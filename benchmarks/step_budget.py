@@ -15,7 +15,7 @@ import sys
 from typing import NamedTuple
 
 from stepscope.analysis.ideal import operations
-from stepscope.analysis.products import HEAD, step_products
+from stepscope.analysis.matmuls import HEAD, step_products
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters

@@ -8,7 +8,7 @@ from pathlib import Path
 from walkthrough_page import first_advice_right
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.tried import Tried, best_of
+from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration, percent

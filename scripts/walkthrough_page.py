@@ -11,11 +11,11 @@ from pathlib import Path
 
 from page_parts import bullets, origin, shown
 
-from stepscope.advisor.advise.advised import advice_given
 from stepscope.advisor.advise.cases import OF_SCRIPTS
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts_of import facts_of
-from stepscope.advisor.advise.tried import Tried, best_of, first_right
+from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.advise.given import advice_given
+from stepscope.advisor.advise.outcome import Tried, best_of, first_right
 from stepscope.advisor.advise.view import advice_table, not_tried, trial_blocks
 from stepscope.advisor.inspect import STUDY as INSPECTED
 from stepscope.analysis.advice.changes import Advice, advise

@@ -24,7 +24,7 @@ from stepscope.parallel import (
     load_optimizer,
     save_optimizer,
 )
-from stepscope.parallel.saved_rows import Saved, concatenated
+from stepscope.parallel.reshard import Saved, concatenated
 from stepscope.parallel.sharded_optimizer import FORMS, Form
 
 State = dict[str, Tensor]

@@ -18,7 +18,7 @@ from torch import nn
 
 from stepscope.errors import UsageError
 from stepscope.parallel import Limits, RankFailed, World, launch
-from stepscope.parallel.layout import require_same_layout
+from stepscope.parallel.model_layout import require_same_layout
 
 LIMITS = Limits(start=60.0, step=4.0, beat=4.0, total=120.0)
 """Patient enough for a busy machine. `benchmarks/rank_faults.py` holds the bounds in time."""

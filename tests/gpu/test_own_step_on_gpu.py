@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stepscope
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import PARAMETERS
@@ -161,7 +161,7 @@ def test_a_slow_script_is_made_faster_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["read_back", "copies"])
 def test_a_change_of_the_loop_finds_something_to_change(change: str) -> None:
-    from stepscope.advisor.advise.turns import TrialProcess
+    from stepscope.advisor.advise.interleaved import TrialProcess
     from stepscope.advisor.inspect.order import Order
 
     order = Order(

@@ -193,9 +193,9 @@ def test_updates_beside_the_backward_keep_few_gradients(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers' gradients at most where all would be sixteen."""
-    import stepscope.torch_tools.beside
+    import stepscope.torch_tools.side_stream
 
-    monkeypatch.setattr(stepscope.torch_tools.beside, "MOST_WAITING", 1 << 22)
+    monkeypatch.setattr(stepscope.torch_tools.side_stream, "MOST_WAITING", 1 << 22)
     layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     layers.to("cuda")
     optimizer = InBackwardAdamW(layers.parameters())

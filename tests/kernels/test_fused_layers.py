@@ -15,7 +15,7 @@ from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
 from stepscope.kernels.norm import WIDEST, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.kernels.triton import rotary as triton_rotary
+from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.model.layers import RotaryEmbedding
 

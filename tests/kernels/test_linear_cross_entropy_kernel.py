@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accuracy import hold_to_policy
 from stepscope.kernels import linear_cross_entropy
-from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton.cross_entropy import count_rows, mean_of, write_losses
 from stepscope.kernels.triton.scale import scale_unless_one

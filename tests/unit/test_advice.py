@@ -15,9 +15,9 @@ from own_records import BASE, advice, codes, inspected_record, tried
 from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.advisor.advise.cases import OF_SCRIPTS, Trial
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.history import add_to_history, history_file, read_history
-from stepscope.advisor.advise.tried import Tried, first_right
+from stepscope.advisor.advise.outcome import Tried, first_right
 from stepscope.advisor.advise.view import not_tried, trial_blocks
 from stepscope.analysis.advice.calibration import Verified, factors, median_error
 from stepscope.analysis.advice.changes import advise

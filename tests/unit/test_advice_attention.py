@@ -14,7 +14,7 @@ from quiet_bench import QuietBench
 from sample_records import environment, record
 from stepscope.advisor.advise.attention_facts import is_called, score_bytes
 from stepscope.advisor.advise.cases import OF_SCRIPTS
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.trace.summary import Summary

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from own_records import attached, coded, inspected_record
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.dtypes import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernels.names import describe

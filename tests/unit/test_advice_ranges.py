@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_advice_rules import facts
 
 from own_records import advice, attached, coded, tried
-from stepscope.advisor.advise.facts_of import block_list, facts_of
-from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.facts import block_list, facts_of
+from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import advice_table, trial_blocks
 from stepscope.analysis.advice import ranges
 from stepscope.analysis.advice.changes import advise, judged

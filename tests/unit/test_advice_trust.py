@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from prepared_store import Desk
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.view import advice_table, cannot_rank
 from stepscope.analysis.advice.changes import advise, without_ranks
 from stepscope.records.jsonl import read_records, write_records

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepscope.torch_tools.beside import SideStream, offered, run_overlapped, taker_of
+from stepscope.torch_tools.side_stream import SideStream, offered, run_overlapped, taker_of
 
 CPU = torch.device("cpu")
 

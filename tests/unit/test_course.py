@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.measure.course import MemoryTimeline
+from stepscope.measure.memory_timeline import MemoryTimeline
 from stepscope.report.blocks import Curve, Figure, LimitLine, Span
 from stepscope.report.plots import svg
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quiet_bench import QuietBench
 from step_records import energy_lines
-from stepscope.analysis import products as listing
+from stepscope.analysis import matmuls as listing
 from stepscope.analysis.energy_parts import (
     ATTENTION,
     PASSES,
@@ -28,7 +28,7 @@ from stepscope.analysis.energy_parts import (
     accounts,
     to_whole,
 )
-from stepscope.analysis.products import Matmul, head_chunks, step_products
+from stepscope.analysis.matmuls import Matmul, head_chunks, step_products
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import GATES
 from stepscope.kernels.loss_chunks import rows_per_chunk
@@ -174,7 +174,7 @@ class TestParts:
     def test_passes_run_by_our_kernels(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a format that the interpreter computes rightly."""
         from stepscope.kernels.triton import norm as triton_norm
-        from stepscope.kernels.triton import rotary as triton_rotary
+        from stepscope.kernels.triton import rope as triton_rotary
         from stepscope.kernels.triton import swiglu as triton_swiglu
 
         calls: Counter[str] = Counter()

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.kernels.triton import rotary as triton_rotary
+from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
 from stepscope.kernels.triton import swiglu as triton_swiglu
 from stepscope.optim import triton_adamw

@@ -12,7 +12,7 @@ from torch import nn
 
 from fake_device import FakeClock, FakeDevice
 from stepscope.measure.gradients import record_gradients
-from stepscope.measure.waiting import Due, Pace, WaitingStep
+from stepscope.measure.simulated_step import Due, Pace, WaitingStep
 
 
 class Step:
@@ -108,8 +108,8 @@ def test_a_late_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
         slept.append(seconds)
         clock.now += seconds + 0.25
 
-    monkeypatch.setattr("stepscope.measure.waiting.time.monotonic", clock.monotonic)
-    monkeypatch.setattr("stepscope.measure.waiting.time.sleep", sleep)
+    monkeypatch.setattr("stepscope.measure.simulated_step.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("stepscope.measure.simulated_step.time.sleep", sleep)
     pace = Pace()
     pace.start(clock.now)
     for _ in range(3):
@@ -143,8 +143,8 @@ def test_what_hooks_take_puts_off_all_that_follows(
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr("stepscope.measure.waiting.time.monotonic", clock.monotonic)
-    monkeypatch.setattr("stepscope.measure.waiting.time.sleep", sleep)
+    monkeypatch.setattr("stepscope.measure.simulated_step.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("stepscope.measure.simulated_step.time.sleep", sleep)
     step = WaitingStep(10.0, [Due(4, "float32", 10.0), Due(4, "float32", 20.0)], 100.0, 10.0)
     for parameter in step.held:
         parameter.register_post_accumulate_grad_hook(lambda _: sleep(0.03))  # type: ignore[attr-defined]

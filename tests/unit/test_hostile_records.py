@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hostile_records import Json, hostile, real_records
 from stepscope.analysis.lints import lint_record
-from stepscope.analysis.plausible import plausible
+from stepscope.analysis.plausibility import plausible
 from stepscope.cli import main
 from stepscope.records.schema import decode, encode
 from stepscope.studies import page

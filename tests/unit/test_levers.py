@@ -15,7 +15,7 @@ from quiet_bench import QuietBench
 from sample_records import quantity_of, value_of
 from stepscope.analysis.waterfall import CAUSES
 from stepscope.errors import UsageError
-from stepscope.measure.card import cpu_facts, cuda_facts
+from stepscope.measure.device_properties import cpu_facts, cuda_facts
 from stepscope.measure.levers import on_cpu, pair
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Figure, Finding, Table

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.advisor.inspect.background import Background
-from stepscope.advisor.inspect.meeting import Meeting, meet
+from stepscope.advisor.inspect.rendezvous import Meeting, meet
 
 
 @pytest.fixture

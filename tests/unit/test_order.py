@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepscope.parallel import ParallelError
-from stepscope.parallel.order import Past, require_same_pasts
+from stepscope.parallel.collective_order import Past, require_same_pasts
 
 
 def past(names: str, *, ended: bool = False, first: int = 0) -> Past:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sample_records import record
-from stepscope.analysis.paired import STUDY, paired
+from stepscope.analysis.paired_ratio import STUDY, paired
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Record, Series
 

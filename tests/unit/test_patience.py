@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stepscope.measure.patience import TookTooLong, at_most
+from stepscope.measure.time_limit import TookTooLong, at_most
 
 
 def test_only_the_main_thread_is_told_that_it_took_too_long() -> None:

@@ -16,12 +16,13 @@ import pytest
 from test_prediction import counted_phases, plan, tiny
 from triton.runtime.interpreter import InterpretedFunction
 
-from stepscope.analysis.predict import beside as predicted_beside
+from stepscope.analysis.predict import deferred_frees as predicted_beside
 from stepscope.analysis.predict import fused_layers
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
-from stepscope.kernels import launching, norm
+from stepscope.kernels import launch as launching
+from stepscope.kernels import norm
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.model import cost
@@ -33,7 +34,7 @@ from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Heat, Racer
 from stepscope.studies.training.plans import plan_of, prediction_for
 from stepscope.studies.training.workload import Workload
-from stepscope.torch_tools import beside
+from stepscope.torch_tools import side_stream as beside
 
 RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
 FUSED = {"fused": True}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepscope.parallel import ParallelError
-from stepscope.parallel.saved_rows import Saved, Span, concatenated
+from stepscope.parallel.reshard import Saved, Span, concatenated
 
 WHOLE = torch.arange(30.0).view(10, 3)
 

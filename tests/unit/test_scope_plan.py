@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stepscope.advisor.inspect.child import describe_end
 from stepscope.advisor.inspect.progress import Progress, why_nothing
 from stepscope.advisor.scope.anchor import Anchor
-from stepscope.advisor.scope.arrival import when_imported
 from stepscope.advisor.scope.stages import Effort, Stage
+from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.cli.commands.inspect import InspectOptions
 from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError

@@ -13,9 +13,9 @@ from command_line import CommandLine
 from own_records import advice, tried
 from quiet_bench import QuietBench
 from stepscope.advisor.advise.cases import Script, Trial
+from stepscope.advisor.advise.interleaved import ScriptEndedError, TrialProcess
+from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.script_trial import measure_script_trial
-from stepscope.advisor.advise.tried import Tried
-from stepscope.advisor.advise.turns import ScriptEndedError, TrialProcess
 from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.parallel.sending import _ORIGINS, dumps, loads, why_not
+from stepscope.parallel.pickling import _ORIGINS, dumps, loads, why_not
 
 
 def again(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.steady import settling
+from stepscope.analysis.steady_state import settling
 
 STEADY = [100.0] * 10
 

@@ -13,7 +13,7 @@ import pytest
 from step_records import step_race_record, tiny_race_case
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
-from stepscope.measure.patience import TookTooLong
+from stepscope.measure.time_limit import TookTooLong
 from stepscope.measure.timer import Timing
 from stepscope.records.schema import Series
 from stepscope.studies.base import Measurement

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepscope.advisor.trial import habits
+from stepscope.advisor.trial import loop as habits
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
 from stepscope.advisor.trial.optimizers import fuse_optimizers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fake_device import FakeClock, FakeDevice, by_variant
-from stepscope.measure import turns
+from stepscope.measure import interleaved as turns
+from stepscope.measure.interleaved import time_interleaved
 from stepscope.measure.kernels import KernelRun, kernel_names, profile_kernels
-from stepscope.measure.turns import time_interleaved
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from command_line import CommandLine
 from own_records import advice, tried
 from quiet_bench import QuietBench
 from stepscope.advisor.advise import script_trial
-from stepscope.advisor.advise.advised import advice_given, with_advice
 from stepscope.advisor.advise.cases import APART, OF_MODELS, Script, Trial
+from stepscope.advisor.advise.given import advice_given, with_advice
 from stepscope.advisor.advise.history import read_history
-from stepscope.advisor.advise.tried import Tried
-from stepscope.advisor.advise.turns import Ready, ScriptOutOfMemoryError, TrialProcess
+from stepscope.advisor.advise.interleaved import Ready, ScriptOutOfMemoryError, TrialProcess
+from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import trial_blocks
 from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import Advice

@@ -9,10 +9,10 @@ import msgspec
 
 from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.history import read_history
 from stepscope.advisor.advise.history_view import history_blocks
-from stepscope.advisor.advise.tried import Tried
+from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import (
     advice_table,
     cannot_rank,

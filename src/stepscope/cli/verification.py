@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from stepscope.advisor.advise import STUDY as TRIALS
 from stepscope.advisor.advise.cases import Trial
 from stepscope.advisor.advise.history import add_to_history
-from stepscope.advisor.advise.tried import NO_GAIN, Tried
+from stepscope.advisor.advise.outcome import NO_GAIN, Tried
 from stepscope.analysis.advice.changes import Advice, applicable, compatible
 from stepscope.cli.messages import log
 from stepscope.cli.progress import make_observer

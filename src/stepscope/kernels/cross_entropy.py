@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import naive_cross_entropy as plain_cross_entropy
-from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import padded_columns, rows_per_chunk
 from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
 from stepscope.kernels.weight_copies import WeightCopies

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.activation_policy import ALL, INPUTS
-from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.matmul import (
     Learned,
     SavedInput,

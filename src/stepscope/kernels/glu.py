@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 
 

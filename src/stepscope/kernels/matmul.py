@@ -20,8 +20,8 @@ from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.autotune import multiplied_into, searching
 from stepscope.kernels.norm import Normed
 from stepscope.kernels.weight_copies import WeightCopies, Weights
-from stepscope.torch_tools.beside import taker_of
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
+from stepscope.torch_tools.side_stream import taker_of
 
 
 def fused_linear(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.kernels.launching import kernels_take
+from stepscope.kernels.launch import kernels_take
 from stepscope.torch_tools.derivatives import differentiable_once
 
 
@@ -63,7 +63,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-        from stepscope.kernels.triton.rotary import rotate
+        from stepscope.kernels.triton.rope import rotate
 
         rotate(x, x, cos, sin, heads, back=False)
         ctx.mark_dirty(x)
@@ -74,7 +74,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @differentiable_once("the fused rotation", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from stepscope.kernels.triton.rotary import rotate
+        from stepscope.kernels.triton.rope import rotate
 
         cos, sin = ctx.saved_tensors
         grad = grad.contiguous()
@@ -90,7 +90,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
-        from stepscope.kernels.triton.rotary import rotate
+        from stepscope.kernels.triton.rope import rotate
 
         held = x.detach()
         turned = held[..., : 2 * x.shape[-1] // 3]
@@ -104,7 +104,7 @@ class _RotateParts(torch.autograd.Function):
     def backward(
         ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
     ) -> tuple[Tensor | None, ...]:
-        from stepscope.kernels.triton.rotary import gather_back
+        from stepscope.kernels.triton.rope import gather_back
 
         cos, sin = ctx.saved_tensors
         return gather_back(grad_q, grad_k, grad_v, cos, sin), None, None, None

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import CudaAllocator
-from stepscope.measure.course import MemoryTimeline
 from stepscope.measure.hooks import after_gradient, around_calls
+from stepscope.measure.memory_timeline import MemoryTimeline
 from stepscope.measure.modules import all_named_parts, model_names
 from stepscope.measure.tensors import LiveStorage, TensorBytes
 from stepscope.records.memory import (

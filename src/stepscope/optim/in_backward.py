@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stepscope.optim.fused import Copies, FusedAdamW, kernel_takes, rules
-from stepscope.torch_tools.beside import SideStream, offered
 from stepscope.torch_tools.gradient_hooks import hook_for_life, hook_of
+from stepscope.torch_tools.side_stream import SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
 
 if TYPE_CHECKING:

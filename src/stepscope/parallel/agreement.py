@@ -16,9 +16,9 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from stepscope.parallel.collective_order import HINT, Order, require_same_pasts
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.order import HINT, Order, require_same_pasts
 
 _NAMED = 3
 """Parameters that an error names; the rest is counted."""

@@ -44,7 +44,7 @@ from stepscope.parallel.guard import (
     refuse_early_steps,
     refuse_sparse_gradients,
 )
-from stepscope.parallel.layout import require_same_layout
+from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch, unplanned_gradient
 from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
 from stepscope.torch_tools.gradient_hooks import hook_of

@@ -57,10 +57,10 @@ from torch import Tensor, nn
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.clipping import clip
+from stepscope.parallel.collective_order import Order
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import NotCopied, refuse_early_steps, refuse_sparse_gradients
-from stepscope.parallel.layout import require_same_layout
-from stepscope.parallel.order import Order
+from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch
 from stepscope.parallel.sharded_module import IN_PLACE_OF_A_COPY, Unit
 from stepscope.parallel.sharded_parameter import ShardedParameter

@@ -12,8 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 from stepscope.parallel.buckets import MEGABYTE, Item, OwnedRows, Rows, plan_buckets, share_out
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.inner import Make, as_views, follow, on_its_device
-from stepscope.parallel.saved_rows import Saved, Span, concatenated
+from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_device
+from stepscope.parallel.reshard import Saved, Span, concatenated
 
 
 class Share(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepscope.parallel.layout import shape_and_dtype
+from stepscope.parallel.model_layout import shape_and_dtype
 
 _traits = attrgetter("requires_grad", "dtype", "device", "shape")
 _trainable = attrgetter("requires_grad")

@@ -26,7 +26,7 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.parallel.heartbeat import HEARTBEAT, Page, State
 from stepscope.parallel.main_module import GUARD
-from stepscope.parallel.sending import Received, Result, dumps, why_not
+from stepscope.parallel.pickling import Received, Result, dumps, why_not
 from stepscope.parallel.world import World
 
 _UNTIL_ENDED_S = 5.0

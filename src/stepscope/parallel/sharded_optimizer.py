@@ -38,7 +38,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from stepscope.errors import unknown_name
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.layout import require_same_lines, tensor_line
+from stepscope.parallel.model_layout import require_same_lines, tensor_line
 from stepscope.parallel.owned import OwnedParameters
 from stepscope.parallel.slices import SlicedParameters
 

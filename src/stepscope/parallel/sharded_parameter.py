@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from stepscope.parallel.collective_order import Order, Verb
 from stepscope.parallel.collectives import all_gather, reduce_scatter
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.order import Order, Verb
 
 
 class ShardedParameter:

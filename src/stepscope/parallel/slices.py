@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from stepscope.parallel.collectives import all_gather, reduce_scatter
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.inner import Make, as_views, follow, on_its_device
+from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_device
 
 
 class Line(NamedTuple):

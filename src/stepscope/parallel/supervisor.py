@@ -35,8 +35,8 @@ from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.parallel.heartbeat import Page, Pulse, State, descendants
 from stepscope.parallel.main_module import main_to_import, ranks_import_main, refuse_unguarded
+from stepscope.parallel.pickling import Opened, Sent, why_not
 from stepscope.parallel.rank_process import refuse_within_import, run_rank
-from stepscope.parallel.sending import Opened, Sent, why_not
 from stepscope.parallel.world import RENDEZVOUS
 
 _POLL_S = 0.02

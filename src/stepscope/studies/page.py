@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from stepscope.analysis.lints import lint_record
-from stepscope.analysis.plausible import plausible
+from stepscope.analysis.plausibility import plausible
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table

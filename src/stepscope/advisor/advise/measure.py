@@ -55,7 +55,7 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
 def _in_turns(
     cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench
 ) -> Timing:  # fmt: skip
-    from stepscope.measure.turns import time_interleaved
+    from stepscope.measure.interleaved import time_interleaved
     from stepscope.studies.own.step import own_step
 
     steps = {name: own_step(case, device) for name, case in cases.items()}

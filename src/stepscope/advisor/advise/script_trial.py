@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Script, Trial
-from stepscope.advisor.advise.measure import IN_BLOCKS, loss_series, trial_quantities
-from stepscope.advisor.advise.turns import (
+from stepscope.advisor.advise.interleaved import (
     Ready,
     ScriptEndedError,
     ScriptOutOfMemoryError,
     TrialProcess,
 )
+from stepscope.advisor.advise.measure import IN_BLOCKS, loss_series, trial_quantities
 from stepscope.advisor.inspect.order import Order
 from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import Bench, Measurement

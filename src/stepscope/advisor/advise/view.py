@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED
-from stepscope.advisor.advise.tried import Tried, best_of
+from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.analysis.advice.calibration import is_right, median_error
 from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.analysis.advice.facts import Facts

@@ -20,7 +20,7 @@ from typing import Any
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
-from stepscope.advisor.trial.contender import Contender
+from stepscope.advisor.trial.process import Contender
 from stepscope.records.decoding import from_json
 
 _QUIET = "KINETO_LOG_LEVEL"

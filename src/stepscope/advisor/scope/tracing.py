@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import record_function
 
-from stepscope.advisor.scope.own_profiler import OtherProfilers
+from stepscope.advisor.scope.user_profiler import OtherProfilers
 from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import Device
 from stepscope.measure.modules import ModuleRanges

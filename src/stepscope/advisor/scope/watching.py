@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, Progress, write_progress
-from stepscope.advisor.scope.arrival import when_imported
 from stepscope.advisor.scope.stages import Effort
+from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import one_line
 
 if TYPE_CHECKING:

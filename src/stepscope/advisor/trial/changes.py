@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
-from stepscope.advisor.trial import habits
+from stepscope.advisor.trial import loop as habits
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
 from stepscope.advisor.trial.optimizers import fuse_optimizers, use_foreach

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from stepscope.analysis.predict.allocator import CachingAllocator, ExactAllocator, OutOfBlocks
-from stepscope.analysis.predict.beside import DeferredFrees
+from stepscope.analysis.predict.deferred_frees import DeferredFrees
 from stepscope.analysis.predict.fused_layers import FusedLayers, FusedProjectionLayers
 from stepscope.analysis.predict.fused_loss import fused_loss
 from stepscope.analysis.predict.layers import Layers, Shape

@@ -12,15 +12,15 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from stepscope.advisor.advise.advised import advice_given, with_advice
 from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts_of import facts_of
+from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.advise.given import advice_given, with_advice
 from stepscope.advisor.advise.history import read_history
 from stepscope.analysis.advice.calibration import factors
 from stepscope.analysis.advice.changes import Advice, advise, afterwards
 from stepscope.analysis.advice.timeline import gain_ms
-from stepscope.analysis.plausible import plausible
+from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.common import StoreOptions, load_records, parse
 from stepscope.cli.messages import log

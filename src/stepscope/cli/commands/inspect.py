@@ -17,8 +17,8 @@ import msgspec
 import tyro
 
 from stepscope.advisor.inspect.background import Background
-from stepscope.advisor.inspect.meeting import Meeting, meet
 from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.inspect.rendezvous import Meeting, meet
 from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words

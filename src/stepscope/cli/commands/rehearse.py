@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from stepscope.analysis.plausible import plausible
+from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LINKS, custom_cluster, make_cluster
 from stepscope.analysis.rehearsal.replay import Replay

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepscope.torch_tools.beside import run_overlapped
+from stepscope.torch_tools.side_stream import run_overlapped
 from stepscope.torch_tools.triton_available import on_its_device
 
 _WARPS_TO_A_PROCESSOR = 32

@@ -28,7 +28,7 @@ from stepscope.parallel.checkpoint.reading import DataPlanner, VerifyingReader
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.fsdp import FSDP
 from stepscope.parallel.heartbeat import HEARTBEAT
-from stepscope.parallel.inner import on_its_device
+from stepscope.parallel.inner_optimizer import on_its_device
 from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 
 _OPTIONS = "options"

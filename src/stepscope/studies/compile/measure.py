@@ -134,7 +134,7 @@ def _measure(case: TimedCase, bench: Bench) -> Measurement:
 def _again(case: TimedCase, device: Device) -> float:
     """The same first step in a process that has compiled nothing yet."""
     done = subprocess.run(
-        [sys.executable, "-m", "stepscope.studies.compile.again", device.kind],
+        [sys.executable, "-m", "stepscope.studies.compile.recompilation", device.kind],
         input=msgspec.json.encode(case), capture_output=True, timeout=_AGAIN_WITHIN_S,
         check=True,
     )  # fmt: skip

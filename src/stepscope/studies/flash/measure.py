@@ -149,8 +149,8 @@ def _named(timing: Timing, mode: str) -> tuple[Series, ...]:
 
 def _measure_race(case: AttentionRaceCase, bench: Bench) -> Measurement:
     """Every implementation that takes the input, interleaved on the same tensors."""
+    from stepscope.measure.interleaved import time_interleaved
     from stepscope.measure.kernels import kernel_names, profile_kernels
-    from stepscope.measure.turns import time_interleaved
 
     device = bench.device
     work = case.workload(_YARDSTICK)

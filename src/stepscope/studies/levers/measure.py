@@ -14,16 +14,16 @@ _ROWS = {"cuda": 4096, "cpu": 512}
 
 
 def measure_card(bench: Bench) -> Measurement:
-    from stepscope.measure.card import device_card
+    from stepscope.measure.device_properties import device_card
 
     facts, words = device_card(bench.device)
     return Measurement(quantities=quantities(facts), attachments={"card": words})
 
 
 def measure_lever(case: LeverCase, bench: Bench) -> Measurement:
+    from stepscope.measure.interleaved import time_interleaved
     from stepscope.measure.levers import make_pair
     from stepscope.measure.levers.pair import error
-    from stepscope.measure.turns import time_interleaved
 
     device = bench.device
     if device.kind == "cuda" and importlib.util.find_spec("triton") is None:

@@ -197,7 +197,7 @@ def run_ways(world: World, recording: Recording, case: CheckCase) -> Samples:
 
 def waiting_ways(recording: Recording, bucket_mb: Sequence[float]) -> dict[str, Step]:
     """Reductions are real, compute is waited for as long as it was recorded to take."""
-    from stepscope.measure.waiting import Due, WaitingStep
+    from stepscope.measure.simulated_step import Due, WaitingStep
     from stepscope.parallel import DDP
 
     gradients = [

@@ -105,7 +105,7 @@ def _consecutive(
 
 
 def _interleaved(entries: Sequence[Entry], bench: Bench, case: StepRaceCase) -> Timing:
-    from stepscope.measure.turns import time_interleaved
+    from stepscope.measure.interleaved import time_interleaved
 
     return time_interleaved(
         {entry.racer.name: entry.step.run for entry in entries},
@@ -169,7 +169,7 @@ class Field:
 
     def heat(self, racer: Racer, case: StepRaceCase, *, last: bool = False) -> None:
         """Try one form. The last of all stays ready if it may be the fastest of its side."""
-        from stepscope.measure.patience import TookTooLong, at_most
+        from stepscope.measure.time_limit import TookTooLong, at_most
 
         try:
             with at_most(case.form_seconds):

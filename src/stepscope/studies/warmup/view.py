@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
-from stepscope.analysis.steady import Settling, settling
+from stepscope.analysis.steady_state import Settling, settling
 from stepscope.records.stats import summarize
 from stepscope.records.trust import MEDIAN_KNOWN_TO, uncertainty
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table

@@ -1,6 +1,6 @@
 """One first step in a fresh process, with whatever cache the environment names.
 
-echo '{"kind": …}' | python -m stepscope.studies.compile.again cuda
+echo '{"kind": …}' | python -m stepscope.studies.compile.recompilation cuda
 """
 
 from __future__ import annotations

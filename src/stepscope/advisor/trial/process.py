@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.advisor.advise.turns import Ready, Taken
-from stepscope.advisor.scope.arrival import when_imported
+from stepscope.advisor.advise.interleaved import Ready, Taken
+from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
 
