@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
     "model": {"attention", "kernels"} | TOOLS,
     "kernels": {"attention"} | TOOLS,
-    "report": set(),
+    "report": {"stepscope.analysis.verdict"},
     "records": set(),
     "optim": TOOLS,
     "attention": TOOLS,

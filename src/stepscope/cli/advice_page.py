@@ -59,6 +59,7 @@ def advice_page(
         headline=tables[0] if tables else made.headline,
         sections=(*trials, advised, *((so_far,) if past else ()), *rest),
         banner=made.banner,
+        verdict=made.verdict,
     )
 
 
@@ -66,8 +67,10 @@ def conclude(
     path: Path, as_json: bool, base: Record, advice: Sequence[Advice], records: Sequence[Record]
 ) -> int:
     """Write the page, print the tables or one line of JSON; the exit code."""
+    from stepscope.advisor.verdict import program_verdict
     from stepscope.report.html import html_page
     from stepscope.report.terminal import print_sections
+    from stepscope.report.verdict import print_verdict
 
     facts_now = facts_of(base)
     if facts_now.doubt:
@@ -90,6 +93,8 @@ def conclude(
         return 0
     own = [record for record in records if record.study == TRIALS]
     print_sections([_section(base, advice, records), *study_sections(own)])
+    if (verdict := program_verdict([base, *own])) is not None:
+        print_verdict(verdict)
     if not advice:
         judged = "No change that could be judged" if left_out else "No change that is known here"
         print(f"{judged} is predicted to gain 3 % or more.")

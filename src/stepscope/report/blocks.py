@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.analysis.verdict import Verdict
+
 Kind = Literal["text", "code", "number", "count", "percent", "bytes", "rate"]
 """`code` is text whose letters must stand below one another."""
 Tone = Literal["good", "info", "warn"]
@@ -181,3 +183,5 @@ class Page(Data, frozen=True):
     sections: tuple[Section, ...]
     banner: str = ""
     """A warning about all of the page, such as a machine that was busy."""
+    verdict: Verdict | None = None
+    """The answer that the page opens with."""

@@ -30,6 +30,7 @@ from stepscope.report.format import cell_text, header_unit
 from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.text import is_numeric
+from stepscope.report.verdict_html import verdict_view
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -185,6 +186,7 @@ def html_page(page: Page) -> str:
         .render(
             page=page,
             headline=headline,
+            verdict=verdict_view(page.verdict) if page.verdict else None,
             sections=sections,
             policy=policy,
             style=Markup(style),

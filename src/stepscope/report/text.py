@@ -21,6 +21,7 @@ from stepscope.report.blocks import (
 )
 from stepscope.report.figure_data import data_table
 from stepscope.report.format import cell_text, header
+from stepscope.report.verdict import verdict_markdown
 
 MOST_FIGURE_ROWS = 12
 """A figure with more points than this is named in Markdown, not spelled out."""
@@ -74,7 +75,8 @@ def markdown(table: Table) -> str:
 
 def markdown_page(page: Page) -> str:
     warning = f"> {_TONES['warn']} {_md_prose(page.banner)}" if page.banner else ""
-    parts = [f"# {_md(page.title)}", _md(page.subtitle), warning, markdown(page.headline)]
+    answer = verdict_markdown(page.verdict) if page.verdict else ""
+    parts = [f"# {_md(page.title)}", _md(page.subtitle), warning, answer, markdown(page.headline)]
     for section in page.sections:
         parts += [f"## {_md(section.title)}", f"*{_md(section.question)}*"]
         parts += _md_blocks(section.blocks)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 import msgspec
 
+from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import check_config
 from stepscope.records.names import require_case
@@ -95,6 +96,10 @@ class Viewable(ABC):
 
     def headline(self, records: Sequence[Record]) -> Table | None:  # noqa: ARG002
         """The one table that a person wants first, if there is one."""
+        return None
+
+    def verdict(self, records: Sequence[Record]) -> Verdict | None:  # noqa: ARG002
+        """The answer that a page with these records opens with. `records` are all of the page."""
         return None
 
 

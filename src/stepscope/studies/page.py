@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.lints import lint_record
 from stepscope.analysis.plausibility import plausible
+from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Cell, Column, Page, Section, Table
@@ -59,7 +60,19 @@ def make_page(records: Sequence[Record]) -> Page:
         headline=headline(records) or _status_table(records),
         sections=(*sections, _machine_section(records), _records_section(records)),
         banner=banner(records),
+        verdict=verdict_of(records),
     )
+
+
+def verdict_of(records: Sequence[Record]) -> Verdict | None:
+    """The first verdict that a study gives on these records, in the order of a page."""
+    records = [plausible(record) for record in records]
+    for study in viewables().values():
+        with explained(study.name):
+            verdict = study.verdict(records)
+        if verdict is not None:
+            return verdict
+    return None
 
 
 def _what(records: Sequence[Record]) -> str:

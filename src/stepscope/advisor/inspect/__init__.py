@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Viewable
@@ -34,6 +35,11 @@ class Inspected(Viewable):
         from stepscope.studies.program.view import headline_table
 
         return headline_table(records) if records else None
+
+    def verdict(self, records: Sequence[Record]) -> Verdict | None:
+        from stepscope.advisor.verdict import program_verdict
+
+        return program_verdict(records)
 
 
 STUDY = Inspected()

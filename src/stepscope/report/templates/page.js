@@ -97,9 +97,27 @@
     tip.hidden = true;
   }
 
+  async function copy(button) {
+    const text = button.closest(".code").querySelector("pre").textContent;
+    let done = true;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      // Without permission, or outside of a secure context: select the text for the older command.
+      const range = document.createRange();
+      range.selectNodeContents(button.closest(".code").querySelector("pre"));
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      done = document.execCommand("copy");
+    }
+    button.textContent = done ? "Copied" : "Select and copy";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  }
+
   document.addEventListener("click", (event) => {
     const button = event.target.closest("button");
-    if (button?.matches(".opener")) toggle(button);
+    if (button?.matches(".copy")) copy(button);
+    else if (button?.matches(".opener")) toggle(button);
     else if (button?.matches("th button")) sort(button.closest("th"));
   });
 

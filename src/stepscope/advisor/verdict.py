@@ -1,0 +1,181 @@
+"""The verdict on a recorded training program: from its record and the trials of its changes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
+from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
+from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.advise.given import advice_given
+from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.analysis.advice.changes import (
+    Advice,
+    advise,
+    afterwards,
+    applicable,
+    compatible,
+    without_ranks,
+)
+from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.limits import mfu
+from stepscope.analysis.trust import trust_of
+from stepscope.analysis.verdict import (
+    Estimate,
+    RankedChange,
+    Verdict,
+    breakdown,
+    hardware_limit,
+    ranked,
+)
+from stepscope.errors import StepscopeError
+from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
+from stepscope.studies.own.cases import STUDY_NAME as OWN
+from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
+from stepscope.studies.program.rows import Watched, programs
+
+_LOSS_WORTH_A_WARNING = 0.01
+
+
+def program_verdict(records: Sequence[Record]) -> Verdict | None:
+    """The verdict on the recorded program of these records; None where there is none, or where a
+    model was measured in several variants and no trial says which one is meant."""
+    inspected = [record for record in records if record.study == INSPECTED]
+    trials = [Tried(record) for record in records if record.study == TRIALS]
+    own = [record for record in records if record.study == OWN]
+    if not inspected and (not own or (len(own) > 1 and not trials)):
+        return None
+    lead = programs(inspected)[0][0] if inspected else Watched(own[0])
+    return _verdict(lead, trials)
+
+
+def _verdict(lead: Watched, trials: Sequence[Tried]) -> Verdict:
+    record = lead.record
+    trust = trust_of(record)
+    verdict = Verdict(
+        subject=lead.name,
+        device=record.environment.device_name,
+        step=_step(record),
+        mfu=mfu(record),
+        dtype=lead.case.dtype,
+        trust=trust.level,
+        trust_reason=trust.reason,
+        next_command=_inspect_again(lead),
+    )
+    try:
+        facts = facts_of(record)
+    except StepscopeError:
+        return verdict
+    assert lead.summary is not None
+    limit = hardware_limit(
+        facts.flops, facts.parameters, facts.dtype, facts.rates, facts.bandwidth, facts.lacks
+    )
+    given = advice_given(record)
+    advice = advise(facts) if given is None else given
+    if facts.doubt:
+        advice = without_ranks(advice)
+    best = best_of(trials)
+    together = best.trial.advice if best is not None else _combination(advice, lead)
+    reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
+    return Verdict(
+        subject=verdict.subject,
+        device=verdict.device,
+        step=verdict.step,
+        mfu=verdict.mfu,
+        dtype=facts.dtype,
+        trust=verdict.trust,
+        trust_reason=verdict.trust_reason,
+        parts=breakdown(lead.summary, facts.step_ms, limit),
+        limit=limit,
+        reachable_ms=reachable,
+        reachable_verified=best is not None,
+        reachable_with=tuple(one.title for one in together),
+        changes=ranked(list(_changes(facts, advice, trials))),
+        next_command=_next(lead, advice, trials, best),
+    )
+
+
+def _step(record: Record) -> Estimate | None:
+    series = record.find("step")
+    if series is None or not series.values:
+        return None
+    times = summarize(series.values)
+    return Estimate(value=times.median, low=times.low, high=times.high)
+
+
+def _proven(best: Tried, facts: Facts) -> float | None:
+    return None if best.ratio is None else facts.step_ms * best.ratio.value
+
+
+def _combination(advice: Sequence[Advice], lead: Watched) -> tuple[Advice, ...]:
+    """All ranked changes that go together and can be applied from outside."""
+    settings = OF_SCRIPTS if lead.record.study == INSPECTED else OF_MODELS
+    faster = [one for one in advice if one.ranked and one.gain_ms > 0]
+    same_batch = [one for one in faster if "batch" not in one.setting]
+    largest = sorted(applicable(same_batch, settings), key=lambda one: -one.gain_ms)
+    return compatible(largest)
+
+
+def _predicted(facts: Facts, together: Sequence[Advice]) -> float | None:
+    if not together:
+        return None
+    return min(facts.step_ms, afterwards(facts, [one.code for one in together]).step_ms)
+
+
+def _changes(
+    facts: Facts, advice: Sequence[Advice], trials: Sequence[Tried]
+) -> Iterator[RankedChange]:
+    single = {one.trial.code: one for one in trials if len(one.trial.advice) == 1}
+    for one in advice:
+        trial = single.get(one.code)
+        if trial is not None and trial.realised is not None:
+            if trial.kept:
+                yield _verified(one, trial, facts)
+        elif one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
+            gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
+            yield RankedChange(
+                code=one.code, title=one.title, gain=gain, verified=False, risk=one.risk,
+                lines=one.lines, setting=next(iter(one.setting), ""),
+            )  # fmt: skip
+
+
+def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
+    """The gain of a trial as the same share of the recorded step."""
+    realised, base = trial.realised, trial.base_ms
+    assert realised is not None
+    assert base is not None
+    scale = facts.step_ms / base
+    gain = Estimate(
+        value=scale * realised.value, low=scale * realised.low, high=scale * realised.high
+    )
+    warning = ""
+    if trial.loss_off is not None and trial.loss_off > _LOSS_WORTH_A_WARNING:
+        warning = f"the loss differs by {100 * trial.loss_off:.1f} % after the trial's steps"
+    return RankedChange(
+        code=advice.code, title=advice.title, gain=gain, verified=True, risk=advice.risk,
+        lines=advice.lines, warning=warning, setting=next(iter(advice.setting), ""),
+    )  # fmt: skip
+
+
+def _program(lead: Watched) -> str:
+    case = lead.record.config
+    if case.get("model"):
+        return f"--model {shlex.quote(str(case['model']))}"
+    arguments = [str(word) for word in case.get("arguments", ())]
+    return shlex.join([str(case.get("script", "train.py")), *arguments])
+
+
+def _inspect_again(lead: Watched) -> str:
+    return f"stepscope inspect {_program(lead)}"
+
+
+def _next(
+    lead: Watched, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
+) -> str:
+    if not advice and not trials:
+        return ""
+    if not trials:
+        return f"stepscope advise --verify {_program(lead)}"
+    return _inspect_again(lead) if best is not None else ""

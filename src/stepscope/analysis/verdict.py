@@ -1,0 +1,220 @@
+"""The answer of a page: a step's time, its breakdown, its limit, and the changes worth making."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.records.trust import Level
+
+Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
+MOST_PARTS = 7
+MOST_CHANGES = 3
+
+IDEAL = "at the hardware limit"
+MATMULS = "matmuls and attention"
+SLOW_MATMULS = "matmuls below the limit"
+MEMORY = "memory-bound operations"
+COPIES = "casts and copies"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "exposed communication"
+IDLE = "device idle"
+OUTSIDE = "outside the model"
+UNATTRIBUTED = "not attributed"
+OTHER = "other"
+
+_MEANINGS: dict[str, Meaning] = {
+    IDEAL: "ideal",
+    COMMUNICATION: "communication",
+    IDLE: "idle",
+    UNATTRIBUTED: "unattributed",
+}
+_SHOWN_FROM = 1e-3
+"""Parts below this share of the step are added to the largest one."""
+_UPDATE_BYTES = 28
+"""AdamW in float32: read weight, gradient and two moments, write all but the gradient."""
+_FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
+"""The dtypes that a known change could give the matmuls of a step."""
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all parts of a verdict."""
+
+
+class Estimate(Data, frozen=True):
+    """Milliseconds with their 95 % interval, or with the range of a prediction."""
+
+    value: float
+    low: float
+    high: float
+
+
+class BreakdownPart(Data, frozen=True):
+    """One segment of the bar from the ideal to the measured step."""
+
+    label: str
+    ms: float
+    meaning: Meaning
+
+
+class Limit(Data, frozen=True):
+    """The least time of a step on this hardware."""
+
+    matmul_ms: float
+    update_ms: float
+    dtype: str
+    """The fastest dtype that a known change could give the matmuls."""
+
+    @property
+    def ms(self) -> float:
+        return self.matmul_ms + self.update_ms
+
+
+class RankedChange(Data, frozen=True):
+    """A change and what it gains per step."""
+
+    code: str
+    title: str
+    gain: Estimate
+    verified: bool
+    """Measured by a trial on this machine; otherwise predicted."""
+    risk: str
+    lines: tuple[str, ...]
+    """The code to write."""
+    warning: str = ""
+    setting: str = ""
+    """What it changes; two changes of one setting exclude each other."""
+
+
+class Verdict(Data, frozen=True):
+    """What every page, command and JSON output starts with."""
+
+    subject: str
+    device: str
+    step: Estimate | None = None
+    parts: tuple[BreakdownPart, ...] = ()
+    """At most seven; they add up to the step."""
+    limit: Limit | None = None
+    reachable_ms: float | None = None
+    """The step with the best combination of known changes."""
+    reachable_verified: bool = False
+    reachable_with: tuple[str, ...] = ()
+    """The titles of these changes."""
+    mfu: float | None = None
+    """Model FLOPs utilization in the dtype of the step."""
+    dtype: str = ""
+    changes: tuple[RankedChange, ...] = ()
+    trust: Level = "good"
+    trust_reason: str = ""
+    next_command: str = ""
+
+    @property
+    def limit_share(self) -> float | None:
+        """The hardware limit as a share of the measured step."""
+        if self.limit is None or self.step is None or self.step.value <= 0:
+            return None
+        return min(1.0, self.limit.ms / self.step.value)
+
+    @property
+    def largest_loss(self) -> BreakdownPart | None:
+        lost = [part for part in self.parts if part.meaning not in ("ideal", "unattributed")]
+        return max(lost, key=lambda part: part.ms, default=None)
+
+
+def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
+    """The dtype with the highest measured matmul rate among those that a change could apply."""
+    candidates = (dtype, *(one for one in _FASTER_DTYPES.get(dtype, ()) if one not in lacks))
+    return max(candidates, key=lambda one: rates.get(one, 0.0))
+
+
+def hardware_limit(
+    flops: float,
+    parameters: int,
+    dtype: str,
+    rates: Mapping[str, float],
+    bandwidth: float | None,
+    lacks: Collection[str] = (),
+) -> Limit | None:
+    """All matmuls at the measured rate of the fastest dtype, and the bytes of the update moved
+    once; None without FLOPs or a rate."""
+    best = fastest_dtype(dtype, rates, lacks)
+    rate = rates.get(best, 0.0)
+    if flops <= 0 or rate <= 0:
+        return None
+    update = 1e3 * parameters * _UPDATE_BYTES / bandwidth if bandwidth else 0.0
+    return Limit(matmul_ms=1e3 * flops / rate, update_ms=update, dtype=best)
+
+
+def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[BreakdownPart, ...]:
+    """The lines of a traced step, scaled to the step that was timed without the profiler.
+
+    The profiler works between operators and launches, so the excess of the traced step is taken
+    off its idle time first; where the operators alone exceed the step, all are scaled.
+    """
+    spent: defaultdict[str, float] = defaultdict(float)
+    for line in summary.lines:
+        spent[_label(line)] += max(0.0, line.ms)
+    busy = sum(ms for label, ms in spent.items() if label != IDLE)
+    scale = min(1.0, step_ms / busy) if busy else 1.0
+    spent = defaultdict(
+        float, {label: ms * scale for label, ms in spent.items() if label != IDLE}
+        | {IDLE: min(spent[IDLE], max(0.0, step_ms - busy))},
+    )  # fmt: skip
+    spent[UNATTRIBUTED] += max(0.0, step_ms - sum(spent.values()))
+    if limit is not None:
+        for label, least in ((MATMULS, limit.matmul_ms), (OPTIMIZER, limit.update_ms)):
+            ideal = min(least, spent[label])
+            spent[label] -= ideal
+            spent[IDEAL] += ideal
+        spent[SLOW_MATMULS] = spent.pop(MATMULS, 0.0)
+    return parts_of(spent)
+
+
+def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
+    """At most seven parts with the same total: the ideal first, then the largest."""
+    least = _SHOWN_FROM * sum(spent.values())
+    known = {label: ms for label, ms in spent.items() if ms > least}
+    if known:
+        known[max(known, key=lambda label: known[label])] += sum(
+            ms for ms in spent.values() if 0 < ms <= least
+        )
+    rest = sorted((label for label in known if label != IDEAL), key=lambda label: -known[label])
+    room = MOST_PARTS - (IDEAL in known)
+    if len(rest) > room:
+        kept = [label for label in rest if label != OTHER][: room - 1]
+        known[OTHER] = sum(known[label] for label in rest if label not in kept)
+        rest = [*kept, OTHER]
+    order = [*([IDEAL] if IDEAL in known else []), *rest]
+    return tuple(
+        BreakdownPart(label=label, ms=known[label], meaning=_MEANINGS.get(label, "lost"))
+        for label in order
+    )
+
+
+def ranked(changes: Sequence[RankedChange]) -> tuple[RankedChange, ...]:
+    """The largest sure gain first; of several changes of one setting, only the best."""
+    order = sorted(changes, key=lambda one: -one.gain.low)
+    best: dict[str, RankedChange] = {}
+    for one in order:
+        best.setdefault(one.setting or one.code, one)
+    return tuple(best.values())[:MOST_CHANGES]
+
+
+def _label(line: Line) -> str:
+    if line.phase == "idle":
+        return IDLE
+    if line.kind == "residual":
+        return UNATTRIBUTED
+    if line.kind == "communication":
+        return COMMUNICATION
+    if line.phase == "optimizer":
+        return OPTIMIZER
+    if line.kind in ("matmul", "attention"):
+        return MATMULS
+    if line.kind == "copy/cast":
+        return COPIES
+    return OUTSIDE if line.phase == "outside" else MEMORY

@@ -1,0 +1,195 @@
+"""The verdict in words and as a bar: for the terminal, Markdown and the first screen of a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from stepscope.analysis.verdict import BreakdownPart, Estimate, RankedChange, Verdict
+from stepscope.report.format import duration, percent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 80
+MOST_LINES = 20
+_BARS = {"ideal": "█", "lost": "▓▚", "communication": "▒", "idle": "░", "unattributed": "·"}
+"""By meaning; parts of one meaning alternate."""
+_STYLES = {
+    "ideal": "green",
+    "lost": "red",
+    "communication": "magenta",
+    "idle": "yellow",
+    "unattributed": "dim",
+}
+_TRUST = {"good": ("●", "green"), "noisy": ("●", "yellow"), "invalid": ("●", "red")}
+
+
+class Segment(NamedTuple):
+    """A part of the bar: its length in columns, its letter and its style."""
+
+    columns: int
+    letter: str
+    style: str
+
+
+def sentences(verdict: Verdict) -> Iterator[str]:
+    """The answer: how long, how far from the limit, where the time goes, what to do."""
+    if verdict.step is None:
+        yield "No step was timed."
+        return
+    share = verdict.limit_share
+    if verdict.limit is not None and share is not None:
+        yield (
+            f"A step takes {duration(verdict.step.value)}; the hardware limit is"
+            f" {duration(verdict.limit.ms)} ({percent(share)} of the step,"
+            f" {verdict.limit.dtype} matmuls)."
+        )
+    else:
+        yield f"A step takes {duration(verdict.step.value)}."
+    loss = verdict.largest_loss
+    if loss is not None:
+        rest = "The largest part" if verdict.limit is None else "The largest loss"
+        yield (
+            f"{rest} is {loss.label}: {duration(loss.ms)}, {percent(loss.ms / verdict.step.value)}."
+        )
+    if verdict.trust != "good":
+        yield f"The times are not reliable ({verdict.trust_reason}), so changes are not ranked."
+    elif verdict.reachable_ms is not None:
+        basis = "measured" if verdict.reachable_verified else "predicted"
+        speedup = verdict.step.value / verdict.reachable_ms
+        yield (
+            f"With {_listed(verdict.reachable_with)}: {duration(verdict.reachable_ms)},"
+            f" {speedup:.2f}× as fast ({basis})."
+        )
+    elif not verdict.changes:
+        yield "No known change is predicted to gain 3 % or more."
+
+
+def _listed(titles: Sequence[str]) -> str:
+    if len(titles) < 2:
+        return "".join(titles)
+    return f"{', '.join(titles[:-1])} and {titles[-1]}"
+
+
+def trust_text(verdict: Verdict) -> str:
+    reason = f": {verdict.trust_reason}" if verdict.trust_reason else ""
+    return f"{verdict.trust} measurement{reason}" if verdict.trust == "good" else (
+        f"{verdict.trust}{reason}"
+    )  # fmt: skip
+
+
+def gain_text(change: RankedChange) -> str:
+    basis = "measured" if change.verified else "predicted"
+    return f"−{_with_range(change.gain)} {basis}"
+
+
+def _with_range(one: Estimate) -> str:
+    return f"{duration(one.value)} [{one.low:.3g}, {one.high:.3g}]"
+
+
+def step_text(verdict: Verdict) -> str:
+    return "" if verdict.step is None else _with_range(verdict.step)
+
+
+def share_text(part: BreakdownPart, verdict: Verdict) -> str:
+    assert verdict.step is not None
+    return f"{duration(part.ms)}, {percent(part.ms / verdict.step.value)}"
+
+
+def segments(parts: Sequence[BreakdownPart], columns: int = WIDTH) -> list[Segment]:
+    """The columns of each part, in proportion to its time."""
+    total = sum(part.ms for part in parts)
+    if total <= 0:
+        return []
+    made, at, used = [], 0.0, 0
+    for part, letter in zip(parts, _letters(parts), strict=True):
+        at += part.ms
+        end = round(columns * at / total)
+        made.append(Segment(end - used, letter, _STYLES[part.meaning]))
+        used = end
+    return made
+
+
+def _letters(parts: Sequence[BreakdownPart]) -> list[str]:
+    seen: Counter[str] = Counter()
+    letters = []
+    for part in parts:
+        choice = _BARS[part.meaning]
+        letters.append(choice[seen[part.meaning] % len(choice)])
+        seen[part.meaning] += 1
+    return letters
+
+
+def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
+    """At most 20 lines of at most `width` columns."""
+    import textwrap
+
+    lines = [_title(verdict, width)]
+    lines += textwrap.wrap(" ".join(sentences(verdict)), width)
+    if verdict.parts:
+        lines += ["", "".join(one.columns * one.letter for one in segments(verdict.parts, width))]
+        lines += _legend(verdict, width)
+    if verdict.changes:
+        lines.append("")
+        for rank, change in enumerate(verdict.changes, start=1):
+            lines.append(_cut(f"{rank}. {change.title}: {gain_text(change)}", width))
+            code = "; ".join(line.strip() for line in change.lines)
+            lines.append(_cut(f"   {code}", width))
+            if change.warning:
+                lines.append(_cut(f"   warning: {change.warning}", width))
+    if verdict.next_command:
+        lines.append(_cut(f"Next: {verdict.next_command}", width))
+    if len(lines) > MOST_LINES:
+        lines = [line for line in lines if line]
+    return lines[:MOST_LINES]
+
+
+def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
+    """The verdict in colour where the terminal has some."""
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    console = console or RichConsole(highlight=False)
+    width = min(console.width, WIDTH)
+    bar = "".join(one.columns * one.letter for one in segments(verdict.parts, width))
+    for index, line in enumerate(verdict_lines(verdict, width)):
+        text = Text(line, style="bold" if index == 0 else "")
+        if bar and line == bar:
+            text = Text()
+            for one in segments(verdict.parts, width):
+                text.append(one.columns * one.letter, style=one.style)
+        console.print(text, soft_wrap=True)
+
+
+def verdict_markdown(verdict: Verdict) -> str:
+    """Sentences, the bar as a code block, the changes as a list."""
+    lines = ["```", *verdict_lines(verdict), "```"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _title(verdict: Verdict, width: int) -> str:
+    trust = trust_text(verdict)
+    room = width - len(trust) - 4
+    name = _cut(f"{verdict.subject} on {verdict.device}", max(20, room))
+    gap = " " * max(2, width - len(name) - len(trust) - 2)
+    return f"{name}{gap}{_TRUST[verdict.trust][0]} {trust}"
+
+
+def _legend(verdict: Verdict, width: int) -> list[str]:
+    """The parts below the bar, as many per line as fit."""
+    lines, line = [], ""
+    for part, letter in zip(verdict.parts, _letters(verdict.parts), strict=True):
+        entry = f"{letter} {part.label} {share_text(part, verdict)}"
+        joined = f"{line}   {entry}" if line else entry
+        if len(joined) > width and line:
+            lines.append(line)
+            line = entry
+        else:
+            line = joined
+    return [*lines, line] if line else lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
