@@ -108,6 +108,8 @@ class Verdict(Data, frozen=True):
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
+    judged: bool = True
+    """Whether changes were looked for; not for the model of the studies."""
     trust: Level = "good"
     trust_reason: str = ""
     next_command: str = ""

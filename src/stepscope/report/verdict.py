@@ -54,8 +54,11 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield (
             f"{rest} is {loss.label}: {duration(loss.ms)}, {percent(loss.ms / verdict.step.value)}."
         )
+    if verdict.mfu is not None:
+        yield f"MFU in {verdict.dtype}: {percent(verdict.mfu)}."
     if verdict.trust != "good":
-        yield f"The times are not reliable ({verdict.trust_reason}), so changes are not ranked."
+        ranked = ", so changes are not ranked" if verdict.judged else ""
+        yield f"The times are not reliable: {verdict.trust_reason}{ranked}."
     elif verdict.reachable_ms is not None:
         basis = "measured" if verdict.reachable_verified else "predicted"
         speedup = verdict.step.value / verdict.reachable_ms
@@ -63,7 +66,7 @@ def sentences(verdict: Verdict) -> Iterator[str]:
             f"With {_listed(verdict.reachable_with)}: {duration(verdict.reachable_ms)},"
             f" {speedup:.2f}× as fast ({basis})."
         )
-    elif not verdict.changes:
+    elif verdict.judged and not verdict.changes:
         yield "No known change is predicted to gain 3 % or more."
 
 

@@ -12,7 +12,7 @@ from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.schema import Environment, Record
-from stepscope.report.blocks import Cell, Column, Page, Section, Table
+from stepscope.report.blocks import Cell, Column, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
 from stepscope.studies.registry import viewables
 from stepscope.studies.trusted import banner, tempered
@@ -73,6 +73,16 @@ def verdict_of(records: Sequence[Record]) -> Verdict | None:
         if verdict is not None:
             return verdict
     return None
+
+
+def study_answers(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """The title and the answer of each study: its first finding, a success before the others."""
+    for section in study_sections(records):
+        findings = [block for block in section.blocks if isinstance(block, Finding)]
+        best = next((one for one in findings if one.tone == "good"), None)
+        answer = best or next(iter(findings), None)
+        count = sum(record.study == section.name for record in records)
+        yield section.title, answer.sentence if answer else counted(count, "record")
 
 
 def _what(records: Sequence[Record]) -> str:

@@ -182,7 +182,8 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
     `ending` says how the script ended, if it has."""
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
-    from stepscope.studies.page import make_page
+    from stepscope.report.verdict import verdict_lines
+    from stepscope.studies.page import make_page, verdict_of
     from stepscope.studies.program.rows import Watched
     from stepscope.studies.trusted import banner
 
@@ -209,7 +210,10 @@ def _write(folder: Path, page: Path, options: InspectOptions, ending: str = "") 
         reason=next((why for one in ranks if (why := one.not_whole)), ""),
     )  # fmt: skip
     if not options.json:
-        if told := _in_short(outcome, len(records)):
+        if verdict := verdict_of(records):
+            for line in verdict_lines(verdict):
+                write_line(line)
+        elif told := _in_short(outcome, len(records)):
             log(told)
         if warning := banner(records):
             log(warning)

@@ -42,6 +42,7 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     """Write both pages; say the headline and where they are."""
     from stepscope.report.html import html_page
     from stepscope.report.text import markdown_page
+    from stepscope.report.verdict import print_verdict
     from stepscope.studies.page import make_page
     from stepscope.studies.trusted import tally
 
@@ -55,8 +56,11 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     finally:
         gc.enable()
     if not quiet:
-        print_results(records)
-        print(f"\nreport: {html.resolve()}\n        {text.resolve()}")
+        if page.verdict is not None:
+            print_verdict(page.verdict)
+        else:
+            print_results(records)
+        print(f"\npage: {html.resolve()}\n      {text.resolve()}")
     return {"report": html, "markdown": text, "trust": tally(records)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,8 @@ class ShowOptions(StoreOptions, frozen=True, kw_only=True):
     """A run (id, its beginning, latest, latest~1), a .jsonl file, or the id of one record."""
     study: str | None = None
     """Only this study."""
+    full: bool = False
+    """Print every finding and table."""
     json: bool = False
     """Print one line of JSON: a list of the records."""
 
@@ -26,8 +29,13 @@ def main(words: list[str]) -> int:
         ShowOptions,
         words,
         "show",
-        "Print the findings and tables of a run, or one record whole.",
-        ("stepscope show", "stepscope show latest~1 --study warmup", "stepscope show 3f2a9c"),
+        "Print the verdict of a run and one line per study, or one record whole.",
+        (
+            "stepscope show",
+            "stepscope show --full",
+            "stepscope show latest~1 --study warmup",
+            "stepscope show 3f2a9c",
+        ),
     )
     meant = load_run_or_record(options.source, options)
     records = (meant,) if isinstance(meant, Record) else meant
@@ -51,5 +59,27 @@ def main(words: list[str]) -> int:
 
         if warning := banner(records):
             print_findings([Finding(text=warning, tone="warn")])
-        print_sections(study_sections(records))
+        if options.full or options.study is not None:
+            print_sections(study_sections(records))
+        else:
+            _print_answers(records)
     return 0
+
+
+def _print_answers(records: Sequence[Record]) -> None:
+    """The verdict and one line per study."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from stepscope.report.verdict import print_verdict
+    from stepscope.studies.page import study_answers, verdict_of
+
+    console = Console(highlight=False)
+    if (verdict := verdict_of(records)) is not None:
+        print_verdict(verdict, console)
+        console.print()
+    for title, answer in study_answers(records):
+        line = Text(f"{title}: ", style="bold").append(answer, style="not bold")
+        line.truncate(console.width, overflow="ellipsis")
+        console.print(line, soft_wrap=True)
+    console.print("All findings and tables: stepscope show --full")

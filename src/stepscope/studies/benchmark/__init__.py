@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from stepscope.analysis.limits import median_ms
+from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Bench, Measurement, Study
@@ -54,6 +56,16 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         from stepscope.studies.training.timed import measure_step
 
         return measure_step(case, case, bench, energy=case.energy is True)
+
+    def verdict(self, records: Sequence[Record]) -> Verdict | None:
+        """The longest training step; a page with traced steps has the verdict of `profile`."""
+        from stepscope.studies.views.verdict import step_verdict
+
+        own = [one for one in records if one.study == self.name and one.status == "ok"]
+        if not own or any(one.study == "profile" and one.status == "ok" for one in records):
+            return None
+        lead = max(self.results(own), key=lambda one: median_ms(one.record, "step") or 0.0)
+        return step_verdict(lead.record, lead.case, None)
 
     def post_mortem(self, case: BenchmarkCase, bench: Bench, said: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, said)

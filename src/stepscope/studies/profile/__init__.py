@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
@@ -65,6 +66,16 @@ class Profile(Study[ProfileFlags, ProfileCase]):
         from stepscope.studies.profile.view import profile_blocks
 
         return profile_blocks(self.results(records))
+
+    def verdict(self, records: Sequence[Record]) -> Verdict | None:
+        from stepscope.studies.profile.rows import groups, leading
+        from stepscope.studies.views.verdict import step_verdict
+
+        own = [record for record in records if record.study == self.name]
+        if not (found := groups(self.results(own))):
+            return None
+        lead = leading(found).fullest()
+        return step_verdict(lead.record, lead.workload, lead.summary)
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ProfileFlags]]:
         course = ("small", "medium", "large")
