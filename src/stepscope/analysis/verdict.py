@@ -34,7 +34,7 @@ _MEANINGS: dict[str, Meaning] = {
     UNATTRIBUTED: "unattributed",
 }
 _SHOWN_FROM = 1e-3
-"""Parts below this share of the step are added to the largest one."""
+"""Parts below this share of the step are added to the largest loss."""
 _UPDATE_BYTES = 28
 """AdamW in float32: read weight, gradient and two moments, write all but the gradient."""
 _FASTER_DTYPES = {"float32": ("tf32", "bfloat16"), "tf32": ("bfloat16",)}
@@ -181,9 +181,8 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
     least = _SHOWN_FROM * sum(spent.values())
     known = {label: ms for label, ms in spent.items() if ms > least}
     if known:
-        known[max(known, key=lambda label: known[label])] += sum(
-            ms for ms in spent.values() if 0 < ms <= least
-        )
+        largest = max(known, key=lambda label: (label != IDEAL, known[label]))
+        known[largest] += sum(ms for ms in spent.values() if 0 < ms <= least)
     rest = sorted((label for label in known if label != IDEAL), key=lambda label: -known[label])
     room = MOST_PARTS - (IDEAL in known)
     if len(rest) > room:

@@ -42,9 +42,9 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     share = verdict.limit_share
     if verdict.limit is not None and share is not None:
         yield (
-            f"A step takes {duration(verdict.step.value)}; the hardware limit is"
-            f" {duration(verdict.limit.ms)} ({percent(share)} of the step,"
-            f" {verdict.limit.dtype} matmuls)."
+            f"A step takes {duration(verdict.step.value)}; the hardware allows"
+            f" {duration(verdict.limit.ms)} with {verdict.limit.dtype} matmuls, {percent(share)}"
+            " of that."
         )
     else:
         yield f"A step takes {duration(verdict.step.value)}."
@@ -146,7 +146,7 @@ def verdict_lines(verdict: Verdict, width: int = WIDTH) -> list[str]:
         lines.append(_cut(f"Next: {verdict.next_command}", width))
     if len(lines) > MOST_LINES:
         lines = [line for line in lines if line]
-    return lines[:MOST_LINES]
+    return ["".join(c if c.isprintable() else " " for c in line) for line in lines[:MOST_LINES]]
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:

@@ -1,0 +1,219 @@
+"""The verdict: its parts add up, its limit is the hardware's, and it fits a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from own_records import inspected_record
+from stepscope.advisor.verdict import program_verdict
+from stepscope.analysis.trace.summary import Line, Summary
+from stepscope.analysis.verdict import (
+    IDEAL,
+    MOST_PARTS,
+    Estimate,
+    Limit,
+    RankedChange,
+    Verdict,
+    breakdown,
+    fastest_dtype,
+    hardware_limit,
+    parts_of,
+    ranked,
+)
+from stepscope.records.jsonl import read_records
+from stepscope.records.schema import Lint
+from stepscope.report.blocks import Page, Table
+from stepscope.report.html import html_page
+from stepscope.report.text import markdown_page
+from stepscope.report.verdict import MOST_LINES, WIDTH, segments, sentences, verdict_lines
+from stepscope.studies.page import make_page, study_answers, verdict_of
+
+RESULTS = Path(__file__).parents[2] / "results"
+ADVISED = [*sorted(RESULTS.glob("advise-*_h200.jsonl")), RESULTS / "advise-slow_cpu.jsonl"]
+RATES = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
+
+
+def change(code: str, low: float, *, setting: str = "", verified: bool = True) -> RankedChange:
+    return RankedChange(
+        code=code,
+        title=code,
+        gain=Estimate(value=low + 1, low=low, high=low + 2),
+        verified=verified,
+        risk="",
+        lines=("x = 1",),
+        setting=setting,
+    )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([IDEAL, *"abcdefghij"]),
+        st.floats(min_value=0, max_value=1e6),
+        max_size=11,
+    )
+)
+def test_parts_keep_the_total_and_are_at_most_seven(spent: dict[str, float]) -> None:
+    parts = parts_of(spent)
+    assert len(parts) <= MOST_PARTS
+    assert sum(part.ms for part in parts) == pytest.approx(sum(spent.values()), abs=1e-6)
+    assert all(part.ms > 0 for part in parts)
+    assert IDEAL not in [part.label for part in parts[1:]]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["forward", "optimizer", "idle", "outside", ""]),
+            st.sampled_from(["matmul", "softmax", "copy/cast", "communication", "residual"]),
+            st.floats(min_value=-1, max_value=1e4),
+        ),
+        max_size=12,
+    ),
+    st.floats(min_value=0.1, max_value=1e4),
+)
+def test_the_breakdown_of_a_traced_step_is_the_timed_step(
+    lines: list[tuple[str, str, float]], step_ms: float
+) -> None:
+    summary = inspected_record().required("profile", Summary)
+    traced = tuple(Line(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
+    summary = msgspec.structs.replace(summary, lines=traced)
+    limit = Limit(matmul_ms=3.0, update_ms=1.0, dtype="bfloat16")
+    parts = breakdown(summary, step_ms, limit)
+    assert sum(part.ms for part in parts) == pytest.approx(step_ms)
+
+
+def test_the_limit_is_that_of_the_fastest_dtype_a_change_could_apply() -> None:
+    assert fastest_dtype("float32", RATES) == "bfloat16"
+    assert fastest_dtype("float32", RATES, lacks=("bfloat16",)) == "tf32"
+    assert fastest_dtype("bfloat16", RATES) == "bfloat16"
+    assert fastest_dtype("float32", RATES | {"bfloat16": 1e12, "tf32": 0.0}) == "float32"
+    limit = hardware_limit(8e12, 10**9, "float32", RATES, 4e12)
+    assert limit is not None
+    assert (limit.dtype, limit.matmul_ms, limit.update_ms) == ("bfloat16", 10.0, 7.0)
+    assert hardware_limit(0.0, 10, "float32", RATES, 4e12) is None
+    assert hardware_limit(8e12, 10, "float32", {}, 4e12) is None
+
+
+def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:
+    order = ranked(
+        [
+            change("tf32", 5, setting="dtype"),
+            change("bfloat16", 9, setting="dtype"),
+            change("compile", 3),
+            change("graph", 2),
+            change("small", 1),
+        ]
+    )
+    assert [one.code for one in order] == ["bfloat16", "compile", "graph"]
+
+
+@pytest.mark.parametrize("path", ADVISED, ids=lambda path: path.stem)
+def test_the_verdict_of_a_program_fits_a_terminal(path: Path) -> None:
+    records = read_records(path)
+    verdict = program_verdict(records)
+    assert verdict is not None
+    assert verdict.step is not None
+    lines = verdict_lines(verdict)
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= WIDTH
+    assert sum(part.ms for part in verdict.parts) == pytest.approx(verdict.step.value, rel=1e-6)
+    assert sum(one.columns for one in segments(verdict.parts)) == WIDTH
+    if verdict.limit is not None:
+        assert verdict.parts[0].ms <= verdict.limit.ms * (1 + 1e-9)
+
+
+def test_a_slow_float32_step_is_far_from_its_limit() -> None:
+    """By its own dtype it would be at 84 % of the limit."""
+    verdict = program_verdict(read_records(RESULTS / "advise-slow_h200.jsonl"))
+    assert verdict is not None
+    assert verdict.mfu is not None
+    assert verdict.mfu > 0.8
+    assert verdict.limit_share is not None
+    assert verdict.limit_share < 0.1
+    assert verdict.reachable_verified
+    assert verdict.changes[0].code == "bfloat16"
+    assert all(one.verified for one in verdict.changes)
+    assert verdict.next_command.startswith("stepscope inspect slow.py")
+    text = " ".join(sentences(verdict))
+    assert "as fast (measured)" in text
+    assert verdict.largest_loss is not None
+    assert verdict.largest_loss.label in text
+
+
+def test_a_loss_that_drifts_is_a_warning() -> None:
+    verdict = program_verdict(read_records(RESULTS / "advise-vit_h200.jsonl"))
+    assert verdict is not None
+    assert verdict.changes[0].code == "bfloat16"
+    assert "3.7 %" in verdict.changes[0].warning
+
+
+def test_untrusted_times_rank_nothing() -> None:
+    (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
+    busy = Lint(code="busy-machine", message="busy")
+    given = {name: one for name, one in record.attachments.items() if name != "advice"}
+    noisy = msgspec.structs.replace(record, lints=(busy,), attachments=given)
+    verdict = program_verdict([noisy])
+    assert verdict is not None
+    assert (verdict.trust, verdict.changes, verdict.reachable_ms) == ("noisy", (), None)
+    assert "changes are not ranked" in " ".join(sentences(verdict))
+    good = program_verdict([msgspec.structs.replace(record, attachments=given)])
+    assert good is not None
+    assert good.changes
+    assert not good.changes[0].verified
+    assert good.next_command.startswith("stepscope advise --verify slow.py")
+
+
+def test_a_program_without_a_trace_still_has_a_step() -> None:
+    record = msgspec.structs.replace(inspected_record(), attachments={})
+    verdict = program_verdict([record])
+    assert verdict is not None
+    assert verdict.step is not None
+    assert verdict.parts == ()
+    assert verdict_lines(verdict)[-1].startswith("Next: stepscope inspect")
+
+
+def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> None:
+    verdict = verdict_of(read_records(RESULTS / "profile_h200.jsonl"))
+    assert verdict is not None
+    assert not verdict.judged
+    assert verdict.mfu is not None
+    assert verdict.mfu > 0.7
+    assert verdict.limit_share is not None
+    assert verdict.limit_share < 0.1
+    timed = verdict_of(read_records(RESULTS / "h200.jsonl"))
+    assert timed is not None
+    assert timed.parts == ()
+    assert timed.limit is not None
+    assert verdict_of(read_records(RESULTS / "memory_h200.jsonl")) is None
+
+
+def test_every_study_answers_in_a_line() -> None:
+    answers = list(study_answers(read_records(RESULTS / "h200.jsonl")))
+    assert [title for title, _ in answers] == ["Benchmark", "Warm-up"]
+    assert all(answer for _, answer in answers)
+
+
+def test_the_page_and_its_markdown_open_with_the_verdict() -> None:
+    records = read_records(RESULTS / "advise-slow_h200.jsonl")
+    page = make_page(records)
+    assert page.verdict is not None
+    html = html_page(page)
+    assert html.index('class="verdict"') < html.index('class="headline"')
+    assert 'class="part ideal"' in html
+    assert html.count('class="copy"') == len(page.verdict.changes) + 1
+    text = markdown_page(page)
+    assert text.index("Next: stepscope") < text.index(page.headline.title)
+
+
+def test_a_hostile_subject_is_escaped() -> None:
+    subject = "<script>alert(1)</script>\x1b[31m"
+    verdict = Verdict(subject=subject, device="d", step=Estimate(value=1, low=1, high=1))
+    table = Table(name="t", title="t", columns=(), rows=())
+    html = html_page(Page(title="x", subtitle="", headline=table, sections=(), verdict=verdict))
+    assert "<script>alert" not in html
+    assert "\x1b" not in "".join(verdict_lines(verdict))
