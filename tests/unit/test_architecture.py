@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
     "model": {"attention", "kernels"} | TOOLS,
     "kernels": {"attention"} | TOOLS,
-    "report": {"stepscope.analysis.verdict"},
+    "report": {"stepscope.analysis.flame", "stepscope.analysis.verdict"},
     "records": set(),
     "optim": TOOLS,
     "attention": TOOLS,

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.analysis.flame import Frame
 from stepscope.analysis.verdict import Verdict
 
 Kind = Literal["text", "code", "number", "count", "percent", "bytes", "rate"]
@@ -137,6 +138,23 @@ class Timeline(Data, tag="timeline", frozen=True):
     caption: str = ""
 
 
+class FlameView(Data, frozen=True):
+    """One tree of a flame graph and how its values are shown."""
+
+    label: str
+    unit: Literal["ms", "bytes"]
+    root: Frame
+
+
+class Flame(Data, tag="flame", frozen=True):
+    """A flame graph: click a frame to zoom. Several views can be switched."""
+
+    name: str
+    title: str
+    views: tuple[FlameView, ...]
+    caption: str = ""
+
+
 Value = str | int | float | bool | None
 
 
@@ -166,7 +184,7 @@ class Finding(Data, tag="finding", frozen=True):
         return f"{self.text} {self.conclusion}".rstrip()
 
 
-Block = Table | Figure | Timeline | Finding
+Block = Table | Figure | Timeline | Flame | Finding
 
 
 class Section(Data, frozen=True):

@@ -14,10 +14,12 @@ import re
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
+from stepscope.analysis.flame import Frame
 from stepscope.report.blocks import (
     Cell,
     Column,
     Figure,
+    Flame,
     Interval,
     Page,
     Section,
@@ -44,6 +46,8 @@ TALL_FROM = 40
 
 MOST_FIGURE_ROWS = 60
 LONG_TEXT = 28
+_LEAST_FRAME = 5e-4
+"""Frames below this share of their flame graph are not drawn."""
 
 
 class HeadView(NamedTuple):
@@ -80,6 +84,13 @@ class FigureView(NamedTuple):
     data: TableView | None
 
 
+class FlameBlockView(NamedTuple):
+    anchor: str
+    title: str
+    caption: str
+    labels: list[str]
+
+
 class SectionView(NamedTuple):
     anchor: str
     title: str
@@ -92,7 +103,8 @@ class Builder:
 
     def __init__(self) -> None:
         self.details: dict[str, tuple[str, ...]] = {}
-        self._taken: set[str] = {"top", "details", "tip"}
+        self.flames: dict[str, list[dict[str, object]]] = {}
+        self._taken: set[str] = {"top", "details", "flames", "tip"}
 
     def anchor(self, name: str) -> str:
         stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "part"
@@ -114,6 +126,8 @@ class Builder:
                     blocks.append(("figure", self.figure(block)))
                 case Timeline():
                     blocks.append(("figure", self.timeline(block)))
+                case Flame():
+                    blocks.append(("flame", self.flame(block)))
                 case _:
                     blocks.append(("finding", block))
         return SectionView(anchor, section.title, section.question, blocks)
@@ -155,6 +169,15 @@ class Builder:
         data = self.table(numbers)._replace(title="", caption="", filtered=False) if shown else None
         return FigureView(anchor, figure.title, figure.caption, drawing, data)
 
+    def flame(self, flame: Flame) -> FlameBlockView:
+        anchor = self.anchor(flame.name)
+        self.flames[anchor] = [
+            {"label": view.label, "unit": view.unit, "root": _compact(view.root)}
+            for view in flame.views
+        ]
+        labels = [view.label for view in flame.views]
+        return FlameBlockView(anchor, flame.title, flame.caption, labels)
+
     def timeline(self, timeline: Timeline) -> FigureView:
         from markupsafe import Markup
 
@@ -192,8 +215,16 @@ def html_page(page: Page) -> str:
             style=Markup(style),
             script=Markup(script),
             details=Markup(_json(builder.details)),
+            flames=Markup(_json(builder.flames)),
         )
     )
+
+
+def _compact(frame: Frame, least: float | None = None) -> list[object]:
+    """`[name, value, children]`; frames too narrow to be seen are left out."""
+    least = _LEAST_FRAME * frame.value if least is None else least
+    children = [_compact(child, least) for child in frame.children if child.value >= least]
+    return [frame.name, float(f"{frame.value:.5g}"), children]
 
 
 def _cell(cell: Cell, column: Column) -> CellView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from stepscope.report.blocks import Figure, Finding, Section, Table, Timeline
+from stepscope.report.blocks import Figure, Finding, Flame, Section, Table, Timeline
 from stepscope.report.format import cell_text, header
 from stepscope.report.text import is_numeric
 
@@ -71,7 +71,7 @@ def print_sections(sections: Iterable[Section], console: Console | None = None) 
                 case Table():
                     console.print()
                     print_table(block, console)
-                case Figure() | Timeline():
+                case Figure() | Timeline() | Flame():
                     console.print(_text(f"Figure on the page: {block.title}", "dim"))
         console.print()
 

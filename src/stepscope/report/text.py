@@ -13,6 +13,7 @@ from stepscope.report.blocks import (
     Column,
     Figure,
     Finding,
+    Flame,
     Interval,
     Page,
     Spread,
@@ -123,7 +124,7 @@ def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
                 yield markdown(block)
             case Figure():
                 yield _md_figure(block)
-            case Timeline():
+            case Timeline() | Flame():
                 yield _md_unshown(block)
 
 
@@ -134,7 +135,7 @@ def _md_figure(figure: Figure) -> str:
     return _md_unshown(figure)
 
 
-def _md_unshown(figure: Figure | Timeline) -> str:
+def _md_unshown(figure: Figure | Timeline | Flame) -> str:
     caption = f": {_md_prose(figure.caption)}" if figure.caption else ""
     return f"*Figure, not shown here: {_md(figure.title)}*{caption}"
 

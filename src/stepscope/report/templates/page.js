@@ -132,6 +132,79 @@
   });
   document.addEventListener("scroll", placeTip, { capture: true, passive: true });
 
+  const flames = JSON.parse(document.getElementById("flames").textContent);
+  const [NAME, VALUE, CHILDREN] = [0, 1, 2];
+
+  function amount(value, unit) {
+    if (unit === "ms") return value >= 1 ? `${value.toPrecision(4)} ms` : `${(value * 1e3).toPrecision(3)} µs`;
+    const power = Math.min(4, Math.floor(Math.log2(Math.max(value, 1)) / 10));
+    return `${(value / 2 ** (10 * power)).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  }
+
+  function hue(name) {
+    let hash = 0;
+    for (const letter of name) hash = (hash * 31 + letter.charCodeAt(0)) % 360;
+    return hash;
+  }
+
+  function drawFlame(box, view, path) {
+    const total = view.root[VALUE];
+    const focus = path.length ? path[path.length - 1] : view.root;
+    box.replaceChildren();
+    let depth = 0;
+
+    function draw(frame, left, width, level, ancestors) {
+      depth = Math.max(depth, level + 1);
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "frame";
+      button.style.left = `${100 * left}%`;
+      button.style.width = `${100 * width}%`;
+      button.style.top = `${1.5 * level}rem`;
+      button.style.setProperty("--hue", hue(frame[NAME]));
+      const share = (100 * frame[VALUE]) / total;
+      button.textContent = frame[NAME];
+      button.title = `${frame[NAME]}: ${amount(frame[VALUE], view.unit)}, ${share.toFixed(1)} %`;
+      button.addEventListener("click", () => drawFlame(box, view, [...ancestors, frame].slice(1)));
+      box.append(button);
+      let at = left;
+      for (const child of frame[CHILDREN]) {
+        const part = (width * child[VALUE]) / frame[VALUE];
+        draw(child, at, part, level + 1, [...ancestors, frame]);
+        at += part;
+      }
+    }
+
+    const above = path.length ? [view.root, ...path.slice(0, -1)] : [];
+    above.forEach((frame, level) => {
+      draw([frame[NAME], frame[VALUE], []], 0, 1, level, above.slice(0, level));
+    });
+    draw(focus, 0, 1, above.length, above);
+    box.style.height = `${1.5 * depth}rem`;
+    const status = box.closest("figure").querySelector("[role=status]");
+    const share = (100 * focus[VALUE]) / total;
+    status.textContent = `${focus[NAME]}: ${amount(focus[VALUE], view.unit)}, ${share.toFixed(1)} %`;
+  }
+
+  for (const box of document.querySelectorAll("[data-flame]")) {
+    const views = flames[box.dataset.flame];
+    const bar = box.closest("figure").querySelector(".flame-bar");
+    let shown = views[0];
+    bar.hidden = false;
+    drawFlame(box, shown, []);
+    bar.addEventListener("click", (event) => {
+      const button = event.target.closest("button");
+      if (!button) return;
+      if (button.dataset.view !== undefined) {
+        shown = views[Number(button.dataset.view)];
+        for (const other of bar.querySelectorAll("[data-view]")) {
+          other.setAttribute("aria-pressed", String(other === button));
+        }
+      }
+      drawFlame(box, shown, []);
+    });
+  }
+
   for (const input of document.querySelectorAll("[data-filter]")) {
     input.closest(".filter").hidden = false;
     input.addEventListener("input", () => filter(input));

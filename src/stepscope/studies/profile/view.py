@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from stepscope.analysis.kernels.names import CLASSES
-from stepscope.report.blocks import Block, Cell, Curve, Figure, Table, Timeline
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Flame, Table, Timeline
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
 from stepscope.studies.base import Result
@@ -39,6 +39,7 @@ from stepscope.studies.trace.view import (
     timeline_block,
 )
 from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.views.flame import flame_blocks
 from stepscope.studies.views.waterfall import Fall, fall_of, waterfall_blocks
 
 _MOST_STACKS = 12
@@ -69,7 +70,8 @@ def profile_blocks(results: Sequence[Result[ProfileCase]]) -> tuple[Block, ...]:
 
 def _in_full(lead: Traced) -> Iterator[Block]:
     summary, name = lead.summary, "profile"
-    told: list[Table | Timeline] = [
+    told: list[Table | Timeline | Flame] = [
+        *flame_blocks(summary, (), name),
         *([timeline_block(summary, name)] if summary.timeline else []),
         kernel_table(summary, name),
         module_table(summary, name),

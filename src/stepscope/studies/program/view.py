@@ -22,6 +22,7 @@ from stepscope.studies.trace.view import (
     role_tables,
     timeline_block,
 )
+from stepscope.studies.views.flame import flame_blocks
 
 
 def inspected_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -36,6 +37,7 @@ def _program(ranks: Sequence[Watched]) -> tuple[Block, ...]:
     return (
         *blocks,
         *waterfall_blocks(lead, "inspect"),
+        *flame_blocks(lead.summary, lead.account.saved if lead.account else (), "inspect"),
         *trace_parts(lead, "inspect"),
         *account_blocks(lead),
     )
