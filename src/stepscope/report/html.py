@@ -11,14 +11,18 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.analysis.flame import Frame
 from stepscope.report.blocks import (
+    Block,
     Cell,
     Column,
     Figure,
+    Finding,
     Flame,
     Interval,
     Page,
@@ -28,7 +32,7 @@ from stepscope.report.blocks import (
     Timeline,
 )
 from stepscope.report.figure_data import data_table
-from stepscope.report.format import cell_text, header_unit
+from stepscope.report.format import cell_text, counted, header_unit
 from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.text import is_numeric
@@ -46,6 +50,7 @@ TALL_FROM = 40
 
 MOST_FIGURE_ROWS = 60
 LONG_TEXT = 28
+_MOST_WARNINGS = 3
 _LEAST_FRAME = 5e-4
 """Frames below this share of their flame graph are not drawn."""
 
@@ -92,10 +97,14 @@ class FlameBlockView(NamedTuple):
 
 
 class SectionView(NamedTuple):
+    """A card: its answer, its warnings and one picture; everything else is folded evidence."""
+
     anchor: str
     title: str
     question: str
-    blocks: list[tuple[str, object]]
+    lead: list[tuple[str, object]]
+    evidence: list[tuple[str, object]]
+    evidence_title: str
 
 
 class Builder:
@@ -104,7 +113,7 @@ class Builder:
     def __init__(self) -> None:
         self.details: dict[str, tuple[str, ...]] = {}
         self.flames: dict[str, list[dict[str, object]]] = {}
-        self._taken: set[str] = {"top", "details", "flames", "tip"}
+        self._taken: set[str] = {"top", "details", "flames", "tip", "search"}
 
     def anchor(self, name: str) -> str:
         stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "part"
@@ -117,20 +126,30 @@ class Builder:
 
     def section(self, section: Section) -> SectionView:
         anchor = self.anchor(section.name)
-        blocks: list[tuple[str, object]] = []
-        for block in section.blocks:
-            match block:
-                case Table():
-                    blocks.append(("table", self.table(block)))
-                case Figure():
-                    blocks.append(("figure", self.figure(block)))
-                case Timeline():
-                    blocks.append(("figure", self.timeline(block)))
-                case Flame():
-                    blocks.append(("flame", self.flame(block)))
-                case _:
-                    blocks.append(("finding", block))
-        return SectionView(anchor, section.title, section.question, blocks)
+        first = lead_blocks(section)
+        views = [(block in first, self._block(block)) for block in section.blocks]
+        rest = [block for block in section.blocks if block not in first]
+        return SectionView(
+            anchor,
+            section.title,
+            section.question,
+            [view for is_lead, view in views if is_lead],
+            [view for is_lead, view in views if not is_lead],
+            _contents(rest),
+        )
+
+    def _block(self, block: Block) -> tuple[str, object]:
+        match block:
+            case Table():
+                return "table", self.table(block)
+            case Figure():
+                return "figure", self.figure(block)
+            case Timeline():
+                return "figure", self.timeline(block)
+            case Flame():
+                return "flame", self.flame(block)
+            case _:
+                return "finding", block
 
     def table(self, table: Table) -> TableView:
         anchor = self.anchor(table.name)
@@ -184,6 +203,26 @@ class Builder:
         anchor = self.anchor(timeline.name)
         drawing = Markup(lanes_svg(timeline, prefix=f"{anchor}-svg"))
         return FigureView(anchor, timeline.title, timeline.caption, drawing, None)
+
+
+def lead_blocks(section: Section) -> list[Block]:
+    """The first success or the first finding, up to three warnings, and one picture."""
+    findings = [block for block in section.blocks if isinstance(block, Finding)]
+    plain = [one for one in findings if one.tone != "warn"]
+    answer = next((one for one in plain if one.tone == "good"), None) or next(iter(plain), None)
+    warnings = [one for one in findings if one.tone == "warn"][:_MOST_WARNINGS]
+    pictures = [block for block in section.blocks if isinstance(block, Figure | Timeline | Flame)]
+    flame_first = sorted(pictures, key=lambda one: not isinstance(one, Flame))
+    return [one for one in (answer, *warnings, *flame_first[:1]) if one is not None]
+
+
+def _contents(blocks: Sequence[Block]) -> str:
+    """What a fold holds: 4 findings, 2 tables."""
+    kinds = Counter(
+        "finding" if isinstance(one, Finding) else "table" if isinstance(one, Table) else "figure"
+        for one in blocks
+    )
+    return ", ".join(counted(count, kind) for kind, count in kinds.items())
 
 
 def html_page(page: Page) -> str:

@@ -205,6 +205,51 @@
     });
   }
 
+  // A link into a fold opens it, and so does printing.
+  function openTarget() {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    for (let fold = target?.closest("details"); fold; fold = fold.parentElement.closest("details")) {
+      fold.open = true;
+    }
+    if (target?.closest("details")) target.scrollIntoView();
+  }
+  addEventListener("hashchange", openTarget);
+  openTarget();
+  addEventListener("beforeprint", () => {
+    for (const fold of document.querySelectorAll("details.evidence")) fold.open = true;
+  });
+
+  const search = document.getElementById("search");
+  search.closest(".search").hidden = false;
+  search.addEventListener("input", () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let shown = 0;
+    const cards = document.querySelectorAll("section.card");
+    for (const card of cards) {
+      const text = card.textContent.toLowerCase();
+      card.hidden = !words.every((word) => text.includes(word));
+      shown += card.hidden ? 0 : 1;
+      const fold = card.querySelector("details.evidence");
+      if (fold && words.length) {
+        const lead = [...card.children].filter((child) => child !== fold);
+        const visible = lead.map((child) => child.textContent.toLowerCase()).join(" ");
+        fold.open = !card.hidden && !words.every((word) => visible.includes(word));
+      }
+    }
+    const status = search.closest(".search").querySelector("[role=status]");
+    status.textContent = words.length ? `${shown} of ${cards.length} sections` : "";
+  });
+
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const current = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      for (const link of links.values()) link.removeAttribute("aria-current");
+      links.get(entry.target.id)?.setAttribute("aria-current", "true");
+    }
+  }, { rootMargin: "0px 0px -70% 0px" });
+  for (const card of document.querySelectorAll("section.card")) current.observe(card);
+
   for (const input of document.querySelectorAll("[data-filter]")) {
     input.closest(".filter").hidden = false;
     input.addEventListener("input", () => filter(input));
