@@ -10,8 +10,11 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from sample_page import HOSTILE, hostile_page, sample_page
+from stepscope.records.jsonl import read_records
 from stepscope.report.html import html_page
+from stepscope.studies.page import make_page
 
+RESULTS = Path(__file__).parents[2] / "results"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 ARGUMENTS = [
@@ -71,7 +74,11 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("page")
-    made = {"sample": sample_page(), "hostile": hostile_page()}
+    made = {
+        "sample": sample_page(),
+        "hostile": hostile_page(),
+        "advice": make_page(read_records(RESULTS / "advise-slow_h200.jsonl")),
+    }
     for name, page in made.items():
         (folder / f"{name}.html").write_text(html_page(page), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in made}
@@ -91,6 +98,8 @@ def page(
     opened.on("request", lambda sent: requests.append(sent.url))
     url = files[request.param].as_uri()
     opened.goto(url)
+    if request.param != "advice":
+        opened.evaluate("for (const d of document.querySelectorAll('.evidence')) d.open = true")
     yield opened
     opened.close()
     assert complaints == []
@@ -232,3 +241,75 @@ def test_an_injected_script_would_be_refused(
     opened.goto(broken.as_uri())
     assert opened.title() == "Training step on NVIDIA H200"
     opened.close()
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1600, 900), (390, 844)])
+def test_the_first_screen_has_the_answer(page: Page, width: int, height: int) -> None:
+    page.set_viewport_size({"width": width, "height": height})
+    for part in ("h1", ".trust", ".stats", ".answer", ".bar", ".changes", ".next"):
+        box = page.locator(part).first.bounding_box()
+        assert box is not None, part
+        assert box["y"] + box["height"] <= height, part
+        assert box["x"] >= 0, part
+        assert box["x"] + box["width"] <= width, part
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_labels_of_the_first_screen_do_not_overlap(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    boxes = page.locator(".legend li, .stats > div, .changes > li, .next").evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect())"
+        ".map(r => [r.left, r.top, r.right, r.bottom])"
+    )
+    assert len(boxes) > 8
+    for index, (left, top, right, bottom) in enumerate(boxes):
+        for other_left, other_top, other_right, other_bottom in boxes[index + 1 :]:
+            apart = right <= other_left or other_right <= left
+            assert apart or bottom <= other_top + 1 or other_bottom <= top + 1
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_a_change_is_copied(page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    button = page.locator(".changes .copy").nth(1)
+    button.click()
+    page.wait_for_function("document.querySelectorAll('.changes .copy')[1].textContent == 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == "model = torch.compile(model)"
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_the_flame_graph_zooms_and_switches_to_memory(page: Page) -> None:
+    flame = page.locator("[data-flame]").first
+    status = page.locator(".flame-figure [role=status]").first
+    names = flame.locator(".frame").all_inner_texts()
+    assert names[0] == "step"
+    assert {"forward", "backward", "optimizer"} <= set(names)
+    flame.get_by_role("button", name="forward", exact=True).first.click()
+    assert status.inner_text().startswith("forward:")
+    widths = flame.locator(".frame").evaluate_all("all => all.slice(0, 2).map(e => e.style.width)")
+    assert widths == ["100%", "100%"]
+    page.get_by_role("button", name="Reset zoom").first.click()
+    assert flame.locator(".frame").all_inner_texts() == names
+    page.get_by_role("button", name="memory saved for backward").first.click()
+    assert "GiB" in status.inner_text()
+    assert flame.locator(".frame").first.inner_text() == "saved for backward"
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_the_search_opens_what_it_finds(page: Page) -> None:
+    assert page.locator(".evidence[open]").count() == 0
+    page.fill("#search", "driver")
+    assert page.locator("section.card:not([hidden])").count() < page.locator("section.card").count()
+    assert page.locator("#machine .evidence").get_attribute("open") is not None
+    page.fill("#search", "no such words on this page")
+    assert page.locator("section.card:not([hidden])").count() == 0
+    page.fill("#search", "")
+    assert page.locator("section.card[hidden]").count() == 0
+
+
+@pytest.mark.parametrize("page", ["advice"], indirect=True)
+def test_a_link_into_a_fold_opens_it(page: Page) -> None:
+    page.evaluate("location.hash = 'ceilings'")
+    page.wait_for_function("document.getElementById('ceilings').closest('details').open")

@@ -231,6 +231,21 @@ def html_page(page: Page) -> str:
     builder = Builder()
     headline = builder.table(page.headline)
     sections = [builder.section(section) for section in page.sections]
+    return standalone(
+        "page.html.j2",
+        page=page,
+        headline=headline,
+        verdict=verdict_view(page.verdict) if page.verdict else None,
+        sections=sections,
+        details=Markup(_json(builder.details)),
+        flames=Markup(_json(builder.flames)),
+    )
+
+
+def standalone(template: str, **values: object) -> str:
+    """A template with the style sheet, the script and the policy that allows only these."""
+    from markupsafe import Markup
+
     style, script = _asset("page.css"), _asset("page.js")
     policy = "; ".join(
         (
@@ -242,21 +257,8 @@ def html_page(page: Page) -> str:
             "form-action 'none'",
         )
     )
-    return (
-        _templates()
-        .get_template("page.html.j2")
-        .render(
-            page=page,
-            headline=headline,
-            verdict=verdict_view(page.verdict) if page.verdict else None,
-            sections=sections,
-            policy=policy,
-            style=Markup(style),
-            script=Markup(script),
-            details=Markup(_json(builder.details)),
-            flames=Markup(_json(builder.flames)),
-        )
-    )
+    values |= {"policy": policy, "style": Markup(style), "script": Markup(script)}
+    return _templates().get_template(template).render(**values)
 
 
 def _compact(frame: Frame, least: float | None = None) -> list[object]:

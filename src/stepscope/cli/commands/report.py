@@ -12,7 +12,7 @@ import tyro
 
 from stepscope.cli.common import StoreOptions, json_line, load_records, parse, write_text
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Finding, Page, Table
 
 _TERMINAL_ROWS = 24
 
@@ -51,8 +51,10 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
     gc.disable()
     try:
         page = make_page(records)
-        write_text(html, html_page(page))
-        write_text(text, markdown_page(page))
+        written = {html: html_page(page), text: markdown_page(page)}
+        for path, content in written.items():
+            write_text(path, content)
+        _keep(records, page, out, list(written.values()))
     finally:
         gc.enable()
     if not quiet:
@@ -62,6 +64,22 @@ def write_report(records: Sequence[Record], out: Path, *, quiet: bool) -> dict[s
             print_results(records)
         print(f"\npage: {html.resolve()}\n      {text.resolve()}")
     return {"report": html, "markdown": text, "trust": tally(records)}
+
+
+def _keep(records: Sequence[Record], page: Page, out: Path, written: Sequence[str]) -> None:
+    """The pages of this run in a folder of its own, so that the next run leaves them alone, and the
+    index of all runs."""
+    from stepscope.report.run_index import entry_of, index_page, read_entries, write_entry
+
+    runs = {record.run for record in records}
+    if len(runs) != 1:
+        return
+    (run,) = runs
+    folder = out / run
+    for name, content in zip(("report.html", "report.md"), written, strict=True):
+        write_text(folder / name, content)
+    write_entry(folder, entry_of(run, page.title, page.subtitle, page.verdict))
+    write_text(out / "index.html", index_page(read_entries(out)))
 
 
 def print_results(records: Sequence[Record]) -> None:

@@ -1,0 +1,45 @@
+"""Runs keep their pages, and an index lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.cli.commands.report import write_report
+from stepscope.records.jsonl import read_records
+from stepscope.report.run_index import index_page, read_entries
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_a_second_run_leaves_the_first_one_alone(tmp_path: Path) -> None:
+    first = read_records(RESULTS / "advise-slow_cpu.jsonl")
+    second = tuple(msgspec.structs.replace(one, run="20990101-000000-ffff") for one in first)
+    write_report(first, tmp_path, quiet=True)
+    kept = tmp_path / first[0].run / "report.html"
+    before = kept.read_text()
+    write_report(second, tmp_path, quiet=True)
+    assert kept.read_text() == before
+    latest = (tmp_path / "report.html").read_text()
+    assert latest == (tmp_path / second[0].run / "report.html").read_text()
+    entries = read_entries(tmp_path)
+    assert [entry.run for entry in entries] == [second[0].run, first[0].run]
+    assert entries[0].answer.startswith("A step takes")
+    index = (tmp_path / "index.html").read_text()
+    assert f'href="{first[0].run}/report.html"' in index
+    assert f"stepscope compare {first[0].run} {second[0].run}" in index
+
+
+def test_what_is_not_an_entry_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    assert read_entries(tmp_path) == []
+    assert "<h1>Runs</h1>" in index_page([])
+
+
+def test_records_of_several_runs_have_no_folder(tmp_path: Path) -> None:
+    records = read_records(RESULTS / "advise-slow_cpu.jsonl")
+    mixed = (*records, *(msgspec.structs.replace(one, run="other") for one in records))
+    write_report(mixed, tmp_path, quiet=True)
+    assert not (tmp_path / "index.html").exists()
