@@ -21,6 +21,8 @@ from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Lint, Record
 from stepscope.records.store import Store
 
+RESULTS = Path(__file__).parents[2] / "results"
+
 
 @pytest.fixture
 def desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Desk:
@@ -61,13 +63,22 @@ def test_every_command_has_help_with_examples(
 
 
 def test_show_prints_findings_and_tables(desk: Desk) -> None:
-    said = desk("show", "new")
+    said = desk("show", "new", "--full")
     assert said.code == 0
     for part in ("Backward over forward", "nearest to the limit", "first step takes 300 ms"):
         assert part in " ".join(said.out.split())
     only = desk("show", "new", "--study", "warmup")
     assert "first step" in " ".join(only.out.split())
     assert "nearest to the limit" not in " ".join(only.out.split())
+
+
+def test_show_prints_the_verdict_and_a_line_for_each_study(desk: Desk) -> None:
+    said = desk("show", "new")
+    assert said.code == 0
+    lines = said.out.splitlines()
+    assert len(lines) <= 25
+    assert lines[1].startswith("A step takes 110 ms.")
+    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["Benchmark", "Warm-up"]
 
 
 def test_show_prints_one_record_whole(desk: Desk) -> None:
@@ -98,6 +109,19 @@ def test_report_writes_both_pages_and_says_where(desk: Desk) -> None:
     assert sorted(p.name for p in desk.out.iterdir() if "report" in p.name) == [
         "report.html", "report.md",
     ]  # fmt: skip
+
+
+def test_a_traced_step_is_exported_for_speedscope(tmp_path: Path, desk: Desk) -> None:
+    source = str(RESULTS / "advise-slow_h200.jsonl")
+    path = tmp_path / "step.json"
+    said = desk("export", source, "--format", "speedscope", "--to", str(path), "--json")
+    assert parsed(said) == {"files": [str(path)]}
+    made = json.loads(path.read_text())
+    assert [profile["unit"] for profile in made["profiles"]] == ["milliseconds", "bytes"]
+    assert all(profile["samples"] for profile in made["profiles"])
+    refused = desk("export", str(RESULTS / "h200.jsonl"), "--format", "speedscope")
+    assert refused.code == 2
+    assert "no traced step" in refused.err
 
 
 def test_export_and_import_carry_records_whole(desk: Desk, tmp_path: Path) -> None:

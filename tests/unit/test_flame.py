@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.flame import (
     Frame,
+    Profile,
     Weighted,
     memory_stacks,
     speedscope,
@@ -52,7 +53,7 @@ def test_a_frame_holds_its_children(stacks: list[Weighted]) -> None:
 
 @given(STACKS)
 def test_speedscope_has_every_stack_with_its_weight(stacks: list[Weighted]) -> None:
-    made = speedscope(stacks, "step", "milliseconds")
+    made = speedscope([Profile("time", "milliseconds", tuple(stacks))], "step")
     (profile,) = made["profiles"]
     frames = [frame["name"] for frame in made["shared"]["frames"]]
     assert len(frames) == len(set(frames))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.analysis.trace.summary import Summary
-from stepscope.records.memory import SavedTensor
+if TYPE_CHECKING:
+    from stepscope.analysis.trace.summary import Summary
+    from stepscope.records.memory import SavedTensor
 
 _SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 _STEP = "step"
@@ -72,11 +73,19 @@ def _frame(name: str, stacks: Sequence[tuple[tuple[str, ...], float]]) -> Frame:
     )  # fmt: skip
 
 
-def speedscope(stacks: Sequence[Weighted], name: str, unit: str) -> dict[str, Any]:
-    """A sampled profile in speedscope's file format; `unit` is `milliseconds` or `bytes`."""
-    frames = list(dict.fromkeys(frame for one in stacks for frame in one.path))
-    index = {frame: place for place, frame in enumerate(frames)}
-    total = sum(one.value for one in stacks)
+class Profile(msgspec.Struct, frozen=True):
+    """Stacks that one unit measures: `milliseconds` or `bytes`."""
+
+    name: str
+    unit: str
+    stacks: tuple[Weighted, ...]
+
+
+def speedscope(profiles: Sequence[Profile], name: str) -> dict[str, Any]:
+    """Sampled profiles in speedscope's file format."""
+    paths = (one.path for profile in profiles for one in profile.stacks)
+    frames = list(dict.fromkeys(frame for path in paths for frame in path))
+    index = {frame: number for number, frame in enumerate(frames)}
     return {
         "$schema": _SPEEDSCOPE_SCHEMA,
         "exporter": "stepscope",
@@ -86,12 +95,13 @@ def speedscope(stacks: Sequence[Weighted], name: str, unit: str) -> dict[str, An
         "profiles": [
             {
                 "type": "sampled",
-                "name": name,
-                "unit": unit,
+                "name": profile.name,
+                "unit": profile.unit,
                 "startValue": 0,
-                "endValue": total,
-                "samples": [[index[frame] for frame in one.path] for one in stacks],
-                "weights": [one.value for one in stacks],
+                "endValue": sum(one.value for one in profile.stacks),
+                "samples": [[index[frame] for frame in one.path] for one in profile.stacks],
+                "weights": [one.value for one in profile.stacks],
             }
+            for profile in profiles
         ],
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepscope.analysis.trace.summary import Line, Summary
-from stepscope.records.trust import Level
+if TYPE_CHECKING:
+    from stepscope.analysis.trace.summary import Line, Summary
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed"]
 MOST_PARTS = 7
@@ -110,7 +110,7 @@ class Verdict(Data, frozen=True):
     changes: tuple[RankedChange, ...] = ()
     judged: bool = True
     """Whether changes were looked for; not for the model of the studies."""
-    trust: Level = "good"
+    trust: Literal["good", "noisy", "invalid"] = "good"
     trust_reason: str = ""
     next_command: str = ""
 

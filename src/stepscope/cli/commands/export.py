@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,8 +25,9 @@ MIN_DIGITS = 4
 class ExportOptions(StoreOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional] = "latest"
     """A run (id, its beginning, latest, latest~1) or a .jsonl file of records."""
-    format: Literal["jsonl", "markdown", "latex", "csv"] = "jsonl"
-    """jsonl: the records themselves; the others: the tables of the report."""
+    format: Literal["jsonl", "markdown", "latex", "csv", "speedscope"] = "jsonl"
+    """jsonl: the records themselves; speedscope: traced steps as flame graphs for speedscope.app;
+    the others: the tables of the report."""
     to: Path | None = None
     """File to write; for csv without --table a folder. Tables go to standard output by default."""
     table: str | None = None
@@ -48,6 +49,7 @@ def main(words: list[str]) -> int:
         (
             "stepscope export latest --to run.jsonl",
             "stepscope export --format latex --table benchmark-times",
+            "stepscope export stepscope-out/train.jsonl --format speedscope --to step.json",
             "stepscope export results/h200.jsonl --format csv --to tables/",
             "stepscope export latest --leave-out 'race_*' --digits 6 --to results/flash_h200.jsonl",
         ),
@@ -69,6 +71,9 @@ def _export(options: ExportOptions) -> list[Path]:
             records = tuple(rounded(record, options.digits) for record in records)
         write_records(records, path)
         return [path]
+
+    if options.format == "speedscope":
+        return _export_speedscope(records, options)
 
     from stepscope.report import text
     from stepscope.studies.page import study_sections
@@ -103,6 +108,21 @@ def _export(options: ExportOptions) -> list[Path]:
         return []
     write_text(options.to, joined)
     return [options.to]
+
+
+def _export_speedscope(records: Sequence[Record], options: ExportOptions) -> list[Path]:
+    from stepscope.analysis.flame import speedscope
+    from stepscope.studies.views.flame import flame_profiles
+
+    profiles = [profile for record in records for profile in flame_profiles(record)]
+    if not profiles:
+        raise UsageError(
+            f"{options.source} has no traced step",
+            "records of `stepscope inspect` and `stepscope run profile` have one",
+        )
+    path = options.to or options.out / f"{records[0].run}.speedscope.json"
+    write_text(path, json_line(speedscope(profiles, records[0].case)) + "\n")
+    return [path]
 
 
 def _by_name(tables: Iterable[Table]) -> dict[str, Table]:

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.analysis.flame import memory_stacks, time_stacks, tree
+from stepscope.analysis.flame import Profile, memory_stacks, time_stacks, tree
 from stepscope.analysis.trace.summary import Summary
-from stepscope.records.memory import SavedTensor
+from stepscope.records.memory import Saved, SavedTensor
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Flame, FlameView
+
+
+def flame_profiles(record: Record) -> list[Profile]:
+    """The time and the saved tensors of a record, as far as it has them."""
+    summary = record.attachment("profile", Summary)
+    saved = record.attachment("saved", Saved) or ()
+    profiles = []
+    if summary is not None and summary.uses:
+        stacks = tuple(time_stacks(summary))
+        profiles.append(Profile(f"{record.case}: time", "milliseconds", stacks))
+    if saved:
+        stacks = tuple(memory_stacks(saved))
+        profiles.append(Profile(f"{record.case}: saved for backward", "bytes", stacks))
+    return profiles
 
 
 def flame_blocks(
