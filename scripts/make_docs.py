@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from course_page import course_page
 from flash_page import flash_pages, written_out_pages
 from foreign_page import foreign_pages
 from limits_part import with_goals
@@ -204,6 +205,7 @@ def main() -> int:
         "README.md": with_figures((ROOT / "README.md").read_text(), ROOT / "results"),
         "docs/limits.md": with_goals((ROOT / "docs/limits.md").read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
+        "docs/cs336.md": course_page(ROOT / "results"),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),
         "docs/parallel.md": parallel_page(ROOT),
