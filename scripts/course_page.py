@@ -86,9 +86,9 @@ PROBLEMS = (
 _INTRODUCTION = (
     "Each problem of the 2025 and 2026 systems assignments, the command that answers it on the"
     " machine in front of you, the table or figure of the page to look at, and the answer in the"
-    " committed records. Commands run as they are on a CPU (with the sizes of the quick preset where"
-    " a study's own would take hours) and on a GPU. This page is generated from `results/` by"
-    " `python scripts/make_docs.py`."
+    " committed records. The commands run on a GPU and on a CPU, where a study with longer defaults"
+    " takes the sizes of the quick preset. Generated from `results/` by `python"
+    " scripts/make_docs.py`."
 )
 
 
@@ -103,7 +103,8 @@ def course_page(results: Path) -> str:
         parts += [
             f"## {problem.name}",
             f"```sh\n{problem.command}\n```",
-            f"On the page: `{figure_name(problem, section)}`. In `results/{problem.records}.jsonl`:",
+            f"On the page: `{figure_name(problem, section)}`."
+            f" In `results/{problem.records}.jsonl`:",
             f"> {answer(problem, section).sentence}",
         ]
     return "\n\n".join(parts) + "\n"

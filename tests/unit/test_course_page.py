@@ -18,7 +18,7 @@ from stepscope.cli.commands.run import StudyOptions  # noqa: E402
 from stepscope.cli.common import parse  # noqa: E402
 from stepscope.studies.registry import find_study  # noqa: E402
 
-ASSIGNED = [
+ASSIGNED = (
     "benchmarking_script",
     "nsys_profile",
     "mixed_precision_accumulation",
@@ -40,7 +40,7 @@ ASSIGNED = [
     "communication_accounting",
     "optimizer_state_sharding",
     "optimizer_state_sharding_accounting",
-]
+)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda one: one.name)
