@@ -198,7 +198,7 @@ def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
 
 
 def _subjects(record: Record) -> dict[str, Series]:
-    """Series to compare, on the device's clock if there is one: the step, or each of its variants."""
+    """Series to compare (the step or each of its variants), on the device's clock if any."""
     if record.status != "ok" or not record.series:
         return {}
     first = record.series[0]
