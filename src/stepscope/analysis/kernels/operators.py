@@ -1,4 +1,4 @@
-"""Classes of operators by name, and of the kernels that Inductor fuses out of them."""
+"""Classes of operators by name, and of the kernels that Inductor fuses from them."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ ELEMENTWISE = {"__and__", "__ilshift__", "__ixor__", "__lshift__", "__or__", "__
                "threshold", "threshold_backward", "tril", "tril_indices", "triu", "triu_indices",
                "true_divide", "trunc", "uniform", "where", "xlogy", "zero", "zeros",
                "zeros_like"}  # fmt: skip
-"""Also what only writes numbers that it makes itself. Of an operator in place, without its
-underscore at the end."""
+"""Includes operators that only write values they generate. In-place operators are listed without
+the underscore at the end."""
 _RECURRENT = re.compile(r"(?:^|_)(?:rnn|lstm|gru)(?:_|$)")
 _RECURRENT_GATES = re.compile(r"^_thnn_(?:fused|differentiable)_(?:lstm|gru)_cell")
-"""What is done with the products of a cell that were made before."""
+"""Gate arithmetic after the matmuls of a recurrent cell."""
 _CONVOLUTION = re.compile(r"(?:^|_)conv(?:olution)?(?:[123]d)?(?:_|$)")
 """`conv2d`, `_slow_conv2d_backward`, `slow_conv_dilated2d`, `mkldnn_convolution_backward`; not
 `_convert_indices`."""
@@ -87,7 +87,7 @@ _MOST_WORDS = max(name.count("_") for name in _KNOWN) + 1
 
 
 def operator_class(name: str) -> Class | None:
-    """The class of `aten::mm` and its like; None for what is not known by name."""
+    """Return the class of an operator such as `aten::mm`; None if the name is unknown."""
     named = named_class(name)
     if named is None and name.startswith("aten::"):
         bare = name.removeprefix("aten::").partition(".")[0]
@@ -97,8 +97,8 @@ def operator_class(name: str) -> Class | None:
 
 
 def named_class(name: str) -> Class | None:
-    """The class of an operator whose name tells more than that it goes element by element; None
-    for all others."""
+    """Return the class of an operator whose name says more than that it is elementwise; None for
+    all others."""
     space, _, bare = name.rpartition("::")
     bare = bare.partition(".")[0]
     if _COMMUNICATION.match(name) or _COMMUNICATION.match(bare):
@@ -123,7 +123,7 @@ def named_class(name: str) -> Class | None:
 
 
 def _family(bare: str) -> Class | None:
-    """Of operators that have one name for each library that does them."""
+    """Class of operators that have one name per backend."""
     if _RECURRENT_GATES.match(bare):
         return "elementwise"
     if _RECURRENT.search(bare):
@@ -134,13 +134,13 @@ def _family(bare: str) -> Class | None:
 
 
 def inductor_parts(name: str) -> list[str]:
-    """The operators that a fused kernel's name lists: `triton_poi_fused_add_mul_3` -> add, mul."""
-    found = _INDUCTOR_NAMES.match(name)
-    words = found.group(1).split("_") if found and found.group(1) else []
+    """Return the operators in a fused kernel's name: `triton_poi_fused_add_mul_3` -> add, mul."""
+    match = _INDUCTOR_NAMES.match(name)
+    words = match.group(1).split("_") if match and match.group(1) else []
     parts: list[str] = []
     at = 0
     while at < len(words):
-        # The longest known name that begins here; a name may itself begin with an underscore.
+        # The longest known name that starts here; a name may itself start with an underscore.
         for end in range(min(len(words), at + _MOST_WORDS), at, -1):
             part = "_".join(words[at:end])
             if part in _KNOWN:
@@ -154,13 +154,13 @@ def inductor_parts(name: str) -> list[str]:
 
 
 def inductor_class(kind: str, parts: list[str]) -> Class:
-    """By the form of the kernel (poi, red, per, tem, …) and what was fused into it."""
-    joined = "_".join(parts)
+    """Classify by the kind of kernel (poi, red, per, tem, …) and the operators fused into it."""
+    text = "_".join(parts)
     if kind == "tem":
-        if "attention" in joined:
+        if "attention" in text:
             return "attention"
         return "matmul" if MATMUL & set(parts) else "other"
-    if "softmax" in joined:
+    if "softmax" in text:
         return "softmax"
     if kind in ("red", "per", "spl"):
         return "reduction"

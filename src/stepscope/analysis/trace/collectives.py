@@ -24,14 +24,16 @@ def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
     """Return the start of each collective of each step, in nanoseconds."""
     work = device_work(trace)
     steps = find_steps(work)
-    parts = instances(work, steps)
-    own = np.flatnonzero(parts.kind == _COMMUNICATION)
+    entries = instances(work, steps)
+    own = np.flatnonzero(entries.kind == _COMMUNICATION)
     if not work.on_device:
-        spans = set(work.span[parts.index[own]].tolist())
-        own = own[[not _within(work, int(work.span[parts.index[i]]), spans) for i in own.tolist()]]
+        spans = set(work.span[entries.index[own]].tolist())
+        own = own[
+            [not _within(work, int(work.span[entries.index[i]]), spans) for i in own.tolist()]
+        ]
     starts: list[list[int]] = [[] for _ in steps]
     for index in own.tolist():
-        starts[parts.step[index]].append(int(work.start[parts.index[index]]))
+        starts[entries.step[index]].append(int(work.start[entries.index[index]]))
     return tuple(tuple(sorted(times)) for times in starts)
 
 
