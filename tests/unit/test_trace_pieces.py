@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.trace import chrome, pieces
 from stepscope.analysis.trace.model import NO_NUMBER, Spans, Trace, ordered_spans
-from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
+from stepscope.analysis.trace.nesting import NO_SPAN, nearest, parents
 from trace_files import operator_step, training_step
 
 LAYOUTS = {
@@ -26,7 +26,7 @@ LAYOUTS = {
 def columns(trace: Trace) -> list[object]:
     """Everything, with names for their numbers, which come in another order."""
     held: list[object] = [trace.device_name]
-    for part in (trace.kernels, trace.calls, trace.spans, trace.arrows):
+    for part in (trace.kernels, trace.calls, trace.spans, trace.flows):
         for name, column in vars(part).items():
             values = column.tolist()
             held.append([trace.names[v] for v in values] if name == "name" else values)
@@ -118,9 +118,9 @@ def test_the_innermost_open_span_of_the_thread_is_the_parent(
             for other in range(index)
             if spans.thread[other] == thread and spans.end[other] > start
         ]
-        assert found[index] == max(still_open, default=NOBODY)
+        assert found[index] == max(still_open, default=NO_SPAN)
     for index, answer in enumerate(nearest(found, wanted).tolist()):
         at = index
-        while at != NOBODY and not wanted[at]:
+        while at != NO_SPAN and not wanted[at]:
             at = int(found[at])
         assert answer == at

@@ -9,7 +9,7 @@ import pytest
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import DeviceWork, device_work
 from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, training_step
@@ -22,7 +22,7 @@ def told(work: DeviceWork) -> list[tuple[str, str, str, str]]:
     return [
         (
             PHASES[work.phase[i]],
-            "" if work.operator[i] == NOBODY else work.trace.names[work.operator[i]],
+            "" if work.operator[i] == NO_SPAN else work.trace.names[work.operator[i]],
             CLASSES[work.kind[i]],
             "/".join(work.host.paths[work.path[i]]),
         )

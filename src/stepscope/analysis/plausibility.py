@@ -37,7 +37,10 @@ def _complaints(record: Record) -> Iterator[str]:
         key = (series.name, series.variant, series.phase, series.size, series.clock)
         same = lengths.setdefault(key, len(series.values))
         if same != len(series.values):
-            yield f"series {series.label!a} has {same} samples on one rank, another number on others"
+            yield (
+                f"series {series.label!a} has {same} samples on one rank"
+                " and a different number on another"
+            )
     for quantity in record.quantities:
         if quantity.value < 0 and quantity.unit in _NEVER_NEGATIVE:
             yield f"{quantity.name!a} is {quantity.value:g} {quantity.unit}"

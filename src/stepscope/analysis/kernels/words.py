@@ -1,8 +1,8 @@
-"""Classes of kernels by the words in their names, for libraries that have no rules of their own.
+"""Classes of kernels by words in their names, for libraries without specific rules.
 
-cuDNN, MIOpen, Composable Kernel, apex, FBGEMM, vLLM, SGLang, TensorRT-LLM and Triton kernels of
-users say what they do in plain words. The first line that matches decides: a norm that also
-quantizes is a reduction, a convolution that also transposes is a convolution.
+cuDNN, MIOpen, Composable Kernel, apex, FBGEMM, vLLM, SGLang, TensorRT-LLM and user-written Triton
+kernels say what they do in plain words. The first matching line decides: a norm that also quantizes
+is a reduction, a convolution that also transposes is a convolution.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ _WORDS: tuple[tuple[Class, tuple[str, ...]], ...] = (
                      "tensorop", "optensor", "op_tensor", "scalepackedtensor", "addtensor",
                      "pointwise", "elementwise", "activation", "dropout")),
 )  # fmt: skip
-"""In lower case; an underscore also stands for the beginning or the end of the name."""
+"""Lower-case words; an underscore also matches the beginning or the end of the name."""
 _LIBRARIES = (
-    ("cudnn", "cuDNN"), ("MIOpen", "MIOpen"), ("ck_tile", "Composable Kernel"),
-    ("ck::", "Composable Kernel"), ("aiter", "AITER"), ("fbgemm", "FBGEMM"), ("vllm", "vLLM"),
-    ("sgl_", "SGLang"), ("tensorrt_llm", "TensorRT-LLM"), ("flashinfer", "FlashInfer"),
-)  # fmt: skip
+    ("cudnn", "cuDNN"),
+    ("MIOpen", "MIOpen"),
+    ("ck_tile", "Composable Kernel"),
+    ("ck::", "Composable Kernel"),
+    ("aiter", "AITER"),
+    ("fbgemm", "FBGEMM"),
+    ("vllm", "vLLM"),
+    ("sgl_", "SGLang"),
+    ("tensorrt_llm", "TensorRT-LLM"),
+    ("flashinfer", "FlashInfer"),
+)
 _LENGTH = re.compile(r"\d+")
 _ARGUMENT = re.compile(r"N?S\d*_(?=\d)")
 _FRAME = ("kentry", "device_kernel", "kernel")
@@ -48,7 +55,7 @@ _FRAME = ("kentry", "device_kernel", "kernel")
 
 
 def word_class(plain: str) -> Class | None:
-    """The class that the bare name of a function says; None where no word does."""
+    """Return the class that a bare function name states; None if no word matches."""
     text = f"_{plain.lower()}_"
     for kind, words in _WORDS:
         for word in words:
@@ -58,20 +65,21 @@ def word_class(plain: str) -> Class | None:
 
 
 def library(name: str) -> str:
+    """Return the library of a kernel; empty if unknown."""
     return next((called for mark, called in _LIBRARIES if mark in name), "")
 
 
 def demangled(name: str) -> str:
-    """`scope::function` of a mangled C++ name: ROCm writes many of them as they are.
+    """Return `scope::function` of a mangled C++ name, as ROCm writes many of them.
 
-    Where the function only runs a template argument (`ck_tile::kentry`), the first of those.
+    If the function only runs a template argument (`ck_tile::kentry`), return the first argument.
     """
     at = 3 if name.startswith("_ZN") else 2
     parts: list[str] = []
     wanted = 0
-    while (found := _LENGTH.match(name, at)) is not None:
-        end = found.end() + int(found.group()[:6])
-        parts.append(name[found.end() : end])
+    while (length := _LENGTH.match(name, at)) is not None:
+        end = length.end() + int(length.group()[:6])
+        parts.append(name[length.end() : end])
         at = end
         if name[at : at + 1] == "I" and parts[-1] in _FRAME:
             inner = _ARGUMENT.search(name, at)

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from stepscope.analysis.trace.model import (
-    NO_ARROWS,
+    NO_FLOWS,
     NO_NUMBER,
-    Arrows,
     Calls,
+    Flows,
     Frames,
     Ints,
     Names,
@@ -94,7 +94,7 @@ _KINDS = {
     "cpu_op": "operator", "Operator": "operator",
     "user_annotation": "range",
 }  # fmt: skip
-_ARROW = "fwdbwd"
+_FLOW = "fwdbwd"
 _PYTHON = "python_function"
 _MODULE = "nn.Module: "
 _LONG_FRAME_US = 500.0
@@ -225,7 +225,7 @@ class _Events:
             if append is not None:
                 if event.ph == "X":
                     append(event)
-            elif event.cat == _ARROW:
+            elif event.cat == _FLOW:
                 self._ends.append((event.ph, event.id, event.tid, event.ts))
             elif event.cat == _PYTHON and event.ph == "X":
                 if event.name.startswith(_MODULE):
@@ -289,13 +289,13 @@ class _Events:
             calls,
             spans,
             gpu.name,
-            self._arrows(),
+            self._flows(),
             capability=gpu.capability(),
             truncated=self._truncated,
             frames=frames,
         )
 
-    def _arrows(self) -> Arrows:
+    def _flows(self) -> Flows:
         tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}
         pairs = [
             (*tails[number], thread, ts)
@@ -303,10 +303,10 @@ class _Events:
             if ph == "f" and number in tails
         ]
         if not pairs:
-            return NO_ARROWS
+            return NO_FLOWS
         tail_thread, tail, thread, start = zip(*pairs, strict=True)
         numbers = self._identity.numbers
-        return Arrows(_moments(tail), numbers(tail_thread), _moments(start), numbers(thread))
+        return Flows(_moments(tail), numbers(tail_thread), _moments(start), numbers(thread))
 
 
 def _moments(microseconds: Sequence[float]) -> Ints:

@@ -14,7 +14,7 @@ from stepscope.analysis.kernels.names import CLASSES, Class, Description
 from stepscope.analysis.kernels.operators import named_class
 from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 
 _NUMBER: dict[Class, int] = {kind: number for number, kind in enumerate(CLASSES)}
 _OTHER = _NUMBER["other"]
@@ -30,7 +30,7 @@ def classes(
         of_name[each] = _NUMBER[about.kind]
     kind = of_name[name]
     if trace.on_device:
-        unclear = np.flatnonzero((kind == _OTHER) & (span != NOBODY))
+        unclear = np.flatnonzero((kind == _OTHER) & (span != NO_SPAN))
         known: dict[tuple[int, int], int] = {}
         for index, key in zip(
             unclear.tolist(),
@@ -60,8 +60,8 @@ def _by_context(trace: Trace, host: Host, kernel: str, span: int) -> Class:
 
 def _around(host: Host, span: int) -> Iterator[int]:
     """Yield the span and its ancestors, then those of the forward that created it."""
-    created_by = host.forward_of[span] if host.phase[span] == BACKWARD else NOBODY
+    created_by = host.forward_of[span] if host.phase[span] == BACKWARD else NO_SPAN
     for begin in (span, int(created_by)):
-        while begin != NOBODY:
+        while begin != NO_SPAN:
             yield begin
             begin = int(host.parent[begin])

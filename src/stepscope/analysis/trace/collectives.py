@@ -12,7 +12,7 @@ import numpy as np
 
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.statistics import instances
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.work import DeviceWork, device_work
@@ -40,9 +40,9 @@ def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
 def _within(work: DeviceWork, span: int, others: set[int]) -> bool:
     """Return True if a span is inside another collective: on a CPU only the outer one counts."""
     above = int(work.host.parent[span])
-    while above != NOBODY and above not in others:
+    while above != NO_SPAN and above not in others:
         above = int(work.host.parent[above])
-    return above != NOBODY
+    return above != NO_SPAN
 
 
 def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, float]:

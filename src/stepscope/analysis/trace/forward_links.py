@@ -12,26 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Spans, Trace
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 
 Flags: TypeAlias = NDArray[np.bool_]
 
 
 def forward_of(trace: Trace, parent: Ints, backward: Flags) -> Ints:
-    """Return the forward span that created each backward span; NOBODY for all other spans."""
+    """Return the forward span that created each backward span; NO_SPAN for all other spans."""
     spans = trace.spans
     numbered = spans.sequence != NO_NUMBER
     makers = np.flatnonzero(numbered & ~spans.in_backward & ~backward)
     users = np.flatnonzero(numbered & (spans.in_backward | backward))
-    links = np.full(len(spans), NOBODY, np.int64)
+    links = np.full(len(spans), NO_SPAN, np.int64)
     if len(makers) and len(users):
         links[users] = _by_sequence(spans, makers, users)
         unclear = users[np.isin(spans.sequence[users], _on_several_threads(spans, makers))]
-        if len(unclear) and len(trace.arrows.start):
-            _by_arrow(trace, parent, makers, unclear, links)
+        if len(unclear) and len(trace.flows.start):
+            _by_flow(trace, parent, makers, unclear, links)
     filled, above = links.tolist(), parent.tolist()
     for index in np.flatnonzero(backward).tolist():
-        if filled[index] == NOBODY and above[index] != NOBODY:
+        if filled[index] == NO_SPAN and above[index] != NO_SPAN:
             filled[index] = filled[above[index]]
     return np.array(filled, np.int64)
 
@@ -51,8 +51,8 @@ def _by_sequence(spans: Spans, makers: Ints, users: Ints) -> Ints:
     maker = both[order[np.maximum(last[queries], 0)]]
     user = both[order[queries]]
     same = (last[queries] >= 0) & (spans.sequence[maker] == spans.sequence[user])
-    links = np.full(len(users), NOBODY, np.int64)
-    links[order[queries] - len(makers)] = np.where(same, maker, NOBODY)
+    links = np.full(len(users), NO_SPAN, np.int64)
+    links[order[queries] - len(makers)] = np.where(same, maker, NO_SPAN)
     return links
 
 
@@ -63,24 +63,24 @@ def _on_several_threads(spans: Spans, makers: Ints) -> Ints:
     return numbers[times > 1]
 
 
-def _by_arrow(trace: Trace, parent: Ints, makers: Ints, unclear: Ints, links: Ints) -> None:
+def _by_flow(trace: Trace, parent: Ints, makers: Ints, unclear: Ints, links: Ints) -> None:
     """Link by flow events, which lead from the innermost maker to the innermost user of a number.
 
     Enclosing users with the same number, such as the autograd engine's span, get the same link.
     """
-    spans, arrows = trace.spans, trace.arrows
+    spans, flows = trace.spans, trace.flows
     tails, heads = _by_start(spans, makers), _by_start(spans, unclear)
     for tail_thread, tail, thread, start in zip(
-        arrows.tail_thread.tolist(),
-        arrows.tail.tolist(),
-        arrows.thread.tolist(),
-        arrows.start.tolist(),
+        flows.tail_thread.tolist(),
+        flows.tail.tolist(),
+        flows.thread.tolist(),
+        flows.start.tolist(),
         strict=True,
     ):
-        user = heads.get((thread, start), NOBODY)
-        maker = tails.get((tail_thread, tail), NOBODY)
+        user = heads.get((thread, start), NO_SPAN)
+        maker = tails.get((tail_thread, tail), NO_SPAN)
         number = spans.sequence[user]
-        while NOBODY not in (maker, user) and spans.sequence[user] == number:
+        while NO_SPAN not in (maker, user) and spans.sequence[user] == number:
             links[user] = maker
             user = int(parent[user])
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
+from stepscope.analysis.trace.nesting import NO_SPAN, nearest, parents
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "outside", "graph", ""]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "graph", "")
@@ -123,10 +123,10 @@ def _phases(
     default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
     # A range named `forward` inside the backward is a recomputation: it stays in the backward.
     for index in np.flatnonzero((own_phase >= 0) & (own_phase < BACKWARD)).tolist():
-        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
-        if above != NOBODY and own_phase[above] == BACKWARD:
+        above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
+        if above != NO_SPAN and own_phase[above] == BACKWARD:
             own_phase[index] = BACKWARD
-    return np.where(holder == NOBODY, default, own_phase[holder]), holder != NOBODY
+    return np.where(holder == NO_SPAN, default, own_phase[holder]), holder != NO_SPAN
 
 
 def _paths(trace: Trace, parent: Ints, modules: Ints) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
@@ -138,12 +138,12 @@ def _paths(trace: Trace, parent: Ints, modules: Ints) -> tuple[Ints, tuple[tuple
     numbers: dict[tuple[str, ...], int] = {(): 0}
     listed: list[tuple[str, ...]] = [()]
     for index in np.flatnonzero(named).tolist():
-        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
-        longer = (*listed[path[above] if above != NOBODY else 0], names[spans.name[index]])
+        above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
+        longer = (*listed[path[above] if above != NO_SPAN else 0], names[spans.name[index]])
         path[index] = numbers.setdefault(longer, len(listed))
         if path[index] == len(listed):
             listed.append(longer)
-    return np.where(holder == NOBODY, 0, path[holder]), tuple(listed)
+    return np.where(holder == NO_SPAN, 0, path[holder]), tuple(listed)
 
 
 def _own_phase(name: str) -> int | None:

@@ -77,7 +77,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Arrows:
+class Flows:
     """Flow events of the profiler, from a forward operator to the backward operator it created."""
 
     tail: Ints
@@ -98,7 +98,7 @@ class Frames(NamedTuple):
 
 
 NO_FRAMES = Frames(ints(), ints(), ints(), ints())
-NO_ARROWS = Arrows(ints(), ints(), ints(), ints())
+NO_FLOWS = Flows(ints(), ints(), ints(), ints())
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Trace:
     calls: Calls
     spans: Spans
     device_name: str = ""
-    arrows: Arrows = NO_ARROWS
+    flows: Flows = NO_FLOWS
     capability: str = ""
     """Compute capability that the file gives for the device, such as `9.0`."""
     truncated: bool = False

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepscope.analysis.kernels.names import CLASSES, Description, linear_role
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.model import Ints
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.steps import Step, step_of
 from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import DeviceWork
@@ -235,7 +235,7 @@ def uses(entries: Instances) -> tuple[Use, ...]:
         *(column.tolist() for column in columns), strict=True
     ):
         about = entries.describe(name)
-        by = "" if called == NOBODY else work.trace.names[called]
+        by = "" if called == NO_SPAN else work.trace.names[called]
         role = linear_role(about, PHASES[phase], by)
         key = (about.short, CLASSES[kind], PHASES[phase], texts[module], role)
         ns, count, places = totals.get(key, (0, 0, 0))

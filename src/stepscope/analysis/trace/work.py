@@ -12,7 +12,7 @@ from stepscope.analysis.kernels.names import CLASSES, Description, describe, des
 from stepscope.analysis.trace.classes import classes
 from stepscope.analysis.trace.host import BACKWARD, GRAPH, OPTIMIZER, UNKNOWN, Host, read_host
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
-from stepscope.analysis.trace.nesting import NOBODY, innermost
+from stepscope.analysis.trace.nesting import NO_SPAN, innermost
 
 NO_CALL = -1
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
@@ -52,7 +52,7 @@ class DeviceWork:
     @cached_property
     def phase(self) -> Ints:
         phase = np.full(len(self), UNKNOWN, np.int64)
-        known = self.span != NOBODY
+        known = self.span != NO_SPAN
         phase[known] = self.host.phase[self.span[known]]
         unattributed = ~known
         unattributed[known] = ~self.host.phase_known[self.span[known]]
@@ -73,26 +73,26 @@ class DeviceWork:
     def path(self) -> Ints:
         """Path of the named ranges; for a backward, of the forward that created it."""
         path = np.zeros(len(self), np.int64)
-        known = self.span != NOBODY
+        known = self.span != NO_SPAN
         span = self.span[known]
         forward = self.host.forward_of[span]
-        backward = (self.host.phase[span] == BACKWARD) & (forward != NOBODY)
+        backward = (self.host.phase[span] == BACKWARD) & (forward != NO_SPAN)
         path[known] = self.host.path[np.where(backward, forward, span)]
         return path
 
     @cached_property
     def operator(self) -> Ints:
-        """Name of the operator that launched each entry; NOBODY if none did."""
+        """Name of the operator that launched each entry; NO_SPAN if none did."""
         spans = self.trace.spans
         span = self.span.copy()
         while True:
-            in_range = span != NOBODY
+            in_range = span != NO_SPAN
             in_range[in_range] = spans.is_range[span[in_range]]
             if not in_range.any():
                 break
             span[in_range] = self.host.parent[span[in_range]]
-        name = np.full(len(self), NOBODY, np.int64)
-        name[span != NOBODY] = spans.name[span[span != NOBODY]]
+        name = np.full(len(self), NO_SPAN, np.int64)
+        name[span != NO_SPAN] = spans.name[span[span != NO_SPAN]]
         return name
 
     def attribution(self) -> Attribution:
@@ -107,7 +107,7 @@ class DeviceWork:
         modules = self.path != 0
         return Attribution(
             launch=share(self.call != NO_CALL) if self.on_device else 1.0,
-            operator=share(self.operator != NOBODY),
+            operator=share(self.operator != NO_SPAN),
             phase=share(self.phase != UNKNOWN),
             kind=share(self.kind != CLASSES.index("other")),
             module=share(modules | (self.phase == OPTIMIZER)),
@@ -138,7 +138,7 @@ def device_work(trace: Trace) -> DeviceWork:
 def _kernels(trace: Trace, host: Host) -> DeviceWork:
     kernels, calls = _busiest_device(trace.kernels), trace.calls
     call = _launching_call(kernels.correlation, calls.correlation)
-    span = np.full(len(kernels), NOBODY, np.int64)
+    span = np.full(len(kernels), NO_SPAN, np.int64)
     known = call != NO_CALL
     launched = call[known]
     span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
@@ -213,9 +213,9 @@ def _self_time(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
     up, is_range = host.parent.tolist(), spans.is_range.tolist()
     for index in operators.tolist():
         above = up[index]
-        while above != NOBODY and is_range[above]:
+        while above != NO_SPAN and is_range[above]:
             above = up[above]
-        if above != NOBODY:
+        if above != NO_SPAN:
             if begin[index] > resume[above]:
                 starts.append(resume[above])
                 ends.append(begin[index])
