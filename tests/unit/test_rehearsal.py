@@ -240,10 +240,13 @@ def test_fsdp_gathers_one_ahead_and_scatters_behind() -> None:
     cluster = custom_cluster(2, 0.0, MEGABYTE / 10 / 1e6)
     result = replay_fsdp(recording([60.0, 30.0]), cluster, unit_mb=1.0)
     assert [(m.ready, m.start, m.end) for m in result.messages] == [
-        (0, 0, 5), (5, 5, 10),        # forward: the first unit, then the second ahead of its use
-        (35, 35, 40), (40, 40, 45),   # backward: the same, from the end
-        (70, 70, 75), (100, 100, 105),
-    ]  # fmt: skip
+        (0, 0, 5),
+        (5, 5, 10),  # forward: the first unit, then the second ahead of its use
+        (35, 35, 40),
+        (40, 40, 45),  # backward: the same, from the end
+        (70, 70, 75),
+        (100, 100, 105),
+    ]
     assert (result.forward_end, result.backward_end, result.synchronized) == (35.0, 100.0, 105.0)
     assert result.step_ms == 110.0
 

@@ -112,13 +112,15 @@ def _passes(config: ModelConfig, tokens: int, precision: Precision) -> Iterator[
         ("embedding", 1, row * (learned + stream), row * stream + table),
         ("first norm", 1, row * (stream + compute), row * (3 * stream + compute)),
         (
-            "norm and sum", 2 * layers, 2 * row * (stream + compute),
+            "norm and sum",
+            2 * layers,
+            2 * row * (stream + compute),
             row * (3 * stream + compute + branch),
         ),
         ("rotation", 2 * layers, 2 * row * compute, 2 * row * compute),
         ("SwiGLU", layers, 3 * hidden * compute, 5 * hidden * compute),
         ("loss", 1, logits * compute, logits * compute),
-    ):  # fmt: skip
+    ):
         yield Operation(name, "memory", "forward", count, 0, forward)
         yield Operation(name, "memory", "backward", count, 0, backward)
 

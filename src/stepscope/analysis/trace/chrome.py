@@ -88,12 +88,19 @@ _FIELDS: dict[str, _Fields] = {
 """Columns of each kind besides times and name: fields of the event, and of its arguments."""
 _End = tuple[str, Identity | float, Identity, float]
 _KINDS = {
-    "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
-    "Kernel": "kernel", "Memcpy": "kernel", "Memset": "kernel",
-    "cuda_runtime": "call", "cuda_driver": "call", "Runtime": "call",
-    "cpu_op": "operator", "Operator": "operator",
+    "kernel": "kernel",
+    "gpu_memcpy": "kernel",
+    "gpu_memset": "kernel",
+    "Kernel": "kernel",
+    "Memcpy": "kernel",
+    "Memset": "kernel",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    "Runtime": "call",
+    "cpu_op": "operator",
+    "Operator": "operator",
     "user_annotation": "range",
-}  # fmt: skip
+}
 _FLOW = "fwdbwd"
 _PYTHON = "python_function"
 _MODULE = "nn.Module: "
