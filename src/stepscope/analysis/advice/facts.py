@@ -92,7 +92,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     launch_ms: float = 0.0
     """Host time per launch: a PyTorch operator with everything it does."""
     waits: str = ""
-    """Where the host waits for the device in every step: at the `end`, at `copies` of the batch, or
+    """Point of each step at which the host waits for the device: its `end`, `copies` of the batch, or
     empty if it never waits and runs ahead."""
     reads_back: bool = False
     """The program reads a value from the device within the step."""
@@ -192,7 +192,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     def matmuls_over_rate(self) -> float:
         """Matmul time over that at the rate measured here; at least 1.
 
-        Fused attention is left out because it has a rate of its own, so this is a lower bound.
+        Fused attention is left out because it has its own rate, so this is a lower bound.
         """
         rate, took = self.rates.get(self.dtype), self.class_ms("matmul")
         least = 1e3 * self.flops / rate if rate else 0.0

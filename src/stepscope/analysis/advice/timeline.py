@@ -57,7 +57,7 @@ class _Clocks:
         self._host = self._device = 0.0
         self._issued = [0.0]
         self._done = [0.0]
-        """When the device had finished the number of kernels in `_issued` at the same index."""
+        """Time at which the device had finished the kernels counted in `_issued` at that index."""
 
     def run(self, upto: int | None = None) -> float:
         """Advance to the end of `upto` phases, or of all; return when the device finishes them."""

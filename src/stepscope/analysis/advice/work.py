@@ -23,7 +23,7 @@ _FUSED_OVER_LONGEST = 1.1
 _LEFT_OF_RUN = 0.2
 """Used if the order of the kernels is known. A fused run of memory-bound kernels takes about as
 long as its longest kernel, which reads and writes most of what all of them do (0.9 to 1.0 times in
-the reference model, 1.2 to 1.25 in a GPT with biases). Some kernels remain beside the fused one:
+the reference model, 1.2 to 1.25 in a GPT with biases). Some kernels remain next to the fused one:
 sums over another dimension, casts of weights. Single kernels gain next to nothing. Operators on a
 CPU follow the same rule: the longest, such as GELU's backward, are compute-bound, and compiling
 them does not change that."""

@@ -50,12 +50,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     """Fused projections (QKV, gate/up), from stored copies of the weights."""
     keep: str = ALL
-    """What each block saves for backward, as `kernels.activation_policy` names it."""
+    """Activation policy of the blocks (what they save for backward), as `kernels.activation_policy` names it."""
     graph: bool = False
     """As CUDA graphs: the live tensors are the same, on streams with their own workspaces."""
     ranks: int = 1
     sharding: Literal["none", "optimizer", "full"] = "none"
-    """What the ranks shard: nothing, the optimizer state, or everything."""
+    """Sharded among the ranks: nothing, the optimizer state, or everything."""
     device: Literal["cuda", "cpu"] = "cuda"
     interpreted: bool = False
     """On a CPU: the kernels run in Triton's interpreter instead of their PyTorch fallbacks."""
@@ -80,7 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
         precision(self.dtype)
-        self.stretches()
+        self.segments()
         self.policies()
         check_layer_options(self.fused, self.joined, self.keep)
         self._refuse_unpredictable()
@@ -160,5 +160,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the activation policy of each block."""
         return policy_per_layer(self.keep, self.model.n_layers)
 
-    def stretches(self) -> tuple[int, ...]:
+    def segments(self) -> tuple[int, ...]:
+        """Return the lengths of the checkpointed segments, outermost first."""
         return stretches(self.checkpoint, self.model.n_layers)

@@ -225,7 +225,7 @@ class StepSimulation:
                 lambda _: (self.memory.buffer(table),),
             )
             x = self.ops.cast(x, self.stream_width)
-        x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.stretches())
+        x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.segments())
         with tape.inside("norm"):
             if isinstance(self.layers, FusedProjectionLayers):
                 return self.layers.normed_sum(x, branch[0], self.norm)[1].value, *branch

@@ -34,7 +34,7 @@ class ParallelStrategy(NamedTuple):
 
     name: str
     unit: str
-    """What shares a batch: a rank, or a group of ranks."""
+    """Unit that shares a batch: a rank, or a group of ranks."""
     formula: str
     compute_ms: float
     """Compute of a sequence on one rank that communication can overlap with."""

@@ -52,7 +52,7 @@ class Message(NamedTuple):
 
     bytes: int
     ready: float
-    """When it could be sent, in ms from the start of the step."""
+    """Earliest time it could be sent, in ms from the start of the step."""
     start: float
     end: float
 
@@ -65,7 +65,7 @@ class Replay(NamedTuple):
     forward_end: float
     backward_end: float
     synchronized: float
-    """When all gradients are averaged."""
+    """Time at which all gradients are averaged."""
     step_ms: float
     exposed_ms: float
     """Step time beyond what a rank computes."""

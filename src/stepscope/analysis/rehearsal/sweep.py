@@ -20,7 +20,7 @@ class BucketSweep(NamedTuple):
     """Replays at several bucket sizes."""
 
     steps: dict[float, Replay]
-    """By bucket size in MiB."""
+    """Replays by bucket size in MiB."""
 
     @property
     def best(self) -> float:
@@ -67,10 +67,10 @@ class Scaling(NamedTuple):
     """Steps at growing numbers of ranks, each with its best bucket size."""
 
     kept: dict[int, Replay]
-    """By number of ranks, each with the recorded batch."""
+    """Replays by number of ranks, each with the recorded batch."""
     divided: dict[int, Replay]
-    """By number of ranks that share the recorded batch, at least one sequence each. A share is
-    assumed to take its share of the time, which is optimistic: small batches use a device less
+    """Replays by number of ranks that share the recorded batch, at least one sequence each. A share
+    is assumed to take its share of the time, which is optimistic: small batches use a device less
     efficiently."""
 
     def stops_paying(self, above: float) -> int | None:

@@ -40,7 +40,7 @@ class Ledger:
 
     wall: int
     work: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By phase and class; optimizer and communication only as far as nothing else runs."""
+    """Time by phase and class; optimizer and communication only while nothing else runs."""
     host: int = 0
     synchronisation: int = 0
     queue: int = 0

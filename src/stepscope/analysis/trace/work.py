@@ -46,7 +46,7 @@ class DeviceWork:
 
     @cached_property
     def latest_end(self) -> Ints:
-        """When all work up to each entry has ended; the ends alone are not sorted."""
+        """Time at which all work up to each entry has ended; the ends alone are not sorted."""
         return np.maximum.accumulate(self.end) if len(self) else self.end
 
     @cached_property
