@@ -50,7 +50,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     """Fused projections (QKV, gate/up), from stored copies of the weights."""
     keep: str = ALL
-    """Activation policy of the blocks (what they save for backward), as `kernels.activation_policy` names it."""
+    """Activation policy (what blocks save for backward), as `kernels.activation_policy` names it."""
     graph: bool = False
     """As CUDA graphs: the live tensors are the same, on streams with their own workspaces."""
     ranks: int = 1
@@ -161,5 +161,5 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return policy_per_layer(self.keep, self.model.n_layers)
 
     def segments(self) -> tuple[int, ...]:
-        """Return the lengths of the checkpointed segments, outermost first."""
+        """Return the blocks per checkpointed segment of each level, outermost first."""
         return stretches(self.checkpoint, self.model.n_layers)

@@ -10,8 +10,8 @@ import msgspec
 from stepscope.records.decoding import Int64
 
 Cut = Literal["marks", "optimizer", "nothing"]
-"""Source of the step boundaries: marks, the ends of the optimizer's steps, or nothing, in which case
-the entire trace counts as one step."""
+"""Source of the step boundaries: marks, the ends of the optimizer's steps, or nothing. In the last
+case the entire trace counts as one step."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
