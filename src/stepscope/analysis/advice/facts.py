@@ -92,7 +92,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     launch_ms: float = 0.0
     """Host time per launch: a PyTorch operator with everything it does."""
     waits: str = ""
-    """Point of each step at which the host waits for the device: its `end`, or `copies` of the batch.
+    """Point of each step where the host waits for the device: its `end`, or `copies` of the batch.
     Empty if it never waits and runs ahead."""
     reads_back: bool = False
     """The program reads a value from the device within the step."""
