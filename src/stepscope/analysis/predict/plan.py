@@ -50,7 +50,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     """Fused projections (QKV, gate/up), from stored copies of the weights."""
     keep: str = ALL
-    """Activation policy (what blocks save for backward), named as in `kernels.activation_policy`."""
+    """Activation policy: what blocks save for backward; names of `kernels.activation_policy`."""
     graph: bool = False
     """As CUDA graphs: the live tensors are the same, on streams with their own workspaces."""
     ranks: int = 1
