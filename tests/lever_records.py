@@ -1,4 +1,4 @@
-"""Records of the levers study with times that a test chooses."""
+"""Records of the levers study with chosen times."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def lever_record(
 ) -> Record:
     study = find_study("levers")
     (case,) = study.cases(study.flags(lever=(lever,)))
-    found = [Quantity(name="work", value=work[0], unit=work[1])]
-    for place, form in enumerate(("slow", "fast")):
+    quantities = [Quantity(name="work", value=work[0], unit=work[1])]
+    for index, variant in enumerate(("slow", "fast")):
         facts = {
-            "moved": (moved[place], "B"),
-            "flops": (flops[place], "FLOP"),
+            "moved": (moved[index], "B"),
+            "flops": (flops[index], "FLOP"),
             "error": (1e-7, "1"),
         }
         if kept is not None:
-            facts["kept"] = (kept[place], "B")
-        found += [
-            Quantity(name=name, variant=form, value=value, unit=unit)
+            facts["kept"] = (kept[index], "B")
+        quantities += [
+            Quantity(name=name, variant=variant, value=value, unit=unit)
             for name, (value, unit) in facts.items()
         ]
     failed = changes.get("status", "ok") != "ok"
@@ -51,7 +51,7 @@ def lever_record(
             "series": ()
             if failed
             else (times("step", slow, variant="slow"), times("step", fast, variant="fast")),
-            "quantities": () if failed else tuple(found),
+            "quantities": () if failed else tuple(quantities),
             "attachments": {} if failed else {"dtypes": {"slow": formats[0], "fast": formats[1]}},
             "ceilings": CEILINGS,
         }

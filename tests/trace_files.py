@@ -1,4 +1,4 @@
-"""Small traces in the forms that torch.profiler and Nsight Systems write, event by event."""
+"""Small traces in the formats of torch.profiler and Nsight Systems, event by event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4
 
 
 class ChromeTrace:
-    """Times in microseconds."""
+    """Builder of a Chrome trace; times in microseconds."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -32,29 +32,51 @@ class ChromeTrace:
         self, category: str, name: str, start: float, end: float, thread: int = MAIN, **args: Any
     ) -> None:
         self.events.append(
-            {"ph": "X", "cat": category, "name": name, "pid": MAIN, "tid": thread, "ts": start,
-             "dur": end - start, "args": args}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": MAIN,
+                "tid": thread,
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+            }
+        )
 
     def range(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
         self.span("user_annotation", name, start, end, thread)
 
     def operator(
-        self, name: str, start: float, end: float, thread: int = MAIN, *, sequence: int = -1,
+        self,
+        name: str,
+        start: float,
+        end: float,
+        thread: int = MAIN,
+        *,
+        sequence: int = -1,
         back: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         numbers = {"Sequence number": sequence, "Fwd thread id": back}
         self.span("cpu_op", name, start, end, thread, **numbers)
 
-    def arrow(self, tail: float, tail_thread: int, head: float, head_thread: int) -> None:
-        """From the beginning of a forward operator to that of its backward."""
+    def flow(self, tail: float, tail_thread: int, head: float, head_thread: int) -> None:
+        """Add a flow event from the start of a forward operator to that of its backward."""
         self._correlation += 1
         ends = (("s", tail, tail_thread, {}), ("f", head, head_thread, {"bp": "e"}))
         for phase, at, thread, more in ends:
             self.events.append(
-                {"ph": phase, "id": self._correlation, "pid": MAIN, "tid": thread, "ts": at,
-                 "cat": "fwdbwd", "name": "fwdbwd"} | more
-            )  # fmt: skip
+                {
+                    "ph": phase,
+                    "id": self._correlation,
+                    "pid": MAIN,
+                    "tid": thread,
+                    "ts": at,
+                    "cat": "fwdbwd",
+                    "name": "fwdbwd",
+                }
+                | more
+            )
 
     def call(self, name: str, start: float, end: float, thread: int = MAIN) -> int:
         self._correlation += 1
@@ -62,21 +84,33 @@ class ChromeTrace:
         return self._correlation
 
     def kernel(
-        self, name: str, start: float, end: float, *, launch: tuple[float, float] | None = None,
-        thread: int = MAIN, stream: int = 7,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        launch: tuple[float, float] | None = None,
+        thread: int = MAIN,
+        stream: int = 7,
+    ) -> None:
         number = 0 if launch is None else self.call("cudaLaunchKernel", *launch, thread)
         self.events.append(
-            {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start,
-             "dur": end - start,
-             "args": {"device": 0, "stream": stream, "correlation": number, "grid": [1, 1, 1]}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": start,
+                "dur": end - start,
+                "args": {"device": 0, "stream": stream, "correlation": number, "grid": [1, 1, 1]},
+            }
+        )
 
     def text(self) -> str:
         return json.dumps(
-            {"schemaVersion": 1, "deviceProperties": [self.device],
-             "traceEvents": self.events}
-        )  # fmt: skip
+            {"schemaVersion": 1, "deviceProperties": [self.device], "traceEvents": self.events}
+        )
 
     def read(self) -> Trace:
         return read_chrome(self.text().encode(), "trace.json")
@@ -90,7 +124,7 @@ class ChromeTrace:
 def training_step(blocks: int = 2, steps: int = 1) -> ChromeTrace:
     """Steps of 1,000 µs: forward through blocks, loss, backward on its own thread, optimizer.
 
-    A block's forward and backward each run one matrix product of 40 µs and one addition of 10 µs.
+    A block's forward and backward each run one matmul of 40 µs and one addition of 10 µs.
     """
     trace = ChromeTrace()
     for step in range(steps):
@@ -112,28 +146,39 @@ def training_step(blocks: int = 2, steps: int = 1) -> ChromeTrace:
         trace.kernel(ADD, begin + 10, begin + 20, launch=(begin + 4, begin + 8))
         trace.range("backward", begin + 20, begin + 30 + 100 * blocks)
         for block in reversed(range(blocks)):
-            turn = begin + 25 + 100 * (blocks - 1 - block)
+            block_begin = begin + 25 + 100 * (blocks - 1 - block)
             number = 1000 * step + 2 * block
             for offset, name, kernel, length in ((1, "Add", ADD, 10), (0, "Mm", SGEMM, 40)):
                 node = f"autograd::engine::evaluate_function: {name}Backward0"
-                place = turn + 50 * (1 - offset)
-                trace.operator(node, place, place + 48, ENGINE, sequence=number + offset, back=1)
-                trace.operator(f"{name}Backward0", place + 1, place + 47, ENGINE,
-                               sequence=number + offset, back=1)  # fmt: skip
-                trace.operator("aten::mm", place + 2, place + 40, ENGINE)
-                trace.kernel(kernel, place + 8, place + 8 + length,
-                             launch=(place + 3, place + 6), thread=ENGINE)  # fmt: skip
+                node_begin = block_begin + 50 * (1 - offset)
+                numbers = {"sequence": number + offset, "back": 1}
+                trace.operator(node, node_begin, node_begin + 48, ENGINE, **numbers)
+                trace.operator(
+                    f"{name}Backward0", node_begin + 1, node_begin + 47, ENGINE, **numbers
+                )
+                trace.operator("aten::mm", node_begin + 2, node_begin + 40, ENGINE)
+                trace.kernel(
+                    kernel,
+                    node_begin + 8,
+                    node_begin + 8 + length,
+                    launch=(node_begin + 3, node_begin + 6),
+                    thread=ENGINE,
+                )
         begin += 40 + 100 * blocks
         trace.range("Optimizer.step#AdamW.step", begin, begin + 50)
         trace.operator("aten::_foreach_add_", begin + 2, begin + 20)
-        trace.kernel("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<int>(int)",
-                     begin + 12, begin + 42, launch=(begin + 4, begin + 8))  # fmt: skip
+        trace.kernel(
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<int>(int)",
+            begin + 12,
+            begin + 42,
+            launch=(begin + 4, begin + 8),
+        )
         trace.call("cudaDeviceSynchronize", begin + 60, at + 990)
     return trace
 
 
 def replayed_step() -> ChromeTrace:
-    """A step of 500 µs whose three kernels one launch of a CUDA graph runs, then a wait."""
+    """A step of 500 µs whose three kernels run in one CUDA graph launch, then a wait."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 500)
     number = trace.call("cudaGraphLaunch", 10, 60)
@@ -145,14 +190,17 @@ def replayed_step() -> ChromeTrace:
 
 
 _OLD_CATEGORIES = {
-    "cpu_op": "Operator", "user_annotation": "Operator", "cuda_runtime": "Runtime",
-    "kernel": "Kernel", "fwdbwd": "async",
-}  # fmt: skip
+    "cpu_op": "Operator",
+    "user_annotation": "Operator",
+    "cuda_runtime": "Runtime",
+    "kernel": "Kernel",
+    "fwdbwd": "async",
+}
 
 
 def as_old_kineto_wrote(trace: ChromeTrace) -> ChromeTrace:
-    """The same events as the first versions of Kineto wrote them: ranges are operators, threads
-    and streams are words, and times are whole microseconds."""
+    """The same events as the first versions of Kineto wrote them: ranges are operators, threads and
+    streams are strings, and times are integer microseconds."""
     for event in trace.events:
         is_kernel = event["cat"] == "kernel"
         event["cat"] = _OLD_CATEGORIES[event["cat"]]
@@ -171,10 +219,10 @@ def one_long_gap(call: str = "", graph: bool = False) -> ChromeTrace:
         trace.operator("aten::empty", 900, 217_000)
         trace.call(call, 1_000, 216_000)
     number = trace.call("cudaGraphLaunch", 217_950, 217_990) if graph else 0
-    for place in range(100):
-        at = 218_000 + 60.0 * place
+    for index in range(100):
+        at = 218_000 + 60.0 * index
         trace.kernel(
-            SGEMM, at, at + 60, launch=None if graph else (217_000 + place, 217_001 + place)
+            SGEMM, at, at + 60, launch=None if graph else (217_000 + index, 217_001 + index)
         )
         if graph:
             trace.events[-1]["args"]["correlation"] = number
@@ -187,8 +235,8 @@ def late_launches(steps: int = 1, graph: bool = False) -> ChromeTrace:
     for step in range(steps):
         begin = 10_000.0 * step
         trace.range(f"ProfilerStep#{step}", begin, begin + 10_000)
-        for place in range(100):
-            at = begin + 100 * place
+        for index in range(100):
+            at = begin + 100 * index
             trace.operator("aten::mm", at + 1, at + 75)
             number = trace.call(
                 "cudaGraphLaunch" if graph else "cudaLaunchKernel", at + 60, at + 70
@@ -199,7 +247,7 @@ def late_launches(steps: int = 1, graph: bool = False) -> ChromeTrace:
 
 
 def operator_step() -> ChromeTrace:
-    """A step of 1,000 µs on a CPU: operators instead of kernels, no thread of the engine."""
+    """A step of 1,000 µs on a CPU: operators instead of kernels, no autograd engine thread."""
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 1000)
     trace.range("forward", 0, 400)
@@ -212,8 +260,8 @@ def operator_step() -> ChromeTrace:
     trace.range("head", 310, 390)
     trace.operator("aten::mm", 320, 380, sequence=4)
     trace.range("backward", 400, 900)
-    for place, (name, sequence) in enumerate((("Mm", 4), ("Bmm", 3), ("Softmax", 2), ("Bmm", 1))):
-        at = 410 + 100.0 * place
+    for index, (name, sequence) in enumerate((("Mm", 4), ("Bmm", 3), ("Softmax", 2), ("Bmm", 1))):
+        at = 410 + 100.0 * index
         node = f"autograd::engine::evaluate_function: {name}Backward0"
         trace.operator(node, at, at + 90, sequence=sequence, back=1)
         trace.operator("aten::bmm", at + 5, at + 85)
@@ -245,16 +293,21 @@ TID = 7 << 24
 
 
 def nsight_file(path: Path) -> Path:
-    """One step: forward on one thread, backward on another, a copy back that the host waits for.
+    """Write one step: forward on one thread, backward on another, a synchronised copy to the host.
 
     From the documented schema of `nsys export --type sqlite`; times in nanoseconds.
     """
     with sqlite3.connect(path) as database:
         database.executescript(NSIGHT_SCHEMA)
-        names = {1: "ampere_sgemm_128x64_tn", 2: "cudaLaunchKernel_v7000", 3: "block 0",
-                 4: "cudaStreamSynchronize_v3020", 5: "Kernel2",
-                 6: "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)",
-                 7: "cudaMemcpyAsync_v3020"}  # fmt: skip
+        names = {
+            1: "ampere_sgemm_128x64_tn",
+            2: "cudaLaunchKernel_v7000",
+            3: "block 0",
+            4: "cudaStreamSynchronize_v3020",
+            5: "Kernel2",
+            6: "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nt_align1>(T1::Params)",
+            7: "cudaMemcpyAsync_v3020",
+        }
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", names.items())
         database.execute("INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200')")
         database.executemany(
@@ -266,14 +319,22 @@ def nsight_file(path: Path) -> Path:
         )
         database.executemany(
             "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?, 0)",
-            [(500, 800, TID | 1, 11, 2), (5_200, 5_500, TID | 2, 12, 2),
-             (5_600, 5_700, TID | 1, 13, 7), (6_500, 9_800, TID | 1, 14, 4)],
-        )  # fmt: skip
+            [
+                (500, 800, TID | 1, 11, 2),
+                (5_200, 5_500, TID | 2, 12, 2),
+                (5_600, 5_700, TID | 1, 13, 7),
+                (6_500, 9_800, TID | 1, 14, 4),
+            ],
+        )
         database.executemany(
             "INSERT INTO NVTX_EVENTS (start, end, eventType, text, globalTid, textId)"
             " VALUES (?, ?, ?, ?, ?, ?)",
-            [(0, 10_000, 60, "step 0", TID | 1, None), (100, 5_100, 60, "forward", TID | 1, None),
-             (200, 900, 59, None, TID | 1, 3), (5_100, 9_900, 60, "backward", TID | 1, None),
-             (300, None, 34, "a mark", TID | 1, None)],
-        )  # fmt: skip
+            [
+                (0, 10_000, 60, "step 0", TID | 1, None),
+                (100, 5_100, 60, "forward", TID | 1, None),
+                (200, 900, 59, None, TID | 1, 3),
+                (5_100, 9_900, 60, "backward", TID | 1, None),
+                (300, None, 34, "a mark", TID | 1, None),
+            ],
+        )
     return path

@@ -1,4 +1,4 @@
-"""Advice of records and trials: facts, verdicts, corrections by what came out, the command."""
+"""Advice from records and trials: facts, verdicts, learnt corrections, the command."""
 
 from __future__ import annotations
 
@@ -31,42 +31,43 @@ from stepscope.studies.own.cases import OwnFlags, OwnStep
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def test_the_first_changes_that_were_tried_are_counted() -> None:
+def test_the_first_tried_changes_are_counted() -> None:
     """The step takes 50 ms: a gain of 40 of 100 is predicted as 20 ms, of 10 as 5 ms."""
     own = [advice("one", 40.0), advice("two", 10.0), advice("three", 30.0), advice("four", 40.0)]
     failed = tried(30.0, own[2], status="error", reason="it broke")
-    found = [Tried(tried(30.0, own[0])), Tried(tried(30.0, own[1])), Tried(failed)]
-    assert first_right(own[:1], found) == (1, 1)
-    assert first_right(own, found) == (1, 3)
-    assert first_right(own, [*found, Tried(tried(30.0, own[3]))], most=4) == (2, 4)
+    trials = [Tried(tried(30.0, own[0])), Tried(tried(30.0, own[1])), Tried(failed)]
+    assert first_right(own[:1], trials) == (1, 1)
+    assert first_right(own, trials) == (1, 3)
+    assert first_right(own, [*trials, Tried(tried(30.0, own[3]))], most=4) == (2, 4)
     assert first_right(own, []) == (0, 0)
 
 
-def test_a_change_that_was_not_made_is_no_evidence() -> None:
+def test_a_change_without_effect_is_not_evidence() -> None:
     own = advice("fused-attention", 40.0)
-    made = tried(30.0, own, notes={"without_effect": "nothing was changed by it"})
-    one = Tried(made)
+    trial_record = tried(30.0, own, notes={"without_effect": "nothing was changed by it"})
+    one = Tried(trial_record)
     assert one.verified() is None
     assert first_right([own], [one]) == (0, 0)
-    assert codes(trial_blocks([made])) == ["advise.no-gain"]
+    assert codes(trial_blocks([trial_record])) == ["advise.no-gain"]
 
 
 @pytest.mark.parametrize(
     ("changed_ms", "gain", "vague"),
     [(30.0, 40.0, False), (49.9, 0.2, True), (49.9, 40.0, False), (40.0, 0.2, False)],
 )
-def test_an_interval_wider_than_what_it_is_about_is_vague(
+def test_an_interval_wider_than_the_gain_is_vague(
     changed_ms: float, gain: float, vague: bool
 ) -> None:
-    """Half a millisecond to each side."""
+    """The interval is half a millisecond to each side."""
     assert Tried(tried(changed_ms, advice(gain=gain))).is_vague is vague
 
 
 def test_advice_without_a_trial_has_a_reason() -> None:
     own = (
-        advice("bfloat16"), advice("compile", compile="model"),
+        advice("bfloat16"),
+        advice("compile", compile="model"),
         msgspec.structs.replace(advice("fused-loss"), setting={}, by_author="the loss is inside"),
-    )  # fmt: skip
+    )
     texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
     assert texts == [
         "Not tried: the change compile; --only left it out, or there was no time.",
@@ -93,7 +94,7 @@ def test_past_verifications_correct_predictions() -> None:
     assert median_error([]) is None
 
 
-def test_the_history_is_kept_and_a_damaged_line_passed_over(
+def test_the_history_is_stored_and_a_damaged_line_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -106,7 +107,7 @@ def test_the_history_is_kept_and_a_damaged_line_passed_over(
 
 
 @pytest.mark.parametrize(
-    ("made", "verdict"),
+    ("trial_record", "verdict"),
     [
         (tried(30.0), "kept"),
         (tried(50.1), "dropped: no gain shown"),
@@ -116,30 +117,33 @@ def test_the_history_is_kept_and_a_damaged_line_passed_over(
         (tried(30.0, status="oom", reason="full"), "not tried: full"),
     ],
 )
-def test_verdicts(made: Record, verdict: str) -> None:
-    assert Tried(made).verdict == verdict
+def test_verdicts(trial_record: Record, verdict: str) -> None:
+    assert Tried(trial_record).verdict == verdict
 
 
-def test_predicted_and_realised_are_of_the_same_turns() -> None:
+def test_predicted_and_realised_refer_to_the_same_interleaved_steps() -> None:
     one = Tried(tried(30.0))
     assert one.base_ms == 50.0
     assert one.realised_ms == pytest.approx(20.0)
-    # 40 of 100 ms was predicted; the base takes 50 ms in these turns.
+    # 40 of 100 ms was predicted; the base takes 50 ms in the interleaved steps.
     assert one.predicted_ms == pytest.approx(20.0)
-    found = one.verified()
-    assert found is not None
-    assert found.error == pytest.approx(0.0)
+    verification = one.verified()
+    assert verification is not None
+    assert verification.error == pytest.approx(0.0)
     both = Tried(tried(10.0, advice(), advice("compile", 50.0, compile="model")))
     assert both.trial.predicted_ms == pytest.approx(70.0)
     assert both.trial.changed == msgspec.structs.replace(BASE, dtype="bfloat16", compile="model")
     assert both.verified() is None
 
 
-def test_the_page_says_what_is_proven_and_what_to_write() -> None:
+def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
     blocks = trial_blocks(
-        [tried(30.0), tried(60.0, advice("compile", 20.0, compile="model")),
-         tried(25.0, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused"))]
-    )  # fmt: skip
+        [
+            tried(30.0),
+            tried(60.0, advice("compile", 20.0, compile="model")),
+            tried(25.0, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused")),
+        ]
+    )
     best, off = (b for b in blocks if isinstance(b, Finding))
     assert (best.code, best.values) == (
         "advise.best",
@@ -153,15 +157,15 @@ def test_the_page_says_what_is_proven_and_what_to_write() -> None:
     trials, lines = (b for b in blocks if isinstance(b, Table))
     assert [row[-1] for row in trials.rows] == ["kept", "dropped: slower", "kept"]
     assert [row[0] for row in lines.rows] == ["the change bfloat16", "the change fused-optimizer"]
-    # What was kept together by a hair only is not proven: fewer changes do the same.
+    # A combination that is barely faster is not proven: fewer changes do the same.
     together = tried(29.95, advice(), advice("fused-optimizer", 5.0, optimizer="adamw-fused"))
-    said, *_ = trial_blocks([tried(30.0), together])
-    assert isinstance(said, Finding)
-    assert said.values["change"] == "bfloat16"
+    finding, *_ = trial_blocks([tried(30.0), together])
+    assert isinstance(finding, Finding)
+    assert finding.values["change"] == "bfloat16"
     bare = tuple(one for one in tried(30.0).series if not one.name.startswith("loss"))
-    said, *_ = trial_blocks([tried(30.0, series=bare)])
-    assert isinstance(said, Finding)
-    assert said.text.endswith("as it was, its loss was not compared.")
+    finding, *_ = trial_blocks([tried(30.0, series=bare)])
+    assert isinstance(finding, Finding)
+    assert finding.text.endswith("as it was, its loss was not compared.")
     slower = tried(60.0)
     assert trial_blocks([slower])[0] == Finding(
         code="advise.no-gain",
@@ -174,32 +178,41 @@ def test_the_page_says_what_is_proven_and_what_to_write() -> None:
 @pytest.fixture(scope="module")
 def measured() -> Record:
     flags = OwnFlags(
-        model="own_models:causal_lm", batch=(2,), warmup=1, steps=2, traced=1,
+        model="own_models:causal_lm",
+        batch=(2,),
+        warmup=1,
+        steps=2,
+        traced=1,
         optimizer=("adamw-loop",),
-    )  # fmt: skip
+    )
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case, QuietBench())
-    made = record(
-        study="own", case=case.key, config={}, series=found.series, quantities=found.quantities,
-        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+    result = OWN.measure(case, QuietBench())
+    stored = record(
+        study="own",
+        case=case.key,
+        config={},
+        series=result.series,
+        quantities=result.quantities,
+        notes=result.notes,
+        attachments=msgspec.to_builtins(result.attachments),
         environment=environment(device_kind="cpu", device_name="a CPU"),
-    )  # fmt: skip
-    return msgspec.structs.replace(made, config=case.config)
+    )
+    return msgspec.structs.replace(stored, config=case.config)
 
 
 def test_facts_come_from_a_record(measured: Record) -> None:
-    found = facts_of(measured)
-    assert not found.on_gpu
-    assert found.dtype == "float32"
-    assert found.parameters == measured.quantity("parameters")
-    assert found.class_ms("matmul") > 0
-    assert found.phase_ms("optimizer") > 0
-    assert found.launch_ms == found.host_ms == 0
-    assert (found.compiled, found.fused_optimizer, found.batch) == (False, False, 2)
-    assert set(found.rates) == {"bfloat16"}
+    step = facts_of(measured)
+    assert not step.on_gpu
+    assert step.dtype == "float32"
+    assert step.parameters == measured.quantity("parameters")
+    assert step.class_ms("matmul") > 0
+    assert step.phase_ms("optimizer") > 0
+    assert step.launch_ms == step.host_ms == 0
+    assert (step.compiled, step.fused_optimizer, step.batch) == (False, False, 2)
+    assert set(step.rates) == {"bfloat16"}
 
 
-def test_the_lines_name_the_optimizer_that_there_is() -> None:
+def test_the_lines_name_the_optimizer_in_use() -> None:
     plain = facts(optimizer_ms=20.0, bandwidth=1e12, parameters=1_000_000, fused_optimizer=False)
     for name, line in (("", "torch.optim.AdamW("), ("Adam", "torch.optim.Adam(")):
         named = msgspec.structs.replace(plain, optimizer_name=name)
@@ -214,22 +227,24 @@ def test_records_without_a_trace_give_no_advice(measured: Record) -> None:
 
 
 def test_the_command_lists_advice_from_records(
-    measured: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    measured: Record,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     from stepscope.cli import main
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "own.jsonl"
     write_records([measured], file)
     assert main(["advise", str(file), "--out", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert all(one["lines"] for one in told["advice"])
+    output = json.loads(capsys.readouterr().out)
+    assert all(one["lines"] for one in output["advice"])
     assert "Advice for own_models:causal_lm" in (tmp_path / "own-advice.html").read_text()
 
 
 class StandIn:
-    """In the place of a runner: a machine whose ceilings are measured now."""
+    """Stands for a runner: a machine whose ceilings are measured now."""
 
     lacks: ClassVar[dict[str, str]] = {}
 
@@ -248,7 +263,7 @@ class StandIn:
         )
 
 
-def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
+def test_a_script_is_judged_by_measured_rates_instead_of_a_data_sheet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.advisor.inspect import recording
@@ -263,17 +278,17 @@ def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
     script = tmp_path / "train.py"
     script.touch()
     assert main(["advise", "--json", "--out", str(tmp_path), str(script)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "bfloat16" in {one["code"] for one in told["advice"]}
-    # Each program has a page of its own, whether it or its records are named.
+    output = json.loads(capsys.readouterr().out)
+    assert "bfloat16" in {one["code"] for one in output["advice"]}
+    # Each program has its own page, whether the program or its records are named.
     page = str(tmp_path / "train-advice.html")
-    assert told["report"] == page
+    assert output["report"] == page
     assert main(["advise", "--json", "--out", str(tmp_path), "latest"]) == 0
     assert json.loads(capsys.readouterr().out)["report"] == page
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ((), "there is no step to advise on"),
         (("a.jsonl", "--model", "a:b"), "there is no step to advise on"),
@@ -283,18 +298,18 @@ def test_a_script_is_judged_by_measured_rates_and_not_by_a_data_sheet(
         (("--model", "a.py"), "not of the form"),
     ],
 )
-def test_bad_words_are_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stepscope.cli import main
 
-    assert main(["advise", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["advise", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     command = CommandLine(tmp_path)
-    # No program is found, and so no compiler.
+    # No program is on the PATH, so no compiler either.
     command.environment["PATH"] = str(tmp_path)
     command.know_ceilings(
         Ceiling(name="memory.copy", value=1e15, unit="B/s", source="measured", detail="planted")
@@ -303,9 +318,9 @@ def test_without_a_compiler_the_rest_is_tried(tmp_path: Path) -> None:
     effort = ("--verify", "--rounds", "5", "--loss-steps", "4", "--device", "cpu", "--json")
     done = command("advise", *model, *effort, timeout=400)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [one["code"] for one in told["advice"]] == ["fused-optimizer"]
-    (tried_once,) = told["tried"]
+    output = json.loads(done.stdout)
+    assert [one["code"] for one in output["advice"]] == ["fused-optimizer"]
+    (tried_once,) = output["tried"]
     low, high = tried_once["interval_ms"]
     assert low <= tried_once["realised_ms"] <= high
     assert tried_once["change"] == "fused-optimizer"
@@ -325,9 +340,9 @@ def test_a_trial_runs_both_steps_on_the_same_data() -> None:
     )
     change = advice("fused-optimizer", 1.0, optimizer="adamw-fused")
     trial = Trial(base=base, advice=(change,), step_ms=10.0, rounds=5, loss_steps=4)
-    found = measure_trial(trial, QuietBench())
-    losses = {s.variant: s.values for s in found.series if s.name == "loss"}
+    result = measure_trial(trial, QuietBench())
+    losses = {s.variant: s.values for s in result.series if s.name == "loss"}
     assert losses["base"] == pytest.approx(losses["changed"], rel=1e-4)
     assert len(losses["base"]) == 4
-    steps = [len(s.values) for s in found.series if (s.name, s.variant) == ("step", "changed")]
+    steps = [len(s.values) for s in result.series if (s.name, s.variant) == ("step", "changed")]
     assert steps == [5]

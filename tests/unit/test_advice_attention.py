@@ -1,4 +1,4 @@
-"""Attention that is not one kernel: its scores among what a step keeps, and who wrote it out."""
+"""Naive attention: its scores among the saved tensors, and what wrote it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ MIB = 1 << 20
 
 def saved(operator: str, *shape: int, module: str = "Net/0.attend", times: int = 1) -> SavedTensor:
     return SavedTensor(
-        module=module, operator=operator, shape=shape, dtype="float32", bytes=MIB, code="net.py:1",
+        module=module,
+        operator=operator,
+        shape=shape,
+        dtype="float32",
+        bytes=MIB,
+        code="net.py:1",
         times=times,
-    )  # fmt: skip
+    )
 
 
 def account(tensors: Sequence[SavedTensor], micro_batches: int = 1) -> Account:
-    """Of all that a step saves, one micro-batch is live at the peak."""
+    """Ledger of a step in which one micro-batch's saved tensors are live at the peak."""
     lines: dict[str, int] = {"parameters": 7 * MIB}
     for one in tensors:
         line = f"{SAVED}attend, {one.operator}"
@@ -47,30 +52,34 @@ def summary() -> Summary:
     return inspected_record().required("profile", Summary)
 
 
-def test_only_what_a_softmax_has_beside_it_is_scores() -> None:
+def test_only_tensors_next_to_a_softmax_are_scores() -> None:
     scores = (
-        saved("softmax", 8, 4, 64, 64), saved("dropout", 8, 4, 64, 64, module="Net/0.attend.drop"),
-        saved("matmul", 32, 64, 64), saved("matmul", 32, 64, 16),
-    )  # fmt: skip
+        saved("softmax", 8, 4, 64, 64),
+        saved("dropout", 8, 4, 64, 64, module="Net/0.attend.drop"),
+        saved("matmul", 32, 64, 64),
+        saved("matmul", 32, 64, 16),
+    )
     others = (
-        saved("layer_norm", 8, 64, 64, module="Net/0.norm"), saved("gelu", 8, 64, 64),
+        saved("layer_norm", 8, 64, 64, module="Net/0.norm"),
+        saved("gelu", 8, 64, 64),
         saved("conv2d", 8, 3, 224, 224, module="Net/stem"),
         saved("log_softmax", 8, 64, 64, module="loss"),
-    )  # fmt: skip
+    )
     assert score_bytes(account((*scores, *others))) == 3 * MIB
     assert score_bytes(account(others)) == 0
 
 
-def test_one_head_as_wide_as_the_context_is_told_from_the_activations_around_it() -> None:
+def test_one_head_as_wide_as_the_context_is_distinguished_from_other_activations() -> None:
     one_head = (
-        saved("softmax", 8, 64, 64), saved("matmul", 8, 64, 64),
+        saved("softmax", 8, 64, 64),
+        saved("matmul", 8, 64, 64),
         saved("layer_norm", 8, 64, 64, module="Net/0.norm"),
-    )  # fmt: skip
+    )
     assert score_bytes(account(one_head)) == MIB
 
 
 @pytest.mark.parametrize("part", ["Net/0.attend.", "attend.", "Net/", ""])
-def test_a_softmax_that_is_a_module_has_its_scores_around_it(part: str) -> None:
+def test_scores_are_found_around_a_softmax_module(part: str) -> None:
     tensors = (
         saved("softmax", 8, 4, 64, 64, module=f"{part}softmax"),
         saved("dropout", 8, 4, 64, 64, module=f"{part}drop"),
@@ -87,17 +96,17 @@ def test_scores_of_one_micro_batch_are_live_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("width", "expected"), [(16, 2 * MIB), (64, 0)])
-def test_scores_that_torchs_attention_keeps(width: int, expected: int) -> None:
-    """Where heads are as wide as there are positions, nothing tells scores from values."""
+def test_scores_that_pytorchs_attention_saves(width: int, expected: int) -> None:
+    """If heads are as wide as the context, scores cannot be distinguished from values."""
     operator = "multi_head_attention_forward"
-    kept = account(
+    ledger = account(
         (saved(operator, 8, 4, 64, 64), saved(operator, 32, 64, 64), saved(operator, 32, 64, width))
     )
-    assert score_bytes(kept) == expected
-    assert is_called(summary(), kept) is bool(expected)
+    assert score_bytes(ledger) == expected
+    assert is_called(summary(), ledger) is bool(expected)
 
 
-def test_attention_that_a_model_writes_out_is_not_torchs() -> None:
+def test_a_models_naive_attention_is_not_pytorchs() -> None:
     assert not is_called(summary(), account((saved("softmax", 8, 4, 64, 64),)))
     assert not is_called(summary(), None)
 
@@ -105,9 +114,7 @@ def test_attention_that_a_model_writes_out_is_not_torchs() -> None:
 class Encoder(torch.nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.layer = torch.nn.TransformerEncoderLayer(
-            32, 2, 64, dropout=dropout, batch_first=True
-        )  # fmt: skip
+        self.layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=dropout, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).square().mean()
@@ -128,40 +135,47 @@ def without_dropout() -> tuple[torch.nn.Module, object]:
 def measured_step(module: str, build: str) -> Facts:
     flags = OwnFlags(model=f"{module}:{build}", batch=(2,), warmup=1, steps=2, traced=1)
     (case,) = OWN.cases(flags)
-    found = OWN.measure(case, QuietBench())
-    made = record(
-        study="own", case=case.key, series=found.series, quantities=found.quantities,
-        notes=found.notes, attachments=msgspec.to_builtins(found.attachments),
+    result = OWN.measure(case, QuietBench())
+    stored = record(
+        study="own",
+        case=case.key,
+        series=result.series,
+        quantities=result.quantities,
+        notes=result.notes,
+        attachments=msgspec.to_builtins(result.attachments),
         environment=environment(device_kind="cpu", device_name="a CPU"),
-    )  # fmt: skip
-    return facts_of(msgspec.structs.replace(made, config=case.config))
+    )
+    return facts_of(msgspec.structs.replace(stored, config=case.config))
 
 
-def test_dropout_keeps_torchs_attention_from_its_kernel_for_a_cpu() -> None:
-    found = measured_step(__name__, "with_dropout")
-    assert found.attention
-    assert found.attention_called
-    # Scores, the mask of their dropout, and what it leaves: 2 samples, 2 heads, 24 positions.
-    assert found.score_bytes == 3 * 2 * 2 * 24 * 24 * 4
+def test_dropout_prevents_pytorchs_fused_attention_on_a_cpu() -> None:
+    naive = measured_step(__name__, "with_dropout")
+    assert naive.attention
+    assert naive.attention_called
+    # Scores, their dropout mask, and the result: 2 samples, 2 heads, 24 positions.
+    assert naive.score_bytes == 3 * 2 * 2 * 24 * 24 * 4
     fused = measured_step(__name__, "without_dropout")
     assert fused.attention == ()
     assert fused.score_bytes == 0
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_torchs_attention_is_to_take_its_fast_path(on_gpu: bool) -> None:
-    written = PhaseWork(name="forward", classes={"matmul": 10.0, "softmax": 20.0})
+def test_pytorchs_attention_should_use_its_fused_kernels(on_gpu: bool) -> None:
+    naive = PhaseWork(name="forward", classes={"matmul": 10.0, "softmax": 20.0})
     step = facts(
-        {"matmul": 30.0, "softmax": 20.0}, {"matmul": 50.0}, attention=(written,),
-        attention_called=True, on_gpu=on_gpu,
-    )  # fmt: skip
-    (found,) = advise(step)
-    assert found.code == "attention-fast-path"
-    assert "torch's attention is called, but writes it out" in found.why
-    assert not set(found.setting) & OF_SCRIPTS
-    assert "only you know" in found.by_author
-    said = " ".join((found.why, found.risk, *found.lines))
-    assert "scaled_dot_product_attention(q, k, v" not in said
-    assert ("dropout regularises" in said) is ("dropout = 0.0" in said) is (not on_gpu)
+        {"matmul": 30.0, "softmax": 20.0},
+        {"matmul": 50.0},
+        attention=(naive,),
+        attention_called=True,
+        on_gpu=on_gpu,
+    )
+    (change,) = advise(step)
+    assert change.code == "attention-fast-path"
+    assert "PyTorch's attention is called, but falls back to its naive implementation" in change.why
+    assert not set(change.setting) & OF_SCRIPTS
+    assert "only you know" in change.by_author
+    text = " ".join((change.why, change.risk, *change.lines))
+    assert "scaled_dot_product_attention(q, k, v" not in text
+    assert ("dropout regularises" in text) is ("dropout = 0.0" in text) is (not on_gpu)
     (own,) = advise(msgspec.structs.replace(step, attention_called=False))
-    assert own.why.startswith("attention is not one kernel")
+    assert own.why.startswith("attention is naive")

@@ -1,4 +1,4 @@
-"""What advice is given from: the facts of a watched step, read off its record."""
+"""Facts of a watched step, read from its record, on which advice is based."""
 
 from __future__ import annotations
 
@@ -26,24 +26,31 @@ RESULTS = Path(__file__).parents[2] / "results"
 @pytest.mark.parametrize(
     ("kernel", "precision", "expected"),
     [
-        ("BF16 tensor cores", "highest", "bfloat16"), ("TF32 tensor cores", "highest", "tf32"),
-        ("FP32 cores", "high", "float32"), ("", "high", "tf32"), ("", "highest", "float32"),
+        ("BF16 tensor cores", "highest", "bfloat16"),
+        ("TF32 tensor cores", "highest", "tf32"),
+        ("FP32 cores", "high", "float32"),
+        ("", "high", "tf32"),
+        ("", "highest", "float32"),
     ],
-)  # fmt: skip
-def test_the_format_of_products_is_that_of_their_kernels(
+)
+def test_the_dtype_of_matmuls_is_that_of_their_kernels(
     kernel: str, precision: str, expected: str
 ) -> None:
-    """A compiled program shows no operators: its weights are in float32, its products are not."""
+    """A compiled program shows no operators: its weights are float32, its matmuls are not."""
     setting = Setting(
-        models=("Net",), optimizers=(), compiled=True, parameter_formats={"float32": 10},
-        matmul_precision=precision, distributed=False,
-    )  # fmt: skip
+        models=("Net",),
+        optimizers=(),
+        compiled=True,
+        parameter_formats={"float32": 10},
+        matmul_precision=precision,
+        distributed=False,
+    )
     watched = inspected_record()
     summary = watched.required("profile", Summary)
     row = msgspec.structs.replace(summary.kernels[0], kind="matmul", unit=kernel, ms=1.0)
     summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,))
-    found = facts_of(attached(watched, profile=summary, setting=setting))
-    assert (found.dtype, found.autocast) == (expected, expected == "bfloat16")
+    step = facts_of(attached(watched, profile=summary, setting=setting))
+    assert (step.dtype, step.autocast) == (expected, expected == "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -54,21 +61,25 @@ def test_the_format_of_products_is_that_of_their_kernels(
         (("Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)"), "", False, 0),
     ],
 )
-def test_where_a_program_waits_shows_in_its_copies(
+def test_copies_show_where_a_program_waits(
     copies: tuple[str, ...], waits: str, reads_back: bool, pageable_ms: float
 ) -> None:
     watched = inspected_record()
     summary = watched.required("profile", Summary)
     rows = tuple(
         msgspec.structs.replace(
-            summary.kernels[0], kernel=describe(name).short, kind="copy/cast", ms=1.0, count=1.0,
+            summary.kernels[0],
+            kernel=describe(name).short,
+            kind="copy/cast",
+            ms=1.0,
+            count=1.0,
             phase="outside",
         )
         for name in copies
-    )  # fmt: skip
+    )
     summary = msgspec.structs.replace(summary, on_device=True, kernels=rows, waited_ms=0.1)
-    found = facts_of(attached(watched, profile=summary))
-    assert (found.waits, found.reads_back, found.pageable_ms) == (waits, reads_back, pageable_ms)
+    step = facts_of(attached(watched, profile=summary))
+    assert (step.waits, step.reads_back, step.pageable_ms) == (waits, reads_back, pageable_ms)
 
 
 @pytest.mark.parametrize(
@@ -79,24 +90,30 @@ def test_where_a_program_waits_shows_in_its_copies(
         ("void dgrad2d_grouped_direct_kernel<float>(float*)", 0.0, 0.0),
     ],
 )
-def test_what_another_dtype_does_for_a_matmul_depends_on_its_kernel(
+def test_the_gain_of_another_dtype_depends_on_the_matmul_kernel(
     kernel: str, tf32: float, bfloat16: float
 ) -> None:
-    """Convolutions use TF32 from the start, and those of one channel each no tensor core."""
+    """Convolutions use TF32 by default, and depthwise ones do not use tensor cores."""
     watched = inspected_record()
     summary = watched.required("profile", Summary)
-    made = describe(kernel)
+    described = describe(kernel)
     row = msgspec.structs.replace(
-        summary.kernels[0], kernel=made.short, library=made.library, kind=made.kind, unit="",
-        ms=10.0, count=1.0, phase="forward",
-    )  # fmt: skip
-    line = Line(phase="forward", kind=made.kind, ms=10.0)
+        summary.kernels[0],
+        kernel=described.short,
+        library=described.library,
+        kind=described.kind,
+        unit="",
+        ms=10.0,
+        count=1.0,
+        phase="forward",
+    )
+    line = Line(phase="forward", kind=described.kind, ms=10.0)
     summary = msgspec.structs.replace(summary, on_device=True, kernels=(row,), lines=(line,))
     step = Series(name="step", unit="ms", values=(10.0,) * 5)
     record = msgspec.structs.replace(attached(watched, profile=summary), series=(step,))
     facts = msgspec.structs.replace(
-        facts_of(record), rates={"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12},
-    )  # fmt: skip
+        facts_of(record), rates={"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
+    )
     for to, expected in (("tf32", tf32), ("bfloat16", bfloat16)):
         after = with_faster_matmuls(facts, to)
         assert after is not None
@@ -104,7 +121,7 @@ def test_what_another_dtype_does_for_a_matmul_depends_on_its_kernel(
 
 
 def test_the_host_has_a_time_for_each_phase() -> None:
-    """Of a step on an H200 whose device is slower, so that no other time shows the host."""
+    """A step on an H200 whose device is slower, so that no other time shows the host."""
     (record, *_) = read_records(RESULTS / "advise-slow_h200.jsonl")
     watched = Watched(record)
     took = watched.issue_ms
@@ -117,13 +134,13 @@ def test_the_host_has_a_time_for_each_phase() -> None:
     # Operators of a model take the host three times as long as those of a loop over tensors.
     assert works["forward"].launch_ms > 2 * works["optimizer"].launch_ms  # type: ignore[operator]
     assert works["loss"].launch_ms == works["backward"].launch_ms
-    # Its loss is a softmax that does not say so: 0.48 ms there and 0.37 back.
+    # Its loss is an unnamed softmax: 0.48 ms forward and 0.37 ms backward.
     assert 0.85 < facts.loss_ms < 1.1
-    # Nothing is fitted to it.
+    # Nothing is fitted to this record.
     assert wall_ms(facts) == pytest.approx(facts.step_ms, rel=0.02)
-    said = coded(inspected_findings([watched]), "inspect.issue")
-    assert said.values["issue_ms"] == pytest.approx(sum(took.values()))
-    assert f"takes {sum(took.values()):.3g} ms to issue" in said.text
+    finding = coded(inspected_findings([watched]), "inspect.issue")
+    assert finding.values["issue_ms"] == pytest.approx(sum(took.values()))
+    assert f"takes {sum(took.values()):.3g} ms to issue" in finding.text
     assert watched.summary is not None
     kernels = tuple(row for row in watched.summary.kernels if row.phase != "outside")
     lines = tuple(line for line in watched.summary.lines if line.phase != "outside")
@@ -140,10 +157,16 @@ def test_the_host_has_a_time_for_each_phase() -> None:
 
 @pytest.mark.parametrize(
     ("name", "of_torch", "family"),
-    [("Adam", True, "adam"), ("AdamW", True, "adam"), ("NAdam", True, ""), ("SGD", True, "sgd"),
-     ("MyAdam", False, "adam"), ("Lion", False, "")],
-)  # fmt: skip
-def test_only_what_has_a_fused_form_is_told_to_take_it(
+    [
+        ("Adam", True, "adam"),
+        ("AdamW", True, "adam"),
+        ("NAdam", True, ""),
+        ("SGD", True, "sgd"),
+        ("MyAdam", False, "adam"),
+        ("Lion", False, ""),
+    ],
+)
+def test_only_optimizers_with_a_fused_implementation_have_a_family(
     name: str, of_torch: bool, family: str
 ) -> None:
     watched, *_ = read_records(RESULTS / "advise-slow_cpu.jsonl")
@@ -152,12 +175,12 @@ def test_only_what_has_a_fused_form_is_told_to_take_it(
     (one,) = setting.optimizers
     other = msgspec.structs.replace(one, name=name, of_torch=of_torch)
     changed = msgspec.structs.replace(setting, optimizers=(other,))
-    found = facts_of(attached(watched, setting=changed))
-    assert found.optimizer == family
-    assert found.optimizer_name == (name if of_torch else "")
+    step = facts_of(attached(watched, setting=changed))
+    assert step.optimizer == family
+    assert step.optimizer_name == (name if of_torch else "")
 
 
-def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:
+def test_a_wait_for_other_ranks_is_not_optimizer_work() -> None:
     watched, _ = read_records(RESULTS / "advise-slow_cpu.jsonl")[:2]
     alone = facts_of(watched)
     among = facts_of(msgspec.structs.replace(watched, config=watched.config | {"ranks": 2}))
@@ -166,13 +189,18 @@ def test_a_wait_for_other_ranks_is_no_work_of_the_optimizer() -> None:
     assert among.phase_ms("optimizer") == pytest.approx(alone.phase_ms("optimizer") - waited)
 
 
-def test_what_runs_again_counts_for_every_stretch_that_keeps_its_input() -> None:
-    """Of two micro-batches with four stretches each, four inputs are there at one time."""
+def test_recomputation_counts_for_every_checkpointed_segment() -> None:
+    """Of two micro-batches with four segments each, four inputs are live at one time."""
     mib = 1 << 20
-    kept = SavedTensor(
-        module="checkpoint", operator="input", shape=(8, 64), dtype="float32", bytes=mib,
-        code="net.py:1", times=8,
-    )  # fmt: skip
+    saved = SavedTensor(
+        module="checkpoint",
+        operator="input",
+        shape=(8, 64),
+        dtype="float32",
+        bytes=mib,
+        code="net.py:1",
+        times=8,
+    )
     forward, backward = (
         PhasePeak(phase=phase, allocated=sum(lines.values()), lines=lines, operator="mm")
         for phase, lines in (
@@ -180,5 +208,5 @@ def test_what_runs_again_counts_for_every_stretch_that_keeps_its_input() -> None
             ("backward", {f"{SAVED}{KEPT_INPUT}": 3 * mib, RECOMPUTED: 5 * mib}),
         )
     )
-    made = attached(inspected_record(), ledger=[forward, backward], saved=[kept])
-    assert facts_of(made).recomputed_bytes == 20 * mib
+    stored = attached(inspected_record(), ledger=[forward, backward], saved=[saved])
+    assert facts_of(stored).recomputed_bytes == 20 * mib

@@ -1,4 +1,4 @@
-"""Predicted gains have a range, and a trace is scaled to the timed step."""
+"""Ranges of predicted gains, and scaling of a trace to the timed step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON_CPU, ON_GPU = (ROOT / "results" / f"advise-slow_{name}.jsonl" for name in ("c
 
 
 def slower(summary: Summary, times: float) -> Summary:
-    """The trace of a machine that was so much slower while it was taken."""
+    """Return the trace of a machine that was slower by this factor while it was traced."""
 
     def longer(parts: tuple, *names: str) -> tuple:  # type: ignore[type-arg]
         return tuple(
@@ -70,19 +70,22 @@ def test_a_noisy_trace_of_a_cpu_predicts_what_a_clean_one_does() -> None:
     assert wall_ms(step) == pytest.approx(step.step_ms)
 
 
-def test_kernels_of_a_gpu_take_no_longer_than_the_step() -> None:
+def test_gpu_kernels_take_no_longer_than_the_step() -> None:
     (record, *_) = read_records(ON_GPU)
     step = facts_of(with_trace(record, 2.0))
     assert step.device_ms <= step.step_ms * (1 + 1e-9)
-    # A trace that is shorter than the step is left as it is: the rest is the host's.
+    # A trace shorter than the step is unchanged: the rest is the host's.
     assert facts_of(record).device_ms < facts_of(record).step_ms
 
 
-def test_the_file_of_observations_is_what_the_records_give() -> None:
+def test_the_backtest_file_matches_the_records() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/make_advice_ranges.py", "--check"],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, f"run scripts/make_advice_ranges.py {done.stderr}"
 
 
@@ -90,7 +93,7 @@ ratios = st.lists(st.floats(-1, 3), max_size=30)
 
 
 @given(own=ratios, others=ratios)
-def test_a_range_holds_most_of_what_was_observed(own: list[float], others: list[float]) -> None:
+def test_a_range_contains_most_observations(own: list[float], others: list[float]) -> None:
     low, high = ratio_range("rule", {"rule": own, "other": others})
     assert low <= 1.0 <= high, "the prediction itself"
     inside = sum(low <= one <= high for one in own)
@@ -107,10 +110,10 @@ def test_a_rule_without_observations_has_a_wide_range() -> None:
     assert 0.8 < low < high < 1.2
 
 
-def test_on_a_cpu_four_of_five_gains_lie_in_ranges_that_do_not_know_them(
+def test_on_a_cpu_four_of_five_gains_lie_in_ranges_from_the_other_trials(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each trial is held against the range that the others give."""
+    """Each trial is compared with the range that the other trials give."""
     inside = []
     for path in sorted((ROOT / "results").glob("advise-*_cpu.jsonl")):
         records = read_records(path)
@@ -131,9 +134,14 @@ def test_on_a_cpu_four_of_five_gains_lie_in_ranges_that_do_not_know_them(
     assert sum(inside) >= 0.8 * len(inside)
 
 
-def test_what_the_noise_may_hide_has_no_rank_and_comes_last() -> None:
-    step = facts({"matmul": 30.0, "elementwise": 10.0}, {"matmul": 50.0}, dtype="float32",
-                 cleared_ms=6.0, optimizer_ms=10.0)  # fmt: skip
+def test_a_gain_within_the_noise_has_no_rank_and_comes_last() -> None:
+    step = facts(
+        {"matmul": 30.0, "elementwise": 10.0},
+        {"matmul": 50.0},
+        dtype="float32",
+        cleared_ms=6.0,
+        optimizer_ms=10.0,
+    )
     quiet, noisy = advise(step), advise(msgspec.structs.replace(step, noise_ms=5.0))
     assert [one.ranked for one in noisy] == [True, True, False]
     assert noisy[-1].code == "set-to-none"
@@ -146,7 +154,7 @@ def test_what_the_noise_may_hide_has_no_rank_and_comes_last() -> None:
 
 
 @given(gain=st.floats(-50, 100), noise=st.floats(0, 20), on_gpu=st.booleans())
-def test_a_range_has_its_prediction_and_is_no_more_than_the_step(
+def test_a_range_contains_its_prediction_and_does_not_exceed_the_step(
     gain: float, noise: float, on_gpu: bool
 ) -> None:
     step = facts(on_gpu=on_gpu, noise_ms=noise)
@@ -170,17 +178,24 @@ def test_the_page_counts_the_gains_that_lie_in_their_ranges() -> None:
     # The step took 50 ms instead of 100 in the trials, and 30 with the change.
     records = [trial(30.0, 50.0), trial(45.0, 60.0)]
     blocks = trial_blocks(records)
-    said = coded(blocks, "advise.in-range")
-    assert said.values == {"gains": 2, "in_range": 1}
-    assert said.records == tuple(one.id for one in records)
-    assert said.text == "Of 2 realised gains 1 lie in the predicted range."
+    finding = coded(blocks, "advise.in-range")
+    assert finding.values == {"gains": 2, "in_range": 1}
+    assert finding.records == tuple(one.id for one in records)
+    assert finding.text == "Of 2 realised gains 1 lie in the predicted range."
     (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "advise-trials")
     assert isinstance(table.rows[0][2], Interval)
 
 
-def test_a_fused_update_of_a_cpu_is_limited_by_its_arithmetic() -> None:
-    step = facts(on_gpu=False, optimizer_ms=50.0, fused_optimizer=False, bandwidth=16e9,
-                 parameters=2_500_000, dtype="float32", rates={})  # fmt: skip
+def test_a_fused_update_on_a_cpu_is_compute_bound() -> None:
+    step = facts(
+        on_gpu=False,
+        optimizer_ms=50.0,
+        fused_optimizer=False,
+        bandwidth=16e9,
+        parameters=2_500_000,
+        dtype="float32",
+        rates={},
+    )
     assert wall_ms(step) == 150.0
     moved = 2_500_000 * 28 / 16e9 * 1e3
     (adam,) = advise(step)
@@ -191,21 +206,25 @@ def test_a_fused_update_of_a_cpu_is_limited_by_its_arithmetic() -> None:
 
 def emulated(**changes: object) -> Facts:
     given_facts = {
-        "on_gpu": False, "dtype": "bfloat16", "autocast": True, "flops": 1e9, "parameters": 0,
-    }  # fmt: skip
+        "on_gpu": False,
+        "dtype": "bfloat16",
+        "autocast": True,
+        "flops": 1e9,
+        "parameters": 0,
+    }
     return facts(**given_facts | changes)  # type: ignore[arg-type]
 
 
 def test_convolutions_of_an_emulated_dtype_call_for_float32() -> None:
-    """Also where its matmuls are fast: 100 ms for 1 GFLOP is a hundredth of 1 TFLOP/s."""
+    """Even if its matmuls are fast: 100 ms for 1 GFLOP is a hundredth of 1 TFLOP/s."""
     fast = emulated(rates={"float32": 5e11, "bfloat16": 1e12})
-    (found,) = advise(fast)
-    assert (found.code, found.gain_ms) == ("float32", pytest.approx(100.0 - 2 * 1e9 / 5e11 * 1e3))
-    assert "matmuls and convolutions take 100 ms in bfloat16" in found.why
+    (change,) = advise(fast)
+    assert (change.code, change.gain_ms) == ("float32", pytest.approx(100.0 - 2 * 1e9 / 5e11 * 1e3))
+    assert "matmuls and convolutions take 100 ms in bfloat16" in change.why
     # By the rates alone it would take 0.5 ms; small steps stay below the rate.
     slow = emulated(rates={"float32": 1e11, "bfloat16": 5e8})
-    (found,) = advise(slow)
-    assert found.gain_ms == pytest.approx(100.0 - 2 * 1e9 / 1e11 * 1e3)
+    (change,) = advise(slow)
+    assert change.gain_ms == pytest.approx(100.0 - 2 * 1e9 / 1e11 * 1e3)
     near = emulated(rates={"float32": 5e9, "bfloat16": 2e10})
     assert "float32" not in {one.code for one in advise(near)}
 
@@ -218,10 +237,13 @@ def test_the_lines_name_the_modules_of_the_program() -> None:
     uses = tuple(
         msgspec.structs.replace(first, module=module, ms=ms)
         for module, ms in (
-            ("base/transformer.h.*/attn", 5.0), ("base/transformer.h.*/mlp/* Linear", 5.0),
-            ("base/heads.*", 6.0), ("body/* Conv2d", 50.0), ("", 90.0),
+            ("base/transformer.h.*/attn", 5.0),
+            ("base/transformer.h.*/mlp/* Linear", 5.0),
+            ("base/heads.*", 6.0),
+            ("body/* Conv2d", 50.0),
+            ("", 90.0),
         )
-    )  # fmt: skip
+    )
     assert block_list(msgspec.structs.replace(summary, uses=uses)) == "base.transformer.h"
     assert block_list(msgspec.structs.replace(summary, uses=())) == ""
     step = facts({"elementwise": 30.0}, {"elementwise": 70.0}, compiled=False, blocks=4)
@@ -229,19 +251,27 @@ def test_the_lines_name_the_modules_of_the_program() -> None:
         ("transformer.h", "for block in model.transformer.h:"),
         ("", "for block in …:  # the nn.ModuleList of the repeated blocks"),
     ):
-        found = advise(msgspec.structs.replace(step, block_list=path))
-        (lines,) = (one.lines for one in found if one.code == "compile-blocks")
+        changes = advise(msgspec.structs.replace(step, block_list=path))
+        (lines,) = (one.lines for one in changes if one.code == "compile-blocks")
         assert lines[0] == line
 
 
 def loading(cores: int, threads: int, data_ms: float = 40.0) -> list[Advice]:
     outside = PhaseWork(name="outside", classes={"between": data_ms})
-    step = facts({"matmul": 25.0}, {"matmul": 35.0}, on_gpu=False, outside=outside, cores=cores,
-                 threads=threads, data_ms=data_ms, step_ms=60.0 + data_ms)  # fmt: skip
+    step = facts(
+        {"matmul": 25.0},
+        {"matmul": 35.0},
+        on_gpu=False,
+        outside=outside,
+        cores=cores,
+        threads=threads,
+        data_ms=data_ms,
+        step_ms=60.0 + data_ms,
+    )
     return [one for one in advise(step) if one.code == "data-ahead"]
 
 
-def test_workers_beside_a_cpu_gain_what_the_cores_allow() -> None:
+def test_workers_for_a_cpu_step_gain_what_the_cores_allow() -> None:
     (shared,) = loading(cores=2, threads=2)
     assert shared.gain_ms == pytest.approx(40.0 / 2)
     (free,) = loading(cores=8, threads=4)
@@ -252,6 +282,6 @@ def test_workers_beside_a_cpu_gain_what_the_cores_allow() -> None:
     assert loading(cores=1, threads=1) == []
     for one in (shared, free):
         assert "the step may get slower" in one.risk
-        assert not one.ranked, "workers beside a CPU were never back-tested"
+        assert not one.ranked, "workers for a CPU step were never back-tested"
     assert "workers take theirs from the step" in shared.why
     assert "num_workers=1" in shared.lines[0]

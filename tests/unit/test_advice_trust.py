@@ -1,4 +1,4 @@
-"""Advice from a step that was timed on a busy machine: the changes, without an order."""
+"""Advice from a step that was timed on a busy machine: the changes, without ranks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ def test_no_change_is_ranked_from_a_busy_machine() -> None:
     assert ranks == [None] * len(doubted)
 
 
-def test_why_nothing_is_ranked_is_told_with_the_times() -> None:
+def test_the_reason_for_missing_ranks_is_reported_with_the_times() -> None:
     assert cannot_rank(base(), facts_of(base())) == ()
     facts = facts_of(busy(base()))
-    (found,) = cannot_rank(busy(base()), facts)
-    assert (found.code, found.tone) == ("advice.cannot-rank", "warn")
-    assert found.values == {
-        "reason": "the machine was busy", "step_ms": facts.step_ms, "noise_ms": facts.noise_ms,
-    }  # fmt: skip
-    assert found.text.startswith(
+    (finding,) = cannot_rank(busy(base()), facts)
+    assert (finding.code, finding.tone) == ("advice.cannot-rank", "warn")
+    assert finding.values == {
+        "reason": "the machine was busy",
+        "step_ms": facts.step_ms,
+        "noise_ms": facts.noise_ms,
+    }
+    assert finding.text.startswith(
         "Cannot rank the changes: the machine was busy while the step was timed (26"
     )
 
@@ -66,15 +68,15 @@ def test_the_command_ranks_nothing_and_says_so(
     assert facts["busy"]["cannot_rank"] == "the machine was busy"
     assert any(one["ranked"] for one in facts["good"]["advice"])
     assert not any(one["ranked"] for one in facts["busy"]["advice"])
-    said = desk("advise", str(tmp_path / "busy.jsonl"))
-    assert "Cannot rank the changes: the machine was busy" in " ".join(said.out.split())
+    printed = desk("advise", str(tmp_path / "busy.jsonl"))
+    assert "Cannot rank the changes: the machine was busy" in " ".join(printed.out.split())
     page = (tmp_path / "busy-advice.html").read_text()
     assert "Cannot rank the changes" in page
     assert 'role="alert"' in page
     assert "Cannot rank" not in desk("advise", str(tmp_path / "good.jsonl")).out
 
 
-def test_ranks_of_older_advice_are_taken_back() -> None:
+def test_ranks_of_older_advice_are_removed() -> None:
     given = advise(facts_of(base()))
     assert [one.code for one in without_ranks(given)] == sorted(one.code for one in given)
     assert not any(one.ranked for one in without_ranks(given))

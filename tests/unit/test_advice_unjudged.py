@@ -1,4 +1,4 @@
-"""Rules that lack an input are listed with it, and ceilings are measured for records made here."""
+"""Rules that lack an input, and ceilings measured for records of this machine."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ def left_out(**changes: Any) -> dict[str, str]:
     return {one.code: one.missing for one in unjudged(facts(**changes))}
 
 
-def test_a_step_of_which_all_is_known_has_all_rules_judged() -> None:
+def test_with_all_inputs_every_rule_is_judged() -> None:
     assert left_out(dtype="float32", fused_optimizer=False) == {}
 
 
 def test_rules_that_lack_an_input_are_named_with_it() -> None:
     unknown = {"rates": {}, "bandwidth": None}
     assert left_out(dtype="float32", fused_optimizer=False, **unknown) == {
-        "tf32": RATES, "bfloat16": RATES, "fused-optimizer": BANDWIDTH,
-    }  # fmt: skip
+        "tf32": RATES,
+        "bfloat16": RATES,
+        "fused-optimizer": BANDWIDTH,
+    }
     assert left_out(**unknown) == {}, "bfloat16 and fused already"
     emulated = left_out(on_gpu=False, autocast=True, **unknown)
     assert emulated == {"float32": RATES}
     assert "bfloat16" not in left_out(dtype="float32", rates={}, lacks=("bfloat16",))
-    roomy = left_out(memory_bytes=80 << 30, peak_bytes=20 << 30)
-    assert roomy == {"checkpoint": MEMORY}
+    without_ledger = left_out(memory_bytes=80 << 30, peak_bytes=20 << 30)
+    assert without_ledger == {"checkpoint": MEMORY}
 
 
 class Here:
-    """In the place of a runner: this machine."""
+    """Stands for a runner on this machine."""
 
     lacks: ClassVar[dict[str, str]] = {"compiler": "install g++"}
     environment: ClassVar[Environment]
-    asked: ClassVar[list[str]] = []
+    requested: ClassVar[list[str]] = []
 
     def __init__(self, device: str, _: float) -> None:
-        self.asked.append(device)
+        self.requested.append(device)
 
     def __enter__(self) -> Self:
         return self
@@ -73,18 +75,18 @@ def without_ceilings() -> Record:
 
 
 @pytest.fixture
-def told(
+def advise_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Any:
     def run(where: Environment, *words: str) -> tuple[str, str, str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(advise_command, "Runner", Here)
-        Here.environment, Here.asked = where, []
+        Here.environment, Here.requested = where, []
         file = tmp_path / "train.jsonl"
         write_records([without_ceilings()], file)
         assert main(["advise", str(file), "--out", str(tmp_path), *words]) == 0
-        found = capsys.readouterr()
-        return found.out, found.err, (tmp_path / "train-advice.html").read_text()
+        captured = capsys.readouterr()
+        return captured.out, captured.err, (tmp_path / "train-advice.html").read_text()
 
     return run
 
@@ -93,25 +95,25 @@ def codes(listed: Sequence[dict[str, Any]]) -> set[str]:
     return {one["code"] for one in listed}
 
 
-def test_records_of_this_machine_get_its_ceilings(told: Any) -> None:
-    out, err, page = told(without_ceilings().environment, "--json")
-    found = json.loads(out)
-    assert "fused-optimizer" in codes(found["advice"])
-    assert "compile" not in codes(found["advice"]), "there is no compiler"
-    assert "fused-optimizer" not in codes(found["not_judged"])
+def test_records_of_this_machine_get_its_ceilings(advise_output: Any) -> None:
+    out, err, page = advise_output(without_ceilings().environment, "--json")
+    output = json.loads(out)
+    assert "fused-optimizer" in codes(output["advice"])
+    assert "compile" not in codes(output["advice"]), "there is no compiler"
+    assert "fused-optimizer" not in codes(output["not_judged"])
     assert "measuring this machine's ceilings" in err
-    assert Here.asked == ["cpu"]
-    assert "Not judged: the optimizer" not in page
+    assert Here.requested == ["cpu"]
+    assert "Not judged: fused optimizer" not in page
 
 
-def test_records_of_another_machine_say_what_could_not_be_judged(told: Any) -> None:
-    out, err, page = told(environment(), "--json")
-    found = json.loads(out)
-    assert "fused-optimizer" not in codes(found["advice"])
-    assert {"code": "fused-optimizer", "title": "the optimizer in one kernel",
-            "missing": BANDWIDTH} in found["not_judged"]  # fmt: skip
+def test_records_of_another_machine_say_what_could_not_be_judged(advise_output: Any) -> None:
+    out, err, page = advise_output(environment(), "--json")
+    output = json.loads(out)
+    assert "fused-optimizer" not in codes(output["advice"])
+    unjudged_rule = {"code": "fused-optimizer", "title": "fused optimizer", "missing": BANDWIDTH}
+    assert unjudged_rule in output["not_judged"]
     assert "measuring" not in err
-    for text in (page, told(environment())[0]):
+    for text in (page, advise_output(environment())[0]):
         plain = " ".join(text.split())
-        assert "Not judged: the optimizer in one kernel. The records have no memory" in plain
+        assert "Not judged: fused optimizer. The records have no memory" in plain
         assert "stepscope advise SCRIPT" in plain

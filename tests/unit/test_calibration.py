@@ -1,4 +1,4 @@
-"""Predictions learn from verifications, and the page says how well they do."""
+"""Predictions learn from verifications, and the page reports their accuracy."""
 
 from __future__ import annotations
 
@@ -15,45 +15,49 @@ from stepscope.report.blocks import Figure, Finding, Table
 
 STEP: Facts = facts({"matmul": 80.0}, {}, dtype="float32")
 TRULY = {"tf32": 35.0, "bfloat16": 60.0}
-"""What these changes gain on a made-up device; the rules say 70 and 74.7 ms."""
+"""True gains of these changes on a fictitious device; the rules predict 70 and 74.7 ms."""
 
 
 def verify(history: list[Verified], noise: float = 0.0) -> None:
-    """Advise with what is known so far, and note what comes out."""
+    """Advise with the history so far, and append the realised gains."""
     draw = random.Random(len(history))
     for one in advise(STEP, factors(history, "H200")):
         gained = TRULY[one.code] * (1 + noise * draw.uniform(-1, 1))
         history.append(
             Verified(
-                device="H200", code=one.code, predicted_ms=one.gain_ms, realised_ms=gained,
-                step_ms=STEP.step_ms, factor=one.factor,
+                device="H200",
+                code=one.code,
+                predicted_ms=one.gain_ms,
+                realised_ms=gained,
+                step_ms=STEP.step_ms,
+                factor=one.factor,
             )
-        )  # fmt: skip
+        )
 
 
-def test_predictions_come_to_what_is_realised_and_stay_there() -> None:
+def test_predictions_converge_to_the_realised_gains() -> None:
     history: list[Verified] = []
     errors = []
     for _ in range(12):
         verify(history)
         errors.append(median_error(history[-2:]) or 0.0)
     assert errors[0] == pytest.approx((0.35 + 0.147) / 2)
-    # The made-up verification that was exactly right counts less and less.
+    # The fictitious verification that was exactly right counts less and less.
     assert errors[1] < 0.6 * errors[0]
     assert max(errors[2:]) < 0.01
     assert factors(history, "H200")["tf32"] == pytest.approx(0.5)
 
 
-def test_noise_does_not_make_them_run_away() -> None:
+def test_predictions_stay_stable_under_noise() -> None:
     history: list[Verified] = []
     for _ in range(30):
         verify(history, noise=0.3)
-    found = factors(history, "H200")
-    assert found["tf32"] == pytest.approx(0.5, rel=0.3)
-    assert found["bfloat16"] == pytest.approx(60 / 74.85, rel=0.3)
+    corrections = factors(history, "H200")
+    assert corrections["tf32"] == pytest.approx(0.5, rel=0.3)
+    assert corrections["bfloat16"] == pytest.approx(60 / 74.85, rel=0.3)
 
 
-def test_a_correction_is_of_one_device() -> None:
+def test_a_correction_applies_to_one_device() -> None:
     history: list[Verified] = []
     verify(history)
     assert factors(history, "H100") == {}

@@ -19,7 +19,7 @@ def step(median: float, **changes: Any) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"device_name": "H100"}, "device_name NVIDIA H200 / H100"),
         ({"device_kind": "rocm"}, "device_kind cuda / rocm"),
@@ -30,16 +30,22 @@ def step(median: float, **changes: Any) -> Record:
         ({"power_limit_w": 500.0}, "power_limit_w 700.0 / 500.0"),
     ],
 )
-def test_what_changes_times_is_a_difference(change: dict[str, Any], said: str) -> None:
-    assert differences(environment(), environment(**change)) == (said,)
+def test_settings_that_change_times_are_differences(change: dict[str, Any], message: str) -> None:
+    assert differences(environment(), environment(**change)) == (message,)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"commit": "other", "dirty": True}, {"driver": "999"}, {"load_average": 4.0},
-     {"power_limit_w": None}, {"cpu": "EPYC"}],
-)  # fmt: skip
-def test_what_a_comparison_may_be_about_is_none(change: dict[str, Any]) -> None:
+    [
+        {},
+        {"commit": "other", "dirty": True},
+        {"driver": "999"},
+        {"load_average": 4.0},
+        {"power_limit_w": None},
+        {"cpu": "EPYC"},
+    ],
+)
+def test_the_subject_of_a_comparison_is_not_a_difference(change: dict[str, Any]) -> None:
     assert differences(environment(), environment(**change)) == ()
 
 
@@ -51,7 +57,7 @@ def test_on_a_cpu_the_cpu_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "variants", "told"),
+    ("name", "variants", "names"),
     [
         ("step", ("eager", "compiled"), ("eager", "compiled")),
         ("step", ("slow", "fast"), ("slow", "fast")),
@@ -59,10 +65,10 @@ def test_on_a_cpu_the_cpu_decides() -> None:
         ("consecutive", ("peer: block", "ours: graph"), ("peer", "ours")),
     ],
 )
-def test_all_that_ran_side_by_side_is_compared(
-    name: str, variants: tuple[str, str], told: tuple[str, str]
+def test_all_interleaved_variants_are_compared(
+    name: str, variants: tuple[str, str], names: tuple[str, str]
 ) -> None:
-    def beside(second: float, seed: int) -> Record:
+    def interleaved(second: float, seed: int) -> Record:
         series = [
             times(name, ms, variant=variant, seed=seed)
             for variant, ms in zip(variants, (100.0, second), strict=True)
@@ -70,11 +76,11 @@ def test_all_that_ran_side_by_side_is_compared(
         others = times("forward", 9.0, variant="eager"), times("wall", 9.0, variant="fast")
         return record(series=(*series, *others))
 
-    made = compare_records(beside(50.0, 0), beside(150.0, 1))
-    assert [one.of for one in made] == [*told]
-    assert [one.verdict for one in made] == ["no difference shown", "slower"]
-    (beyond,) = exceeds(made, 0.03)
-    assert beyond.name.endswith(f": {told[1]}")
+    comparisons = compare_records(interleaved(50.0, 0), interleaved(150.0, 1))
+    assert [one.of for one in comparisons] == [*names]
+    assert [one.verdict for one in comparisons] == ["no difference shown", "slower"]
+    (beyond,) = exceeds(comparisons, 0.03)
+    assert beyond.name.endswith(f": {names[1]}")
 
 
 def test_consecutive_steps_decide_over_single_samples() -> None:
@@ -82,16 +88,17 @@ def test_consecutive_steps_decide_over_single_samples() -> None:
         took = {"peer: block": (100.0, 100.0), "ours: graph": (single, block)}
         return record(
             series=tuple(
-                times(name, ms[place], variant=variant, seed=seed)
-                for place, name in enumerate(("step", "consecutive"))
+                times(name, ms[index], variant=variant, seed=seed)
+                for index, name in enumerate(("step", "consecutive"))
                 for variant, ms in took.items()
             )
         )
 
-    made = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
-    assert [(one.of, one.verdict) for one in made] == [
-        ("peer", "no difference shown"), ("ours", "slower"),
-    ]  # fmt: skip
+    comparisons = compare_records(race(100.0, 100.0, 0), race(100.0, 150.0, 1))
+    assert [(one.of, one.verdict) for one in comparisons] == [
+        ("peer", "no difference shown"),
+        ("ours", "slower"),
+    ]
 
 
 def test_every_size_of_a_message_is_compared() -> None:
@@ -103,24 +110,25 @@ def test_every_size_of_a_message_is_compared() -> None:
             )
         )
 
-    made = compare_records(sweep(2.0, 0), sweep(3.0, 1))
-    assert [(one.of, one.verdict) for one in made] == [
-        ("1024", "no difference shown"), ("4096", "slower"),
-    ]  # fmt: skip
+    comparisons = compare_records(sweep(2.0, 0), sweep(3.0, 1))
+    assert [(one.of, one.verdict) for one in comparisons] == [
+        ("1024", "no difference shown"),
+        ("4096", "slower"),
+    ]
 
 
-def test_a_form_that_is_gone_is_lost_and_another_winner_of_a_side_is_not() -> None:
+def test_a_missing_variant_is_lost_but_another_winner_of_a_side_is_not() -> None:
     three = [times("step", 10.0, variant=variant) for variant in "abc"]
-    made = compare_records(record(series=tuple(three)), record(series=tuple(three[:2])))
-    assert [(one.of, one.lost) for one in made] == [("a", False), ("b", False), ("c", True)]
+    comparisons = compare_records(record(series=tuple(three)), record(series=tuple(three[:2])))
+    assert [(one.of, one.lost) for one in comparisons] == [("a", False), ("b", False), ("c", True)]
     races = [
         record(
             series=(
                 times("step", 10.0, variant="peer: x"),
-                times("step", 5.0, variant=f"ours: {form}"),
+                times("step", 5.0, variant=f"ours: {variant}"),
             )
         )
-        for form in ("eager", "graph")
+        for variant in ("eager", "graph")
     ]
     assert not any(one.lost for one in compare_records(*races))
 
@@ -130,26 +138,26 @@ def test_a_form_that_is_gone_is_lost_and_another_winner_of_a_side_is_not() -> No
     [(110.0, "slower"), (90.0, "faster"), (100.0, "no difference shown")],
 )
 def test_a_comparison_has_medians_ratio_and_verdict(median: float, verdict: str) -> None:
-    (made,) = compare_records(step(100.0), step(median, seed=1))
-    assert made.verdict == verdict
-    assert (made.base, made.new) == pytest.approx((100.0, median))
-    assert made.unit == "ms"
-    assert made.ratio is not None
-    assert made.ratio.value == pytest.approx(median / 100.0)
-    assert made.ratio.low <= made.ratio.value <= made.ratio.high
-    assert made.p is not None
-    assert (made.p < 0.002) == (verdict != "no difference shown")
-    assert made.note == ""
+    (comparison,) = compare_records(step(100.0), step(median, seed=1))
+    assert comparison.verdict == verdict
+    assert (comparison.base, comparison.new) == pytest.approx((100.0, median))
+    assert comparison.unit == "ms"
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(median / 100.0)
+    assert comparison.ratio.low <= comparison.ratio.value <= comparison.ratio.high
+    assert comparison.p is not None
+    assert (comparison.p < 0.002) == (verdict != "no difference shown")
+    assert comparison.note == ""
 
 
-def test_too_few_samples_are_said_to_be_too_few() -> None:
-    (made,) = compare_records(step(100.0, count=3), step(200.0, count=3))
-    assert made.verdict == "too few samples"
-    assert "base: only 3 samples" in made.note
-    assert "new: only 3 samples" in made.note
+def test_too_few_samples_are_reported() -> None:
+    (comparison,) = compare_records(step(100.0, count=3), step(200.0, count=3))
+    assert comparison.verdict == "too few samples"
+    assert "base: only 3 samples" in comparison.note
+    assert "new: only 3 samples" in comparison.note
 
 
-def test_unlike_machines_are_refused_with_what_differs() -> None:
+def test_different_machines_are_refused_with_the_differences() -> None:
     other = environment(device_name="H100", torch="2.13.0")
     with pytest.raises(
         StepscopeError, match=r"device_name NVIDIA H200 / H100; torch 2\.11\.0 / 2\.13\.0"
@@ -157,26 +165,26 @@ def test_unlike_machines_are_refused_with_what_differs() -> None:
         compare_records(step(100.0), step(100.0, environment=other))
 
 
-def test_across_machines_the_share_of_the_own_ceiling_counts() -> None:
+def test_across_machines_times_are_relative_to_the_ceilings() -> None:
     fast = step(100.0, ceilings=ceilings(bfloat16=700e12))
     slow = step(
         150.0, ceilings=ceilings(bfloat16=350e12), environment=environment(device_name="A100")
     )
-    (made,) = compare_records(fast, slow, across=True)
-    assert made.ratio is not None
-    assert made.ratio.value == pytest.approx(0.75)
-    assert made.verdict == "faster"
-    assert (made.base, made.new) == pytest.approx((100.0, 150.0))
-    assert "own ceiling: matmul.bfloat16 700 and 350 TFLOP/s" in made.note
+    (comparison,) = compare_records(fast, slow, across=True)
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(0.75)
+    assert comparison.verdict == "faster"
+    assert (comparison.base, comparison.new) == pytest.approx((100.0, 150.0))
+    assert "own ceiling: matmul.bfloat16 700 and 350 TFLOP/s" in comparison.note
     with pytest.raises(StepscopeError, match=r"no measured matrix ceiling .*bfloat16"):
         compare_records(fast, step(1.0, ceilings=(), environment=slow.environment), across=True)
 
 
 def test_across_on_one_machine_compares_times() -> None:
-    (made,) = compare_records(step(100.0), step(120.0, ceilings=()), across=True)
-    assert made.ratio is not None
-    assert made.ratio.value == pytest.approx(1.2)
-    assert made.note == ""
+    (comparison,) = compare_records(step(100.0), step(120.0, ceilings=()), across=True)
+    assert comparison.ratio is not None
+    assert comparison.ratio.value == pytest.approx(1.2)
+    assert comparison.note == ""
 
 
 def test_runs_are_matched_by_study_and_case() -> None:
@@ -187,15 +195,18 @@ def test_runs_are_matched_by_study_and_case() -> None:
         step(110.0, case="a", attempt=2),
         step(100.0, case="a", study="other"),
     ]
-    made = compare_runs(base, new)
-    assert [(c.study, c.case, c.verdict) for c in made] == [
+    comparisons = compare_runs(base, new)
+    assert [(c.study, c.case, c.verdict) for c in comparisons] == [
         ("benchmark", "fresh", "not compared"),
         ("benchmark", "a", "slower"),
         ("other", "a", "no difference shown"),
         ("benchmark", "gone", "not compared"),
     ]
-    assert made[1].new == pytest.approx(110.0)
-    assert (made[0].note, made[3].note) == ("only in the new run", "only in the base run")
+    assert comparisons[1].new == pytest.approx(110.0)
+    assert (comparisons[0].note, comparisons[3].note) == (
+        "only in the new run",
+        "only in the base run",
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,34 +216,37 @@ def test_runs_are_matched_by_study_and_case() -> None:
         ({"status": "timeout"}, {"series": ()}, "base: timeout; new: no samples"),
         ({}, {"series": (times("forward", 1.0),)}, "step in ms .* in the base, forward in ms"),
         ({}, {"series": (times("step", 1.0, "host"),)}, "by the device's clock .* the host's"),
-        ({}, {"series": (Series(name="step", unit="ms", values=(0.0,) * 9, clock="device"),)},
-         "not above zero"),
+        (
+            {},
+            {"series": (Series(name="step", unit="ms", values=(0.0,) * 9, clock="device"),)},
+            "not above zero",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cases_that_cannot_be_compared_say_why(
     base: dict[str, Any], new: dict[str, Any], note: str
 ) -> None:
-    (made,) = compare_records(record(**base), record(**new))
-    assert made.verdict == "not compared"
-    assert re.search(note, made.note)
+    (comparison,) = compare_records(record(**base), record(**new))
+    assert comparison.verdict == "not compared"
+    assert re.search(note, comparison.note)
 
 
-def test_what_is_not_a_time_is_not_called_slow() -> None:
+def test_a_series_that_is_not_a_time_is_not_compared() -> None:
     rates = [
         record(series=(Series(name="bandwidth", unit="GB/s", values=samples(median)),))
         for median in (100.0, 200.0)
     ]
-    (made,) = compare_records(*rates)
-    assert made.verdict == "not compared"
-    assert "is not a time" in made.note
+    (comparison,) = compare_records(*rates)
+    assert comparison.verdict == "not compared"
+    assert "is not a time" in comparison.note
 
 
 def test_a_changed_configuration_is_noted() -> None:
-    (made,) = compare_records(step(90.0, case="a"), step(90.0, case="a", config={"batch": 8}))
-    assert made.note == "batch was 4 and is 8"
+    (comparison,) = compare_records(step(90.0, case="a"), step(90.0, case="a", config={"batch": 8}))
+    assert comparison.note == "batch was 4 and is 8"
 
 
-def test_the_gate_needs_a_sure_slowdown_beyond_the_limit() -> None:
+def test_the_gate_needs_a_significant_slowdown_beyond_the_limit() -> None:
     base = [step(100.0, case=c) for c in "abcd"] + [step(100.0, case="e", count=3)]
     new = [
         step(108.0, case="a", seed=1),
@@ -241,17 +255,17 @@ def test_the_gate_needs_a_sure_slowdown_beyond_the_limit() -> None:
         record(case="d", status="oom", series=()),
         step(200.0, case="e", count=3),
     ]
-    made = compare_runs(base, new)
-    assert [c.case for c in exceeds(made, 0.05)] == ["a", "d"]
-    assert [c.case for c in exceeds(made, 0.0)] == ["a", "b", "d"]
-    assert [c.case for c in exceeds(made, 0.10)] == ["d"]
+    comparisons = compare_runs(base, new)
+    assert [c.case for c in exceeds(comparisons, 0.05)] == ["a", "d"]
+    assert [c.case for c in exceeds(comparisons, 0.0)] == ["a", "b", "d"]
+    assert [c.case for c in exceeds(comparisons, 0.10)] == ["d"]
 
 
-def test_a_case_that_is_gone_does_not_pass_the_gate() -> None:
+def test_a_missing_case_does_not_pass_the_gate() -> None:
     base = [step(100.0, case="a"), step(100.0, case="b"), record(case="c", status="oom", series=())]
-    made = compare_runs(base, [step(100.0, case="a", seed=1)])
-    assert [(c.case, c.lost) for c in made] == [("a", False), ("b", True), ("c", False)]
-    assert [c.case for c in exceeds(made, 0.05)] == ["b"]
+    comparisons = compare_runs(base, [step(100.0, case="a", seed=1)])
+    assert [(c.case, c.lost) for c in comparisons] == [("a", False), ("b", True), ("c", False)]
+    assert [c.case for c in exceeds(comparisons, 0.05)] == ["b"]
 
 
 def busy(median: float, **changes: Any) -> Record:
@@ -261,29 +275,29 @@ def busy(median: float, **changes: Any) -> Record:
 
 
 @pytest.mark.parametrize(("base", "new"), [(busy, busy), (busy, step), (step, busy)])
-def test_nothing_is_told_from_a_busy_machine(
+def test_a_busy_machine_gives_no_verdict(
     base: Callable[..., Record], new: Callable[..., Record]
 ) -> None:
-    (made,) = compare_records(base(100.0), new(150.0, seed=1))
-    assert made.verdict == "cannot tell"
-    assert made.ratio is not None
-    assert made.ratio.low > 1.0
-    assert "the machine was busy" in made.note
-    assert exceeds([made], 0.03) == ()
-    assert untold([made]) == (made,)
+    (comparison,) = compare_records(base(100.0), new(150.0, seed=1))
+    assert comparison.verdict == "cannot tell"
+    assert comparison.ratio is not None
+    assert comparison.ratio.low > 1.0
+    assert "the machine was busy" in comparison.note
+    assert exceeds([comparison], 0.03) == ()
+    assert untold([comparison]) == (comparison,)
 
 
-def test_nothing_is_told_from_a_stored_complaint_or_wild_samples() -> None:
+def test_a_stored_lint_or_noisy_samples_give_no_verdict() -> None:
     flagged = step(150.0, lints=(Lint(code="busy-machine", message="planted"),))
     values = (206.0, 812.0, 999.0, 230.0) * 2
-    wild = record(series=(Series(name="step", unit="ms", values=values, clock="device"),))
-    for new in (flagged, wild):
-        (made,) = compare_records(step(100.0), new)
-        assert made.verdict == "cannot tell"
+    noisy = record(series=(Series(name="step", unit="ms", values=values, clock="device"),))
+    for new in (flagged, noisy):
+        (comparison,) = compare_records(step(100.0), new)
+        assert comparison.verdict == "cannot tell"
 
 
-def test_a_case_that_is_lost_is_lost_on_a_busy_machine_too() -> None:
+def test_a_missing_case_is_lost_on_a_busy_machine_too() -> None:
     gone = busy(100.0, status="error", reason="crashed")
-    made = compare_records(busy(100.0), msgspec.structs.replace(gone, series=()))
-    assert exceeds(made, 0.03) == made
-    assert untold(made) == ()
+    comparisons = compare_records(busy(100.0), msgspec.structs.replace(gone, series=()))
+    assert exceeds(comparisons, 0.03) == comparisons
+    assert untold(comparisons) == ()

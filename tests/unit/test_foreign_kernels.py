@@ -1,4 +1,4 @@
-"""Which implementation a kernel belongs to, and records that ran another one's."""
+"""Owner of each attention kernel, and records that ran another implementation's kernels."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ PLAIN = "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x128>"
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
-        ("forward_kernel", "triton"), ("key_value_kernel", "triton"), (FLASH, "sdpa_flash"),
-        (CUDNN, "sdpa_cudnn"), (EFFICIENT, "sdpa_efficient"),
-        ("triton_tem_fused_flex_attention_0", "flex"), ("triton_poi_fused_mul_0", None),
-        (PLAIN, None), ("softmax_warp_forward", None),
+        ("forward_kernel", "triton"),
+        ("key_value_kernel", "triton"),
+        (FLASH, "sdpa_flash"),
+        (CUDNN, "sdpa_cudnn"),
+        (EFFICIENT, "sdpa_efficient"),
+        ("triton_tem_fused_flex_attention_0", "flex"),
+        ("triton_poi_fused_mul_0", None),
+        (PLAIN, None),
+        ("softmax_warp_forward", None),
     ],
-)  # fmt: skip
+)
 def test_a_kernel_has_its_owner(kernel: str, name: str | None) -> None:
     assert owner(kernel) == name
 
 
-def test_our_kernels_are_known_by_the_names_they_have() -> None:
+def test_stepscopes_kernels_are_recognised_by_name() -> None:
     for module in (triton_forward, triton_backward):
-        made = [name for name in vars(module) if name.endswith("_kernel")]
-        assert made
-        assert all(owner(name) == "triton" for name in made)
+        kernels = [name for name in vars(module) if name.endswith("_kernel")]
+        assert kernels
+        assert all(owner(name) == "triton" for name in kernels)
 
 
 def seen(attention: str, **kernels: str) -> Record:
@@ -41,28 +46,35 @@ def seen(attention: str, **kernels: str) -> Record:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "profiled",
     [
         seen("triton", forward="forward_kernel", backward="delta_kernel; query_kernel"),
-        seen("sdpa_flash", forward=FLASH), seen("reference", forward=PLAIN), seen("sdpa"),
-        seen("sdpa", forward=FLASH), seen("none", triton="forward_kernel", sdpa_cudnn=CUDNN),
+        seen("sdpa_flash", forward=FLASH),
+        seen("reference", forward=PLAIN),
+        seen("sdpa"),
+        seen("sdpa", forward=FLASH),
+        seen("none", triton="forward_kernel", sdpa_cudnn=CUDNN),
     ],
-)  # fmt: skip
-def test_what_ran_is_what_was_named(made: Record) -> None:
-    assert foreign_kernels(made) is None
+)
+def test_expected_kernels_are_accepted(profiled: Record) -> None:
+    assert foreign_kernels(profiled) is None
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("profiled", "message"),
     [
-        (seen("triton", forward="forward_kernel", backward=PLAIN),
-         "triton ran no kernel of its own in the backward but void"),
+        (
+            seen("triton", forward="forward_kernel", backward=PLAIN),
+            "triton did not run its own kernel in the backward but void",
+        ),
         (seen("triton", forward=""), "in the forward but none at all"),
         (seen("sdpa_cudnn", forward=FLASH), "sdpa_cudnn ran kernels of sdpa_flash in the forward"),
         (seen("compiled", backward=f"{PLAIN}; {FLASH}"), "compiled ran kernels of sdpa_flash"),
-        (seen("none", triton="forward_kernel", flex="forward_kernel"),
-         "flex ran kernels of triton"),
+        (
+            seen("none", triton="forward_kernel", flex="forward_kernel"),
+            "flex ran kernels of triton",
+        ),
     ],
-)  # fmt: skip
-def test_a_fallback_is_seen(made: Record, said: str) -> None:
-    assert said in str(foreign_kernels(made))
+)
+def test_a_fallback_is_detected(profiled: Record, message: str) -> None:
+    assert message in str(foreign_kernels(profiled))

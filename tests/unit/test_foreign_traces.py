@@ -1,4 +1,4 @@
-"""Traces as other people's programs, older profilers and other vendors' devices write them."""
+"""Traces of other programs, older profilers and other vendors' devices."""
 
 from __future__ import annotations
 
@@ -36,50 +36,50 @@ from trace_files import (
 LAUNCH_REMEDY = "fewer launches can"
 
 
-def said(summary: Summary) -> str:
+def sentences(summary: Summary) -> str:
     return " ".join(finding.sentence for finding in trace_findings(summary))
 
 
-def of(trace: ChromeTrace) -> Summary:
+def summary_of(trace: ChromeTrace) -> Summary:
     return summarize(trace.read())
 
 
 # Gaps and what removes them.
 
 
-def test_many_late_launches_are_told_to_be_fewer() -> None:
-    told = said(of(late_launches()))
-    assert "The host limits this step" in told
-    assert LAUNCH_REMEDY in told
-    assert "longest gap" not in told
+def test_late_launches_get_the_advice_of_fewer_launches() -> None:
+    text = sentences(summary_of(late_launches()))
+    assert "The host limits this step" in text
+    assert LAUNCH_REMEDY in text
+    assert "longest gap" not in text
 
 
-def test_late_launches_of_graphs_are_not_told_to_use_graphs() -> None:
-    summary = of(late_launches(graph=True))
-    told = said(summary)
+def test_late_graph_launches_do_not_get_the_advice_of_graphs() -> None:
+    summary = summary_of(late_launches(graph=True))
+    text = sentences(summary)
     assert summary.replayed == 1.0
-    assert "The host limits this step" in told
-    assert LAUNCH_REMEDY not in told
-    assert "CUDA graphs already launch 100.0 % of the kernels" in told
+    assert "The host limits this step" in text
+    assert LAUNCH_REMEDY not in text
+    assert "CUDA graphs already launch 100.0 % of the kernels" in text
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_one_gap_before_the_first_kernel_is_named_and_gets_no_launch_remedy(graph: bool) -> None:
-    summary = of(one_long_gap(graph=graph))
+def test_a_gap_before_the_first_kernel_is_named_without_a_launch_remedy(graph: bool) -> None:
+    summary = summary_of(one_long_gap(graph=graph))
     (gap,) = summary.gaps
     assert (gap.ms, gap.start_ms, gap.host, gap.first) == (218.0, 0.0, "prepare", True)
-    told = said(summary)
-    assert LAUNCH_REMEDY not in told
-    assert "which neither fewer launches nor faster kernels would remove" in told
+    text = sentences(summary)
+    assert LAUNCH_REMEDY not in text
+    assert "which neither fewer launches nor faster kernels would remove" in text
     assert (
         "The longest gap makes up 100.0 % of the device's idle time: 218 ms before the first"
-        " kernel (the host was in prepare)." in told
+        " kernel (the host was in prepare)." in text
     )
 
 
 @pytest.mark.parametrize("call", ["cudaMalloc", "hipMalloc", "cuModuleLoadData"])
 def test_a_gap_names_the_call_that_fills_it(call: str) -> None:
-    assert of(one_long_gap(call)).gaps[0].host == f"{call} in aten::empty"
+    assert summary_of(one_long_gap(call)).gaps[0].host == f"{call} in aten::empty"
 
 
 def test_without_an_operator_a_gap_names_the_python_function() -> None:
@@ -89,19 +89,19 @@ def test_without_an_operator_a_gap_names_the_python_function() -> None:
     trace.span("python_function", "data.py(7): decode", 200, 217_000)
     trace.span("python_function", "data.py(9): pixel", 300, 400)
     trace.span("python_function", "threading.py(1): wait", 300, 200_000, thread=ENGINE)
-    assert of(trace).gaps[0].host == "data.py(7): decode"
+    assert summary_of(trace).gaps[0].host == "data.py(7): decode"
 
 
-def test_gaps_with_one_reason_are_told_together() -> None:
+def test_gaps_with_one_cause_are_reported_together() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 60_000)
     for at in (0.0, 20_000.0, 40_000.0):
         trace.range("enumerate(DataLoader)#next", at, at + 19_000)
         trace.kernel(SGEMM, at + 19_100, at + 19_990, launch=(at + 19_010, at + 19_020))
-    told = said(of(trace))
-    assert told.count("the host was in enumerate(DataLoader)#next") == 1
-    assert "57.3 ms in 3 gaps" in told
-    assert LAUNCH_REMEDY not in told
+    text = sentences(summary_of(trace))
+    assert text.count("the host was in enumerate(DataLoader)#next") == 1
+    assert "57.3 ms in 3 gaps" in text
+    assert LAUNCH_REMEDY not in text
 
 
 def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
@@ -110,7 +110,7 @@ def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
     trace.range("load", 30_200, 55_000)
     trace.kernel(SGEMM, 55_100, 55_200, launch=(55_010, 55_020))
     trace.kernel(SGEMM, 58_000, 59_990, launch=(57_010, 57_020))
-    summary = of(trace)
+    summary = summary_of(trace)
     assert [(gap.step, gap.host, gap.first) for gap in summary.gaps] == [
         ("ProfilerStep#3", "load", True),
         ("ProfilerStep#3", "", False),
@@ -126,17 +126,20 @@ def test_gaps_of_all_steps_are_ranked_and_shown_in_a_table() -> None:
 
 
 def test_steps_and_optimizer_of_an_old_trace_are_those_of_a_new_one() -> None:
-    new, old = of(training_step(steps=3)), of(as_old_kineto_wrote(training_step(steps=3)))
+    new, old = (
+        summary_of(training_step(steps=3)),
+        summary_of(as_old_kineto_wrote(training_step(steps=3))),
+    )
     assert old.cut == "marks"
     assert len(old.steps) == 3
     assert old.phase_ms("optimizer") == new.phase_ms("optimizer") > 0
     assert old.steps == pytest.approx(new.steps)
 
 
-def test_an_old_trace_has_its_data_loader() -> None:
+def test_the_data_loader_of_an_old_trace_is_recognised() -> None:
     trace = training_step()
     trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 600, 900)
-    assert of(as_old_kineto_wrote(trace)).data_ms == pytest.approx(0.3)
+    assert summary_of(as_old_kineto_wrote(trace)).data_ms == pytest.approx(0.3)
 
 
 def test_modules_of_a_trace_with_stacks_are_parts_of_the_model() -> None:
@@ -146,31 +149,31 @@ def test_modules_of_a_trace_with_stacks_are_parts_of_the_model() -> None:
     trace.span("python_function", "nn.Module: Block_0", 10, 105)
     trace.span("python_function", "nn.Module: Block_1", 110, 205)
     trace.span("python_function", "torch/nn/modules/module.py(1): _call_impl", 10, 209)
-    summary = of(trace)
+    summary = summary_of(trace)
     assert {use.module for use in summary.uses if use.kind == "matmul"} == {"Net */Block *"}
     assert summary.shares.backward_module == 1.0
 
 
-# Files that break off.
+# Truncated files.
 
 
 @pytest.mark.parametrize("lost", [1, 2, 30, 100, 500])
-def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, lost: int) -> None:
+def test_a_truncated_file_is_read_up_to_the_break(tmp_path: Path, lost: int) -> None:
     text = training_step(steps=2).text()
     path = tmp_path / "trace.json"
     path.write_text(text[:-lost])
-    whole, part = read_chrome(text.encode(), "t"), read_trace(path)
+    complete, part = read_chrome(text.encode(), "t"), read_trace(path)
     assert part.truncated
-    assert not whole.truncated
+    assert not complete.truncated
     assert part.device_name == "NVIDIA H200"
-    missing = len(whole.kernels) + len(whole.calls) + len(whole.spans)
+    missing = len(complete.kernels) + len(complete.calls) + len(complete.spans)
     missing -= len(part.kernels) + len(part.calls) + len(part.spans)
     assert 0 <= missing <= 1 + lost // 90
-    assert "The file breaks off" in said(summarize(part))
-    assert "The file breaks off" not in said(summarize(whole))
+    assert "The file breaks off" in sentences(summarize(part))
+    assert "The file breaks off" not in sentences(summarize(complete))
 
 
-def test_a_compressed_file_and_a_bare_list_that_break_off_are_read(tmp_path: Path) -> None:
+def test_a_truncated_compressed_file_and_bare_list_are_read(tmp_path: Path) -> None:
     text = training_step(steps=8).text().encode()
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text)[:-300])
@@ -184,7 +187,7 @@ def test_a_compressed_file_and_a_bare_list_that_break_off_are_read(tmp_path: Pat
     assert read_chrome(bare[:-200], "t").truncated
 
 
-def test_a_break_within_a_name_full_of_braces_is_found() -> None:
+def test_a_break_within_a_name_full_of_braces_is_detected() -> None:
     trace = training_step()
     trace.kernel("lambda" + "{}" * 60, 900, 910)
     text = trace.text()
@@ -223,10 +226,10 @@ def test_dtypes_with_tensor_cores(
 def matmuls_on(device: str, major: int | None, minor: int | None) -> str:
     trace = training_step()
     trace.device = {"id": 0, "name": device, "computeMajor": major, "computeMinor": minor}
-    return said(of(trace))
+    return sentences(summary_of(trace))
 
 
-def test_a_device_is_advised_only_what_it_has() -> None:
+def test_advice_names_only_dtypes_that_the_device_supports() -> None:
     volta = matmuls_on("Tesla V100-SXM2-32GB", 7, 0)
     assert "not on tensor cores: float16 would use those." in volta
     assert "TF32" not in volta
@@ -243,37 +246,39 @@ def test_matrix_cores_of_amd_count_as_tensor_cores() -> None:
     for event in trace.events:
         if event["name"] == SGEMM:
             event["name"] = "Cijk_Alik_Bljk_BBS_BH_Bias_UserArgs_MT128x256x32_MI16x16x1_SN_ISA942"
-    assert "100.0 % of the time of matmuls is spent on matrix cores." in said(of(trace))
+    assert "100.0 % of the time of matmuls is spent on matrix cores." in sentences(
+        summary_of(trace)
+    )
 
 
 # Sentences.
 
 
-def test_a_mean_count_is_not_told_as_a_number_of_calls() -> None:
+def test_a_mean_count_is_reported_as_an_average() -> None:
     trace = training_step(steps=3)
-    for place in range(5):
-        trace.kernel("big", 2700 + 50.0 * place, 2748 + 50.0 * place, launch=(2690, 2691))
-    told = said(of(trace))
-    assert "big (other) takes the most time" not in told or "1.7 calls on average" in told
+    for index in range(5):
+        trace.kernel("big", 2700 + 50.0 * index, 2748 + 50.0 * index, launch=(2690, 2691))
+    text = sentences(summary_of(trace))
+    assert "big (other) takes the most time" not in text or "1.7 calls on average" in text
     trace = training_step(steps=1)
     trace.kernel("big", 700, 980, launch=(690, 691))
-    assert "280 µs in 1 call," in said(of(trace))
+    assert "280 µs in 1 call," in sentences(summary_of(trace))
 
 
 def test_one_kernel_is_in_the_singular() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.kernel(SGEMM, 10, 90, launch=(1, 2))
-    assert "in 1 kernel." in said(of(trace))
+    assert "in 1 kernel." in sentences(summary_of(trace))
 
 
 def test_classes_count_kernels_without_a_phase() -> None:
-    """And the residual, which holds gaps too, is not told as something that runs."""
+    """The residual, which contains gaps too, is not reported as running work."""
     trace = training_step()
     trace.kernel(SGEMM, 700, 900)
-    told = said(of(trace))
+    text = sentences(summary_of(trace))
     (classes,) = (
-        text for text in told.split(". ") if text.startswith("Of the time of all kernels")
+        part for part in text.split(". ") if part.startswith("Of the time of all kernels")
     )
     assert "residual" not in classes
     # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.
@@ -284,31 +289,31 @@ def test_classes_count_kernels_without_a_phase() -> None:
 
 
 def test_every_name_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are: a cache of fixed size would be of no use for more names than that."""
-    asked: Counter[str] = Counter()
+    """However many there are: a cache of fixed size would not help with more names than that."""
+    described: Counter[str] = Counter()
 
     def counting(name: str) -> Description:
-        asked[name] += 1
+        described[name] += 1
         return describe(name)
 
     monkeypatch.setattr(work_module, "describe", counting)
     trace = training_step(blocks=3, steps=40)
-    for place, event in enumerate(event for event in trace.events if event["cat"] == "kernel"):
-        event["name"] = f"unknown_{place}"
-    of(trace)
-    assert len(asked) == 40 * 14
-    assert set(asked.values()) == {1}
+    for index, event in enumerate(event for event in trace.events if event["cat"] == "kernel"):
+        event["name"] = f"unknown_{index}"
+    summary_of(trace)
+    assert len(described) == 40 * 14
+    assert set(described.values()) == {1}
 
 
 def test_distinct_names_give_the_same_groups_as_shared_ones() -> None:
     """Statistics of all groups at once, against those of one group at a time."""
     trace = training_step(blocks=3, steps=4)
     kernels = [event for event in trace.events if event["cat"] == "kernel"]
-    for place, event in enumerate(kernels):
-        event["dur"] += place % 5
+    for index, event in enumerate(kernels):
+        event["dur"] += index % 5
         if event["name"] == ADD:
-            event["name"] = f"unknown_{place % 7}"
-    summary = of(trace)
+            event["name"] = f"unknown_{index % 7}"
+    summary = summary_of(trace)
     by_name: dict[str, list[float]] = {}
     for event in kernels:
         if event["name"].startswith("unknown"):
@@ -335,8 +340,8 @@ def test_the_last_maker_before_its_user_is_the_forward() -> None:
     spans = read.spans
     backward = spans.thread == ENGINE
     parent = -1 + 0 * spans.start
-    found = forward_of(read, parent, backward)
-    starts = {int(spans.start[i]): int(found[i]) for i in backward.nonzero()[0].tolist()}
+    forward = forward_of(read, parent, backward)
+    starts = {int(spans.start[i]): int(forward[i]) for i in backward.nonzero()[0].tolist()}
     assert spans.start[starts[40_000]] == 20_000
     assert spans.start[starts[80_000]] == 60_000
     assert starts[5_000] == -1
@@ -345,7 +350,7 @@ def test_the_last_maker_before_its_user_is_the_forward() -> None:
 
 def test_no_finding_of_a_trace_has_a_share_above_one() -> None:
     for trace in (training_step(), late_launches(), one_long_gap(), one_long_gap("cudaMalloc")):
-        for block in trace_blocks(of(trace)):
+        for block in trace_blocks(summary_of(trace)):
             if isinstance(block, Finding):
                 shares = [word for word in block.text.split() if word.replace(".", "").isdigit()]
                 assert "nan" not in block.text

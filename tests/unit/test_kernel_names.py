@@ -1,4 +1,4 @@
-"""Real kernel names, each with exactly what it says."""
+"""Real kernel names with everything they state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from stepscope.analysis.kernels.names import (
 from stepscope.analysis.kernels.operators import inductor_parts
 
 FP32, TF32, FP16, BF16 = (
-    "FP32 cores", "TF32 tensor cores", "FP16 tensor cores", "BF16 tensor cores",
-)  # fmt: skip
+    "FP32 cores",
+    "TF32 tensor cores",
+    "FP16 tensor cores",
+    "BF16 tensor cores",
+)
 ANONYMOUS = "at::native::(anonymous namespace)::"
 
 MATMULS = {
@@ -102,10 +105,11 @@ MATMULS = {
 
 
 @pytest.mark.parametrize("name", MATMULS)
-def test_a_matrix_product_says_its_unit_tile_and_layout(name: str) -> None:
-    found = describe(name)
-    assert found.kind == "matmul"
-    assert (found.library, found.unit, found.tile, found.layout, found.alignment) == MATMULS[name]
+def test_a_matmul_name_states_its_unit_tile_and_layout(name: str) -> None:
+    described = describe(name)
+    assert described.kind == "matmul"
+    properties = described.library, described.unit, described.tile
+    assert (*properties, described.layout, described.alignment) == MATMULS[name]
 
 
 FLASH = "pytorch_flash::Flash_{}_kernel_traits<64, 128, 64, {}, false, false, cutlass::{}"
@@ -148,26 +152,29 @@ ATTENTIONS = {
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_an_attention_kernel_says_its_direction(name: str) -> None:
-    found = describe(name)
-    assert found.kind == "attention"
-    assert (found.short, found.library, found.unit, found.tile, found.role) == ATTENTIONS[name]
+def test_an_attention_kernel_name_states_its_direction(name: str) -> None:
+    described = describe(name)
+    assert described.kind == "attention"
+    properties = described.short, described.library, described.unit
+    assert (*properties, described.tile, described.role) == ATTENTIONS[name]
 
 
-def test_every_kernel_of_ours_has_a_class() -> None:
+def test_every_stepscope_kernel_has_a_class() -> None:
     source = Path(stepscope.__file__).parent
     launched = {
         name
-        for room in ("attention", "model", "optim")
-        for path in (source / room).rglob("*.py")
+        for package in ("attention", "model", "optim")
+        for path in (source / package).rglob("*.py")
         for name in re.findall(r"(\w+_kernel)\[", path.read_text())
     }
     assert len(launched) >= 13
     assert {name for name in launched if describe(name).library != "Stepscope"} == set()
     assert describe("adamw_one_kernel").kind == "optimizer"
     assert describe("rms_norm_backward_kernel")[:3] == (
-        "rms_norm_backward_kernel", "Stepscope", "reduction",
-    )  # fmt: skip
+        "rms_norm_backward_kernel",
+        "Stepscope",
+        "reduction",
+    )
 
 
 OTHERS = {
@@ -250,10 +257,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_kernel_has_a_library_and_a_class(name: str) -> None:
-    found = describe(name)
-    assert (found.short, found.library, found.kind) == OTHERS[name]
-    assert found.kind in CLASSES
-    assert not found.unit
+    described = describe(name)
+    assert (described.short, described.library, described.kind) == OTHERS[name]
+    assert described.kind in CLASSES
+    assert not described.unit
 
 
 @pytest.mark.parametrize(
@@ -304,8 +311,9 @@ def test_every_operator_that_torch_calls_pointwise_has_a_class() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         space, _, bare = name.partition(".")[0].partition("::")
         packet = getattr(torch.ops.aten, bare, None) if space == "aten" else None
-        forms = [] if packet is None else [getattr(packet, form) for form in packet.overloads()]
-        if any(torch.Tag.pointwise in form.tags for form in forms):
+        names = [] if packet is None else packet.overloads()
+        overloads = [getattr(packet, overload) for overload in names]
+        if any(torch.Tag.pointwise in overload.tags for overload in overloads):
             pointwise.append(f"aten::{bare}")
     assert len(pointwise) > 200
     assert [name for name in pointwise if describe_operator(name).kind == "other"] == []
@@ -313,8 +321,11 @@ def test_every_operator_that_torch_calls_pointwise_has_a_class() -> None:
 
 def test_a_fused_name_lists_its_operators() -> None:
     assert inductor_parts("triton_poi_fused__to_copy__unsafe_view_add_addmm_139") == [
-        "_to_copy", "_unsafe_view", "add", "addmm",
-    ]  # fmt: skip
+        "_to_copy",
+        "_unsafe_view",
+        "add",
+        "addmm",
+    ]
     assert inductor_parts("triton_tem_fused_0") == []
 
 
@@ -329,7 +340,9 @@ def test_a_fused_name_lists_its_operators() -> None:
         ("delta_kernel", "backward", "", "backward"),
     ],
 )
-def test_the_layout_tells_dx_from_dw(name: str, phase: str, operator: str, role: str) -> None:
+def test_the_layout_distinguishes_dx_from_dw(
+    name: str, phase: str, operator: str, role: str
+) -> None:
     assert linear_role(describe(name), phase, operator) == role
 
 
@@ -365,20 +378,28 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_kernel_of_any_library_is_classed_by_its_words(name: str) -> None:
-    found = describe(name)
-    assert (found.short, found.library, found.kind) == WORDS[name]
+def test_a_kernel_of_any_library_is_classified_by_words(name: str) -> None:
+    described = describe(name)
+    assert (described.short, described.library, described.kind) == WORDS[name]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "_slow_conv2d_forward", "_slow_conv2d_backward", "slow_conv_dilated2d",
-        "slow_conv3d_forward", "slow_conv_transpose2d", "thnn_conv2d", "mkldnn_convolution",
+        "_slow_conv2d_forward",
+        "_slow_conv2d_backward",
+        "slow_conv_dilated2d",
+        "slow_conv3d_forward",
+        "slow_conv_transpose2d",
+        "thnn_conv2d",
+        "mkldnn_convolution",
         "mkldnn_convolution_backward",
-        "conv2d", "conv_transpose1d", "_conv_depthwise2d", "_nnpack_spatial_convolution",
+        "conv2d",
+        "conv_transpose1d",
+        "_conv_depthwise2d",
+        "_nnpack_spatial_convolution",
     ],
-)  # fmt: skip
+)
 def test_convolutions_of_every_backend_are_matmuls(name: str) -> None:
     assert describe_operator(f"aten::{name}").kind == "matmul"
 

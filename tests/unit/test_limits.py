@@ -15,17 +15,17 @@ from stepscope.records.schema import Series
 
 
 def test_rates_and_shares_of_a_step() -> None:
-    made = record()
-    step = step_ms(made)
+    measured = record()
+    step = step_ms(measured)
     assert step is not None
     assert step.median == pytest.approx(100.0)
-    assert achieved_flops(made) == pytest.approx(280e12)
-    assert tokens_per_second(made) == pytest.approx(20_480)
-    assert mfu(made) == pytest.approx(0.4)
-    assert mfu(made, measured=False) == pytest.approx(280 / 989)
+    assert achieved_flops(measured) == pytest.approx(280e12)
+    assert tokens_per_second(measured) == pytest.approx(20_480)
+    assert mfu(measured) == pytest.approx(0.4)
+    assert mfu(measured, measured=False) == pytest.approx(280 / 989)
 
 
-def test_the_device_clock_is_used_where_there_is_one() -> None:
+def test_the_device_clock_is_preferred() -> None:
     host = times("step", 200.0, "host")
     on_both, on_host = step_ms(record(series=(host, times("step", 100.0)))), record(series=(host,))
     assert on_both is not None
@@ -35,18 +35,22 @@ def test_the_device_clock_is_used_where_there_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [("bfloat16", "matmul.bfloat16"), ("bfloat16-pure", "matmul.bfloat16"), ("tf32", None),
-     ("float8", None)],
-)  # fmt: skip
-def test_the_ceiling_is_that_of_the_products(dtype: str, name: str | None) -> None:
+    [
+        ("bfloat16", "matmul.bfloat16"),
+        ("bfloat16-pure", "matmul.bfloat16"),
+        ("tf32", None),
+        ("float8", None),
+    ],
+)
+def test_the_ceiling_is_that_of_the_compute_dtype(dtype: str, name: str | None) -> None:
     ceiling = matrix_ceiling(record(config={"dtype": dtype}))
     assert (ceiling and ceiling.name) == name
 
 
-def test_what_is_unknown_gives_no_number() -> None:
+def test_missing_inputs_give_no_number() -> None:
     bare = record(series=(), ceilings=())
-    answers = (step_ms, achieved_flops, mfu, tokens_per_second, matrix_ceiling, host_bound)
-    assert [ask(bare) for ask in answers] == [None] * len(answers)
+    functions = (step_ms, achieved_flops, mfu, tokens_per_second, matrix_ceiling, host_bound)
+    assert [function(bare) for function in functions] == [None] * len(functions)
     in_bytes = record(series=(Series(name="step", unit="B", values=(1.0,)),))
     assert step_ms(in_bytes) is None
     assert mfu(record(ceilings=())) is None
@@ -60,8 +64,8 @@ def test_a_device_that_waits_for_the_host_is_host_bound() -> None:
     assert (exposed.fraction, exposed.bound) == (1.0, True)
 
 
-def test_a_host_that_a_full_queue_stops_does_not_bound_the_step() -> None:
-    """It issues during nearly all of the step, but the queue is never empty."""
+def test_a_host_blocked_by_a_full_queue_does_not_bound_the_step() -> None:
+    """It launches during nearly all of the step, but the queue is never empty."""
     behind = host_bound(record(series=step_series(issued=0.95)))
     assert behind is not None
     assert not behind.bound
@@ -84,30 +88,33 @@ def test_only_the_phases_that_end_with_an_empty_queue_count() -> None:
 
 
 @pytest.mark.parametrize(("took", "bound"), [(20.0, True), (100.0, False)])
-def test_one_long_kernel_at_the_end_of_a_phase_is_no_queue(took: float, bound: bool) -> None:
-    """0.8 ms of 20 are one product of the head; 4 ms of 100 are more than any one kernel."""
+def test_one_long_kernel_at_the_end_of_a_phase_is_not_a_queue(took: float, bound: bool) -> None:
+    """0.8 ms of 20 are one matmul of the head; 4 ms of 100 are more than any single kernel."""
     series = (times("step", took), times("forward", took), times("forward", 0.96 * took, "host"))
     share = host_bound(record(series=series))
     assert share is not None
     assert share.bound is bound
 
 
-def test_of_several_forms_in_a_record_the_named_one_is_judged() -> None:
-    forms = (
-        *(times(name, 30.0, clock, variant="eager") for name in ("step", "issue", "forward")
-          for clock in ("device", "host")),
+def test_the_named_variant_of_a_record_is_judged() -> None:
+    series = (
+        *(
+            times(name, 30.0, clock, variant="eager")
+            for name in ("step", "issue", "forward")
+            for clock in ("device", "host")
+        ),
         times("forward", 20.0, variant="compiled"),
         times("forward", 5.0, "host", variant="compiled"),
-    )  # fmt: skip
-    made = record(series=forms)
-    eager, compiled = (host_bound(made, form) for form in ("eager", "compiled"))
+    )
+    measured = record(series=series)
+    eager, compiled = (host_bound(measured, variant) for variant in ("eager", "compiled"))
     assert eager is not None
     assert compiled is not None
     assert (eager.bound, compiled.bound) == (True, False)
-    assert host_bound(made) is None
+    assert host_bound(measured) is None
 
 
-def test_a_step_of_one_phase_is_judged_by_its_issue() -> None:
+def test_a_step_without_phases_is_judged_by_its_launch_time() -> None:
     alone = (times("step", 50.0), times("issue", 50.0, "host"))
     share = host_bound(record(series=alone))
     assert share is not None

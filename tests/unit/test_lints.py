@@ -11,7 +11,7 @@ from stepscope.records.schema import Quantity, Reading, Record, Series
 
 
 def changed(name: str, values: tuple[float, ...]) -> tuple[Series, ...]:
-    """The series of a sound step, with one exchanged on the device's clock."""
+    """Return the series of a sound step, with one replaced on the device's clock."""
     new = Series(name=name, unit="ms", values=values, clock="device")
     return tuple(new if (s.name, s.clock) == (name, "device") else s for s in step_series())
 
@@ -27,7 +27,7 @@ def clocks(*mhz: float | None, throttle: tuple[str, ...] = ()) -> tuple[Reading,
 
 
 def waits(*seconds: float | None) -> tuple[Reading, ...]:
-    return tuple(Reading(at_s=float(n), waited_s=held) for n, held in enumerate(seconds))
+    return tuple(Reading(at_s=float(n), waited_s=waited) for n, waited in enumerate(seconds))
 
 
 def count(value: float) -> tuple[Quantity, ...]:
@@ -45,13 +45,13 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"ceilings": ceilings(bfloat16=260e12)}, "280 TFLOP/s is 108% of the measured"),
         ({"ceilings": ceilings(sheet=279e12)[1:]}, "100% of the NVIDIA H200 data sheet"),
     ],
-    "few-samples": [({"series": step_of(*STEADY[:4])}, "step has 4 of the 5 samples")],
+    "few-samples": [({"series": step_of(*STEADY[:4])}, "step has 4 samples, and a spread needs 5")],
     "wide-spread": [
         ({"series": step_of(80.0, 120.0, 85.0, 115.0, 100.0, 90.0, 110.0)}, "spreads by 16%"),
         ({"series": step_of(*STEADY * 9, 151.0)}, "a sample 51% off the median of 100 ms"),
         (
             {"series": step_of(*(250.0 if n % 4 == 2 else 100.0 for n in range(12)))},
-            "one in 4 samples of step takes 250 ms, the others 100 ms: something comes every 4",
+            "one in 4 samples of step takes 250 ms, the others 100 ms: something happens every 4",
         ),
     ],
     "first-call-inside": [
@@ -65,7 +65,7 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"readings": clocks(1980, 1970, 1700, 1980)}, "from 1980 to 1700 MHz"),
         (
             {"readings": clocks(1980, 1980, throttle=("power-cap", "idle"))},
-            "held back by power-cap:",
+            "throttled by power-cap:",
         ),
     ],
     "backward-too-fast": [
@@ -75,9 +75,9 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "phases-do-not-add-up": [
         (
             {"series": changed("optimizer", samples(14.0))},
-            r"forward \+ loss \+ backward \+ optimizer take 106 ms and the whole step 100 ms",
+            r"forward \+ loss \+ backward \+ optimizer take 106 ms and the full step 100 ms",
         ),
-        ({"series": changed("optimizer", samples(2.0))}, "take 94 ms and the whole step 100"),
+        ({"series": changed("optimizer", samples(2.0))}, "take 94 ms and the full step 100"),
     ],
     "other-kernel": [
         (
@@ -97,10 +97,10 @@ PLANTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ("code", "fault", "message"),
     [(code, *case) for code, cases in PLANTED.items() for case in cases],
 )
-def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str) -> None:
-    found = {lint.code: lint.message for lint in lint_record(record(**fault))}
-    assert code in found
-    assert re.search(message, found[code])
+def test_a_planted_fault_is_reported(code: str, fault: dict[str, Any], message: str) -> None:
+    messages = {lint.code: lint.message for lint in lint_record(record(**fault))}
+    assert code in messages
+    assert re.search(message, messages[code])
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str
         pytest.param({"readings": clocks(345, 1980, 1900, None)}, id="clocks that rise and waver"),
         pytest.param({"readings": clocks(1980, 345, throttle=("idle",))}, id="idle"),
         pytest.param({"readings": clocks(1500, throttle=("application-clocks",))}, id="set"),
-        pytest.param({"readings": waits(5.0, 5.05, 5.1)}, id="cores that are there"),
-        pytest.param({"readings": waits(None, None)}, id="cores that nobody counts"),
+        pytest.param({"readings": waits(5.0, 5.05, 5.1)}, id="available cores"),
+        pytest.param({"readings": waits(None, None)}, id="cores without a counter"),
         pytest.param({"series": changed("optimizer", samples(11.0))}, id="phases within 5 %"),
         pytest.param({"series": (), "quantities": ()}, id="nothing measured"),
         pytest.param(
@@ -125,7 +125,7 @@ def test_a_planted_fault_is_found(code: str, fault: dict[str, Any], message: str
                 "config": {"loss": "fused"},
                 "quantities": (),
             },
-            id="a loss that makes its gradients in the forward",
+            id="a loss that computes its gradients in the forward",
         ),
         pytest.param(
             {"series": (Series(name="loss", unit="nat", values=(9.0, 1.0)),)}, id="not a time"
@@ -139,9 +139,9 @@ def test_a_clean_record_raises_nothing(clean: dict[str, Any]) -> None:
     assert lint_record(record(**clean)) == ()
 
 
-def test_a_first_call_is_not_called_a_spread_as_well() -> None:
-    found = lint_record(record(series=step_of(2500.0, *STEADY)))
-    assert [lint.code for lint in found] == ["first-call-inside"]
+def test_a_first_call_is_not_reported_as_a_spread_too() -> None:
+    lints = lint_record(record(series=step_of(2500.0, *STEADY)))
+    assert [lint.code for lint in lints] == ["first-call-inside"]
 
 
 def pair(varied: str, small: Any, large: Any, **of_large: Any) -> list[Record]:
@@ -154,22 +154,22 @@ def pair(varied: str, small: Any, large: Any, **of_large: Any) -> list[Record]:
 @pytest.mark.parametrize(("varied", "small", "large"), [("size", "s", "m"), ("context", 1, 2)])
 def test_time_that_does_not_grow_with_the_work_is_flat(varied: str, small: Any, large: Any) -> None:
     records = pair(varied, small, large, series=step_series(105.0))
-    found = lint_group(records)
-    assert list(found) == [records[1].id]
-    (lint,) = found[records[1].id]
+    lints = lint_group(records)
+    assert list(lints) == [records[1].id]
+    (lint,) = lints[records[1].id]
     assert lint.code == "flat-in-size"
     assert f"2 times the FLOPs of {varied} {small} take 1.05 times its time" in lint.message
-    assert "all of the work is done" in lint.message
+    assert "all work is executed" in lint.message
 
 
-def test_a_flat_step_that_waits_for_the_host_is_called_launch_bound() -> None:
+def test_a_flat_step_that_waits_for_the_host_is_reported_as_launch_bound() -> None:
     series = step_series(issued=0.99)
     (lint,) = lint_group(pair("size", "s", "m", series=series)).popitem()[1]
     assert "100% of the step ends with an empty launch queue" in lint.message
     assert "launches are the likely limit" in lint.message
 
 
-def test_a_flat_step_is_found_past_sizes_that_did_not_double() -> None:
+def test_a_flat_step_is_detected_past_sizes_that_did_not_double() -> None:
     sizes = (("a", 10e12), ("b", 15e12), ("c", 20e12))
     records = [record(config={"size": s}, quantities=flops(f)) for s, f in sizes]
     assert list(lint_group(records)) == [records[2].id]
@@ -179,10 +179,10 @@ def test_a_flat_step_is_found_past_sizes_that_did_not_double() -> None:
     "records",
     [
         pytest.param(pair("size", "s", "m", series=step_series(115.0)), id="time grew"),
-        pytest.param(pair("batch", 4, 8), id="another thing varied"),
+        pytest.param(pair("batch", 4, 8), id="another setting varied"),
         pytest.param(
             [record(config={"size": "s", "batch": 1}, quantities=flops(1e12)), record()],
-            id="two things varied",
+            id="two settings varied",
         ),
         pytest.param([record(), record(config={"size": "m"})], id="the work did not grow"),
         pytest.param(pair("size", "s", "m", status="error"), id="no result"),
@@ -194,12 +194,12 @@ def test_a_clean_group_raises_nothing(records: list[Record]) -> None:
     assert lint_group(records) == {}
 
 
-def test_forward_alone_cannot_need_more_than_the_whole_step() -> None:
+def test_forward_alone_cannot_need_more_than_the_full_step() -> None:
     peak = (Quantity(name="peak_bytes", value=41 << 30, unit="B"),)
     forward = record(config={"mode": "forward"}, quantities=peak)
     (lint,) = lint_group([record(), forward])[forward.id]
     assert lint.code == "forward-peak-above-step"
-    assert "peaks at 41984 MiB, the whole step at 40960 MiB" in lint.message
+    assert "peaks at 41984 MiB, the full step at 40960 MiB" in lint.message
     assert lint_group([record(quantities=peak), record(config={"mode": "forward"})]) == {}
     assert lint_group([record(config={"batch": 1}), forward]) == {}
 

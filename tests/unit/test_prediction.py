@@ -62,9 +62,18 @@ def tiny(
     **overrides: int,
 ) -> Workload:
     return Workload(
-        size="tiny", table="2025", context=48, batch=2, dtype=dtype, attention=attention,
-        compile="no", optimizer="torch", mode=mode, overrides=overrides, checkpoint=checkpoint,
-    )  # fmt: skip
+        size="tiny",
+        table="2025",
+        context=48,
+        batch=2,
+        dtype=dtype,
+        attention=attention,
+        compile="no",
+        optimizer="torch",
+        mode=mode,
+        overrides=overrides,
+        checkpoint=checkpoint,
+    )
 
 
 def predicted_phases(work: Workload) -> dict[str, int]:
@@ -84,10 +93,10 @@ def test_every_phase_is_predicted_to_the_byte(dtype: str, attention: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 @pytest.mark.parametrize("vocab", [101, 5000])
-def test_a_loss_by_chunks_is_predicted(
+def test_a_chunked_loss_is_predicted(
     dtype: str, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks: the logits of the one before are still there when the next are made."""
+    """Several chunks: the previous chunk's logits are still live when the next are computed."""
     monkeypatch.setattr(loss_chunks, "CHUNK_ROWS", 16)
     monkeypatch.setattr(loss_chunks, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(loss_chunks, "_ROW_MULTIPLE", 16)
@@ -106,9 +115,9 @@ def test_a_narrow_model_with_many_tokens_is_predicted_too() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["1", "2", "4", "3-1", "nested"])
-def test_checkpointed_stretches_are_predicted_to_the_byte(checkpoint: str) -> None:
-    """Long enough that activations, not gradients, make the peak; five blocks, so that the last
-    stretch is a short one."""
+def test_checkpointed_segments_are_predicted_to_the_byte(checkpoint: str) -> None:
+    """Long enough that activations, not gradients, set the peak; five blocks, so that the last
+    segment is a short one."""
     fields = {"vocab": 32, "n_layers": 5, "d_model": 32, "d_ff": 64, "n_heads": 2}
     for attention in ("reference", "sdpa"):
         work = tiny("float32", attention, checkpoint=checkpoint, **fields)
@@ -116,17 +125,17 @@ def test_checkpointed_stretches_are_predicted_to_the_byte(checkpoint: str) -> No
 
 
 @pytest.mark.parametrize("checkpoint", ["2", "nested"])
-def test_under_autocast_a_stretch_makes_its_copies_of_weights_anew(checkpoint: str) -> None:
+def test_under_autocast_a_segment_casts_its_weights_again(checkpoint: str) -> None:
     fields = {"vocab": 32, "n_layers": 3, "d_model": 32, "d_ff": 64, "n_heads": 2}
     work = tiny("bfloat16", "reference", checkpoint=checkpoint, **fields)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counted = counted_phases(work)
-    # The inverse root of each token's mean square dies one operator sooner than it is played.
+    # The rsqrt of each token's mean square is freed one operator sooner than in the simulation.
     assert predicted_phases(work) == pytest.approx(counted, abs=8 + 4 * work.batch * work.context)
 
 
-def test_nested_stretches_need_the_least() -> None:
+def test_nested_segments_need_the_least() -> None:
     peaks = {
         checkpoint: predict(
             plan("small", 1024, mode="forward-backward", checkpoint=checkpoint, device="cpu")
@@ -138,16 +147,16 @@ def test_nested_stretches_need_the_least() -> None:
 
 @pytest.mark.parametrize("vocab", [32, 2000])
 @pytest.mark.parametrize("optimizer", ["torch", "torch-fused", "stepscope"])
-def test_an_update_of_one_after_the_other_is_predicted(optimizer: str, vocab: int) -> None:
-    """Where the first and the last weight are the largest, and where three in a row are."""
+def test_an_update_tensor_by_tensor_is_predicted(optimizer: str, vocab: int) -> None:
+    """With the first and the last weight the largest, and with three large ones in a row."""
     work = msgspec.structs.replace(
         tiny("float32", "sdpa", mode="train-step", vocab=vocab, n_layers=2), optimizer=optimizer
     )
-    # The count of each parameter's steps lives on the host, which is the device here.
+    # The step count of each parameter lives on the host, which is the device here.
     assert predicted_phases(work) == pytest.approx(counted_phases(work), abs=200)
 
 
-# The kernel of stepscope-fused runs on a GPU: here another form would be counted.
+# The kernel of stepscope-fused runs on a GPU: here its fallback would be counted.
 @pytest.mark.parametrize(
     "optimizer", [n for n in OPTIMIZERS if n == "course" or not n.startswith("stepscope-")]
 )
@@ -159,11 +168,11 @@ def test_master_weights_are_predicted_with_their_wide_gradients(optimizer: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counted = counted_phases(work)
-    # The count of each parameter's steps lives on the host, which is the device here.
+    # The step count of each parameter lives on the host, which is the device here.
     assert predicted_phases(work) == pytest.approx(counted, abs=200)
 
 
-def test_records_of_the_h200_are_met() -> None:
+def test_predictions_match_the_h200_records() -> None:
     """Every eager peak of the published records: within 1 %, half of them within 0.05 %."""
     off: dict[str, float] = {}
     for record in read_records(RESULTS):
@@ -173,7 +182,7 @@ def test_records_of_the_h200_are_met() -> None:
         if record.config["context"] not in (128, 1024):  # the others take as long again
             continue
         work = record.config
-        told = predict(
+        prediction = predict(
             plan(
                 work["size"],
                 work["context"],
@@ -182,11 +191,11 @@ def test_records_of_the_h200_are_met() -> None:
                 attention=work["attention"],
                 mode=work["mode"],
                 optimizer=work["optimizer"],
-                # They share a process with cases before them.
+                # Earlier cases ran in the same process.
                 used_before=True,
             )
         )
-        off[record.case] = told.peak.allocated / peak - 1
+        off[record.case] = prediction.peak.allocated / peak - 1
     worst = max(off, key=lambda case: abs(off[case]))
     assert len(off) == 60
     assert abs(off[worst]) < 0.01, f"{worst}: {off[worst]:.2%}"
@@ -202,44 +211,44 @@ SEEDS = {
 
 
 @pytest.mark.parametrize(("dtype", "mode"), SEEDS)
-def test_a_published_table_of_the_course_model_is_met(dtype: str, mode: str) -> None:
-    """2.7b at contexts 128, 256, 512 on an H800, measured by someone else; within 1 %."""
+def test_predictions_match_a_published_table_of_the_course_model(dtype: str, mode: str) -> None:
+    """2.7b at contexts 128, 256, 512 on an H800, measured independently; within 1 %."""
     for context, gib in zip((128, 256, 512), SEEDS[dtype, mode], strict=True):
-        told = predict(
+        prediction = predict(
             plan(context=context, dtype=dtype, mode=mode, optimizer="course", written_out=True)
         )
-        assert told.peak.allocated / GIB == pytest.approx(gib, rel=0.01)
+        assert prediction.peak.allocated / GIB == pytest.approx(gib, rel=0.01)
 
 
-def lines(told: Prediction, phase: str) -> dict[str, int]:
-    return next(moment.lines for moment in told.phases if moment.phase == phase)
+def lines(prediction: Prediction, phase: str) -> dict[str, int]:
+    return next(moment.lines for moment in prediction.phases if moment.phase == phase)
 
 
 def test_the_lines_add_up() -> None:
-    told = predict(plan("small", 256, dtype="bfloat16"))
-    for moment in told.phases:
+    prediction = predict(plan("small", 256, dtype="bfloat16"))
+    for moment in prediction.phases:
         assert sum(moment.lines.values()) == moment.allocated
         assert moment.allocated <= moment.reserved
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_lines_name_what_the_formulas_know(dtype: str) -> None:
-    told = predict(plan("small", 256, dtype=dtype, device="cpu"))
-    model, form = told.plan.model, precision(dtype)
-    weights = cost.weight_bytes(model, form)
-    at_loss = lines(told, "loss")
+def test_the_lines_match_the_closed_formulas(dtype: str) -> None:
+    prediction = predict(plan("small", 256, dtype=dtype, device="cpu"))
+    model, dtypes = prediction.plan.model, precision(dtype)
+    weights = cost.weight_bytes(model, dtypes)
+    at_loss = lines(prediction, "loss")
     assert at_loss[PARAMETERS] == weights
     assert at_loss[OPTIMIZER] == 2 * weights
-    assert lines(told, "optimizer")[GRADIENTS] == weights
-    kept = cost.activation_bytes(model, 4, 256, form, "reference", "cpu")
-    assert at_loss.get(WEIGHT_COPIES, 0) == kept.weight_copies
-    loss = next(moment for moment in told.phases if moment.phase == "loss")
-    # Tokens and targets have a line of their own.
+    assert lines(prediction, "optimizer")[GRADIENTS] == weights
+    activations = cost.activation_bytes(model, 4, 256, dtypes, "reference", "cpu")
+    assert at_loss.get(WEIGHT_COPIES, 0) == activations.weight_copies
+    loss = next(moment for moment in prediction.phases if moment.phase == "loss")
+    # Tokens and targets have their own line.
     indices = 2 * 4 * 256 * 8
-    assert saved_bytes(loss.lines) == kept.total - kept.weight_copies - indices
+    assert saved_bytes(loss.lines) == activations.total - activations.weight_copies - indices
 
 
-def test_bfloat16_needs_more_than_float32_at_short_contexts_because_of_its_copies() -> None:
+def test_weight_copies_make_bfloat16_larger_than_float32_at_short_contexts() -> None:
     def forward(dtype: str, context: int) -> Prediction:
         return predict(plan(context=context, dtype=dtype, mode="forward"))
 
@@ -248,14 +257,14 @@ def test_bfloat16_needs_more_than_float32_at_short_contexts_because_of_its_copie
     assert short.allocated - short.lines[WEIGHT_COPIES] < wide.allocated
 
 
-def test_sharding_divides_what_it_says() -> None:
-    whole = predict(plan("medium"))
-    divided = predict(plan("medium", ranks=4, sharding="optimizer"))
-    assert lines(divided, "loss")[OPTIMIZER] == pytest.approx(
-        lines(whole, "loss")[OPTIMIZER] / 4, rel=0.05
+def test_sharding_divides_state_and_parameters() -> None:
+    unsharded = predict(plan("medium"))
+    sharded = predict(plan("medium", ranks=4, sharding="optimizer"))
+    assert lines(sharded, "loss")[OPTIMIZER] == pytest.approx(
+        lines(unsharded, "loss")[OPTIMIZER] / 4, rel=0.05
     )
-    assert lines(divided, "loss")[PARAMETERS] == lines(whole, "loss")[PARAMETERS]
-    # Matrices are cut by rows: their number sets no bound.
+    assert lines(sharded, "loss")[PARAMETERS] == lines(unsharded, "loss")[PARAMETERS]
+    # Matrices are sharded by rows: their number sets no bound.
     many = predict(plan("small", ranks=64, sharding="optimizer"))
     assert lines(many, "loss")[OPTIMIZER] == pytest.approx(
         lines(predict(plan("small")), "loss")[OPTIMIZER] / 64, rel=0.02
@@ -263,25 +272,25 @@ def test_sharding_divides_what_it_says() -> None:
     full = predict(plan("medium", ranks=4, sharding="full", dtype="bfloat16"))
     for line in (PARAMETERS, GRADIENTS):
         assert lines(full, "optimizer")[line] == pytest.approx(
-            lines(whole, "optimizer")[line] / 4, rel=0.05
+            lines(unsharded, "optimizer")[line] / 4, rel=0.05
         )
     assert WEIGHT_COPIES not in lines(full, "forward")
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
-def test_full_sharding_divides_whole_rows(ranks: int) -> None:
+def test_full_sharding_divides_by_rows(ranks: int) -> None:
     wanted = plan("small", ranks=ranks, sharding="full", device="cpu")
     with torch.device("meta"):
         parameters = list(TransformerLM(wanted.model).parameters())
     mine = sum(
         p.numel() if p.dim() < 2 else p[0].numel() * -(-p.shape[0] // ranks) for p in parameters
     )
-    found = lines(predict(wanted), "optimizer")
-    assert found[PARAMETERS] == 4 * mine
-    assert found[OPTIMIZER] == pytest.approx(8 * mine, rel=1e-3)
+    at_optimizer = lines(predict(wanted), "optimizer")
+    assert at_optimizer[PARAMETERS] == 4 * mine
+    assert at_optimizer[OPTIMIZER] == pytest.approx(8 * mine, rel=1e-3)
 
 
-def test_changes_that_fit_do_fit_and_nothing_is_promised_where_nothing_does() -> None:
+def test_proposed_changes_fit_and_none_is_proposed_if_none_fits() -> None:
     wanted = plan("small", 1024)
     peak = predict(wanted).peak.allocated
     budget = int(0.75 * peak)
@@ -306,6 +315,6 @@ def test_changes_that_fit_do_fit_and_nothing_is_promised_where_nothing_does() ->
         {"dtype": "int3"},
     ],
 )
-def test_what_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_plans_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         plan("small", **fields)

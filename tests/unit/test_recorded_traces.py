@@ -1,6 +1,6 @@
-"""Real traces, one step each: exact numbers, and the same by an account that shares no reader.
+"""Real traces, one step each: exact numbers, and the same from an independent ledger.
 
-`scripts/cut_trace.py` makes a file and its numbers out of a trace that was recorded.
+`scripts/cut_trace.py` cuts a recorded trace to one step and writes its expected numbers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def recorded(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("planted", [training_step(blocks=3), replayed_step()])
-def test_both_accounts_agree_on_kernels_too(tmp_path: Path, planted: ChromeTrace) -> None:
-    """As no recorded trace of a CPU has them."""
+def test_both_ledgers_agree_on_kernels_too(tmp_path: Path, planted: ChromeTrace) -> None:
+    """Recorded CPU traces have no kernels."""
     path = planted.write(tmp_path / "planted.json.gz")
-    test_every_line_is_that_of_counting_the_raw_events(path)
-    test_every_part_of_the_model_has_what_its_forward_made(path)
+    test_every_line_matches_a_count_of_the_raw_events(path)
+    test_every_part_of_the_model_has_the_work_of_its_forward(path)
 
 
 @cache
@@ -58,53 +58,56 @@ def slow_account(path: Path) -> Account:
 
 def ledger_of(path: Path) -> Ledger:
     work = work_of(path)
-    (account,) = ledgers(work, find_steps(work))
-    return account
+    (ledger,) = ledgers(work, find_steps(work))
+    return ledger
 
 
 def expected(path: Path) -> dict[str, Any]:
     text = path.with_name(path.name.replace(".json.gz", ".expected.json")).read_text()
-    found: dict[str, Any] = json.loads(text)
-    return found
+    numbers: dict[str, Any] = json.loads(text)
+    return numbers
 
 
-def test_the_numbers_are_those_that_stand_beside_it(recorded: Path) -> None:
+def test_the_numbers_match_the_expected_file(recorded: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         import cut_trace
     finally:
         sys.path.pop(0)
-    told = json.loads(json.dumps(cut_trace.expected(work_of(recorded))))
-    assert told == expected(recorded)
+    numbers = json.loads(json.dumps(cut_trace.expected(work_of(recorded))))
+    assert numbers == expected(recorded)
 
 
-def test_every_line_is_that_of_counting_the_raw_events(recorded: Path) -> None:
-    slow, account = slow_account(recorded), ledger_of(recorded)
-    assert account.wall == slow.end - slow.start
-    found: dict[tuple[str, str], int] = {key: ns for key, ns in account.work.items() if ns}
-    for phase, cause, length in account.lines():
+def test_every_line_matches_a_count_of_the_raw_events(recorded: Path) -> None:
+    slow, ledger = slow_account(recorded), ledger_of(recorded)
+    assert ledger.wall == slow.end - slow.start
+    lines: dict[tuple[str, str], int] = {key: ns for key, ns in ledger.work.items() if ns}
+    for phase, cause, length in ledger.lines():
         if phase == "idle":
-            found["idle", CAUSES[cause.partition(":")[0]]] = length
-    if account.no_launch:
-        found["idle", "no launch"] = account.no_launch
+            lines["idle", CAUSES[cause.partition(":")[0]]] = length
+    if ledger.no_launch:
+        lines["idle", "no launch"] = ledger.no_launch
     counted = slow.lines()
     unknown = sum(counted.pop(key) for key in [k for k in counted if not k[0]])
-    assert found == dict(counted)
-    assert account.no_phase == unknown
+    assert lines == dict(counted)
+    assert ledger.no_phase == unknown
 
 
-def test_every_part_of_the_model_has_what_its_forward_made(recorded: Path) -> None:
+def test_every_part_of_the_model_has_the_work_of_its_forward(recorded: Path) -> None:
     work, slow = work_of(recorded), slow_account(recorded)
     assert len(work) == len(slow.pieces)
-    found = sorted(
+    attributed = sorted(
         (start, end, PHASES[phase], "/".join(work.host.paths[path]))
         for start, end, phase, path in zip(
-            work.start.tolist(), work.end.tolist(), work.phase.tolist(), work.path.tolist(),
+            work.start.tolist(),
+            work.end.tolist(),
+            work.phase.tolist(),
+            work.path.tolist(),
             strict=True,
         )
-    )  # fmt: skip
-    told = sorted((p.start, p.end, slow.phase_of(p), slow.module(p.around)) for p in slow.pieces)
-    assert found == told
+    )
+    counted = sorted((p.start, p.end, slow.phase_of(p), slow.module(p.around)) for p in slow.pieces)
+    assert attributed == counted
 
 
 def test_its_ledger_closes_and_its_work_is_attributed(recorded: Path) -> None:
@@ -113,13 +116,13 @@ def test_its_ledger_closes_and_its_work_is_attributed(recorded: Path) -> None:
     assert sum(line.ms for line in summary.lines) == pytest.approx(summary.wall_ms)
     assert summary.shares.kind >= 0.98
     if "_graph_" in recorded.name:
-        # One launch for all of it: what it runs has no operator, and so no part of the model.
+        # One launch for everything: its kernels have no operator and no part of the model.
         assert summary.shares.operator == summary.shares.module == 0
     elif "train-step" in recorded.name and summary.on_device:
         assert summary.shares.backward_module >= 0.95
 
 
-def test_what_is_cut_out_was_recorded_so(recorded: Path) -> None:
+def test_a_cut_trace_has_one_step(recorded: Path) -> None:
     events = json.loads(gzip.decompress(recorded.read_bytes()))["traceEvents"]
     marks = [e["name"] for e in events if e["name"].startswith("ProfilerStep#")]
     assert len(marks) == 1

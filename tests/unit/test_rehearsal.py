@@ -1,4 +1,4 @@
-"""The replay in exact numbers: who waits for whom, what is exposed, which bucket is best."""
+"""Exact numbers of the replay: waits, exposed communication, best bucket."""
 
 from __future__ import annotations
 
@@ -34,90 +34,95 @@ from stepscope.errors import UsageError
 from stepscope.parallel.buckets import MEGABYTE
 
 SLOW = Line(1.0, MEGABYTE / 10)
-"""1 ms a message, 10 ms a MiB."""
+"""1 ms per message, 10 ms per MiB."""
 
 
-def test_naive_is_every_message_after_the_backward() -> None:
-    told = replay(recording([60.0, 40.0, 20.0]), "naive", SLOW)
-    assert [(m.start, m.end) for m in told.messages] == [(90, 101), (101, 112), (112, 123)]
-    assert (told.step_ms, told.exposed_ms) == (133.0, 33.0)
+def test_naive_sends_every_message_after_the_backward() -> None:
+    result = replay(recording([60.0, 40.0, 20.0]), "naive", SLOW)
+    assert [(m.start, m.end) for m in result.messages] == [(90, 101), (101, 112), (112, 123)]
+    assert (result.step_ms, result.exposed_ms) == (133.0, 33.0)
 
 
-def test_flat_is_one_message_after_the_backward() -> None:
-    told = replay(recording([60.0, 40.0, 20.0]), "flat", SLOW)
-    assert [(m.bytes, m.start, m.end) for m in told.messages] == [(3 * MEGABYTE, 90, 121)]
-    assert told.exposed_ms == 31.0
+def test_flat_sends_one_message_after_the_backward() -> None:
+    result = replay(recording([60.0, 40.0, 20.0]), "flat", SLOW)
+    assert [(m.bytes, m.start, m.end) for m in result.messages] == [(3 * MEGABYTE, 90, 121)]
+    assert result.exposed_ms == 31.0
 
 
 def test_overlap_sends_each_gradient_when_it_is_ready() -> None:
-    told = replay(recording([60.0, 40.0, 20.0]), "overlap", SLOW)
-    assert [(m.ready, m.start, m.end) for m in told.messages] == [
-        (50, 50, 61), (70, 70, 81), (90, 90, 101),
-    ]  # fmt: skip
-    assert told.exposed_ms == 11.0
-    assert told.communication_ms == 33.0
+    result = replay(recording([60.0, 40.0, 20.0]), "overlap", SLOW)
+    assert [(m.ready, m.start, m.end) for m in result.messages] == [
+        (50, 50, 61),
+        (70, 70, 81),
+        (90, 90, 101),
+    ]
+    assert result.exposed_ms == 11.0
+    assert result.communication_ms == 33.0
 
 
 def test_messages_queue_on_one_channel() -> None:
-    told = replay(recording([30.0, 22.0, 20.0]), "overlap", SLOW)
-    assert [(m.ready, m.start, m.end) for m in told.messages] == [
-        (50, 50, 61), (52, 61, 72), (60, 72, 83),
-    ]  # fmt: skip
-    assert told.exposed_ms == 0.0
+    result = replay(recording([30.0, 22.0, 20.0]), "overlap", SLOW)
+    assert [(m.ready, m.start, m.end) for m in result.messages] == [
+        (50, 50, 61),
+        (52, 61, 72),
+        (60, 72, 83),
+    ]
+    assert result.exposed_ms == 0.0
 
 
-def test_a_channel_may_take_the_next_before_the_last_is_done() -> None:
-    told = replay(recording([30.0, 22.0, 20.0]), "overlap", Line(5.0, MEGABYTE / 10, gap_ms=0.0))
-    assert [(m.start, m.end) for m in told.messages] == [(50, 65), (60, 75), (70, 85)]
-    assert told.communication_ms == 35.0
+def test_a_channel_may_start_a_message_before_the_last_is_done() -> None:
+    result = replay(recording([30.0, 22.0, 20.0]), "overlap", Line(5.0, MEGABYTE / 10, gap_ms=0.0))
+    assert [(m.start, m.end) for m in result.messages] == [(50, 65), (60, 75), (70, 85)]
+    assert result.communication_ms == 35.0
 
 
-def test_a_bucket_leaves_with_its_last_gradient_and_in_its_turn() -> None:
-    # The first bucket has the gradients that are ready at 20 and 55; the second waits its turn.
-    told = replay(recording([50.0, 40.0, 55.0, 20.0]), "bucketed", SLOW, bucket_mb=2.0)
-    assert [(m.bytes / MEGABYTE, m.ready) for m in told.messages] == [(2, 85), (2, 85)]
-    assert [(m.start, m.end) for m in told.messages] == [(85, 106), (106, 127)]
+def test_a_bucket_is_sent_with_its_last_gradient_and_in_order() -> None:
+    # The first bucket has the gradients that are ready at 20 and 55; the second follows in order.
+    result = replay(recording([50.0, 40.0, 55.0, 20.0]), "bucketed", SLOW, bucket_mb=2.0)
+    assert [(m.bytes / MEGABYTE, m.ready) for m in result.messages] == [(2, 85), (2, 85)]
+    assert [(m.start, m.end) for m in result.messages] == [(85, 106), (106, 127)]
 
 
 def test_upkeep_delays_what_comes_after_it() -> None:
     upkeep = Upkeep(pack=1.0, pack_byte=2.0 / MEGABYTE, issue=0.5, agree=4.0)
-    told = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
+    result = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
     # Each gradient delays by 3 ms of packing and half of a millisecond of sending.
-    assert [m.ready for m in told.messages] == [53.5, 97.0]
-    assert told.backward_end == 97.0
-    assert told.synchronized == 108.0
+    assert [m.ready for m in result.messages] == [53.5, 97.0]
+    assert result.backward_end == 97.0
+    assert result.synchronized == 108.0
     late = replay(recording([60.0, 20.0]), "flat", SLOW, upkeep=upkeep)
     # The backward ends at 90; then the exchange, packing of two, sending, 21 ms of transfer.
     assert late.synchronized == 90 + 4 + 6 + 0.5 + 21
 
 
-def test_work_beside_messages_takes_longer_and_holds_them_up() -> None:
+def test_concurrent_work_takes_longer_and_delays_messages() -> None:
     upkeep = Upkeep(pack=2.0, slowed=1.5, drag=0.5)
-    told = replay(recording([60.0, 30.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
-    # At 50 nothing is under way: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
-    assert [(m.ready, m.start, m.end) for m in told.messages] == [
-        (52, 52, 64), (65, 65, 76), (97, 97, 108),
-    ]  # fmt: skip
-    # The third gradient comes at 95, when nothing is.
-    assert told.backward_end == 97.0
+    result = replay(recording([60.0, 30.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
+    # At 50 nothing is in flight: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
+    assert [(m.ready, m.start, m.end) for m in result.messages] == [
+        (52, 52, 64),
+        (65, 65, 76),
+        (97, 97, 108),
+    ]
+    # The third gradient is ready at 95, when nothing is in flight.
+    assert result.backward_end == 97.0
     queue = replay(recording([23.0, 22.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
-    # Two that are on their way, one of them waiting for its turn, are both held up by a ms.
+    # Two messages, one of them still queued, are both delayed by a ms.
     assert [(m.start, m.end) for m in queue.messages] == [(52, 65), (65, 76), (76, 87)]
 
 
-def test_the_exchange_at_the_end_hides_beside_reductions() -> None:
-    told = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=10.0))
-    assert told.synchronized == 101.0
-    assert replay(
-        recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=20.0)
-    ).synchronized == 110.0  # fmt: skip
+def test_the_final_exchange_overlaps_with_reductions() -> None:
+    result = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=10.0))
+    assert result.synchronized == 101.0
+    longer = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=20.0))
+    assert longer.synchronized == 110.0
 
 
-def test_one_rank_has_nothing_to_say() -> None:
-    held = recording([60.0, 40.0, 20.0])
+def test_one_rank_does_not_communicate() -> None:
+    subject = recording([60.0, 40.0, 20.0])
     for strategy in STRATEGIES:
-        told = replay_any(held, strategy, make_cluster("ethernet", 1), 25.0)
-        assert told.exposed_ms == 0.0, strategy
+        result = replay_any(subject, strategy, make_cluster("ethernet", 1), 25.0)
+        assert result.exposed_ms == 0.0, strategy
 
 
 @given(
@@ -127,24 +132,24 @@ def test_one_rank_has_nothing_to_say() -> None:
     latency=st.floats(0.0, 5.0),
     rate=st.floats(1e3, 1e9),
 )
-def test_what_holds_for_every_replay(
+def test_invariants_of_every_replay(
     ready: list[float], sizes: list[float], bucket: float, latency: float, rate: float
 ) -> None:
-    held, channel = recording(ready, sizes[: len(ready)]), Line(latency, rate)
-    steps = {name: replay(held, name, channel, bucket) for name in STRATEGIES}
-    for name, told in steps.items():
-        assert told.exposed_ms >= -1e-9, name
-        assert sum(m.bytes for m in told.messages) == held.gradient_bytes
-        assert all(m.end >= m.start >= m.ready for m in told.messages)
-        # Nothing is faster than the links, nor than the compute.
-        assert told.step_ms >= max(held.compute_ms, told.communication_ms) - 1e-6
+    subject, channel = recording(ready, sizes[: len(ready)]), Line(latency, rate)
+    steps = {name: replay(subject, name, channel, bucket) for name in STRATEGIES}
+    for name, result in steps.items():
+        assert result.exposed_ms >= -1e-9, name
+        assert sum(m.bytes for m in result.messages) == subject.gradient_bytes
+        assert all(m.end >= m.start >= m.ready for m in result.messages)
+        # Nothing is faster than the links or the compute.
+        assert result.step_ms >= max(subject.compute_ms, result.communication_ms) - 1e-6
     assert steps["overlap"].step_ms <= steps["naive"].step_ms + 1e-6
     assert steps["bucketed"].step_ms <= steps["naive"].step_ms + 1e-6
 
 
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("bucket_mb", [0.0, -1.0, math.nan])
-def test_a_bucket_of_nothing_is_refused(strategy: str, bucket_mb: float) -> None:
+def test_an_invalid_bucket_size_is_refused(strategy: str, bucket_mb: float) -> None:
     with pytest.raises(UsageError, match="bucket_mb"):
         replay_any(recording([1.0]), strategy, make_cluster("nvlink", 8), bucket_mb)
 
@@ -158,18 +163,18 @@ def test_a_ring_moves_two_shares_of_the_rest_and_a_tree_fewer_hops() -> None:
     wire = Wire(0.01, 1e6)
     assert ring_half_ms(wire, 4, 8e6) == pytest.approx(3 * (0.01 + 2.0))
     assert all_reduce_ms(wire, 4, 8e6) == pytest.approx(2 * 3 * (0.01 + 2.0))
-    # A short message among many: up and down the tree in ten hops each.
+    # A short message among many ranks: up and down the tree in ten hops each.
     assert all_reduce_ms(wire, 1024, 1000.0) == pytest.approx(2 * 10 * 0.01 + 2e-3)
     assert all_reduce_ms(wire, 1, 1e9) == 0.0
 
 
 def test_nodes_reduce_inside_first() -> None:
     size = 800e6
-    held = make_cluster("infiniband", 64)
+    subject = make_cluster("infiniband", 64)
     inside = 2 * ring_half_ms(NVLINK, 8, size)
     between = 2 * ring_half_ms(INFINIBAND, 8, size / 8)
-    assert held.time("all-reduce", size) == pytest.approx(START_MS + inside + between)
-    assert held.time("reduce-scatter", size) == pytest.approx(START_MS + (inside + between) / 2)
+    assert subject.time("all-reduce", size) == pytest.approx(START_MS + inside + between)
+    assert subject.time("reduce-scatter", size) == pytest.approx(START_MS + (inside + between) / 2)
     # Within a node there is no network.
     assert make_cluster("ethernet", 8).time("all-reduce", size) == pytest.approx(
         START_MS + all_reduce_ms(NVLINK, 8, size)
@@ -177,14 +182,14 @@ def test_nodes_reduce_inside_first() -> None:
 
 
 def test_a_custom_link_has_its_own_numbers() -> None:
-    held = custom_cluster(2, latency_us=100.0, bandwidth_gbs=1.0)
-    assert held.time("all-reduce", 1e6) == pytest.approx(2 * 0.1 + 1.0)
-    assert held.name == "1 GB/s, 100 µs"
+    subject = custom_cluster(2, latency_us=100.0, bandwidth_gbs=1.0)
+    assert subject.time("all-reduce", 1e6) == pytest.approx(2 * 0.1 + 1.0)
+    assert subject.name == "1 GB/s, 100 µs"
     assert "nodes of 4" in custom_cluster(8, 1.0, 1.0, per_node=4).name
 
 
 @pytest.mark.parametrize(
-    ("latency", "bandwidth", "per_node", "ranks", "words"),
+    ("latency", "bandwidth", "per_node", "ranks", "message"),
     [
         (-1.0, 1.0, 1, 2, "latency_us is -1"),
         (math.nan, 1.0, 1, 2, "latency_us is nan"),
@@ -194,10 +199,10 @@ def test_a_custom_link_has_its_own_numbers() -> None:
         (1.0, 1.0, 1, 0, "ranks is 0"),
     ],
 )
-def test_a_link_that_cannot_be_is_refused(
-    latency: float, bandwidth: float, per_node: int, ranks: int, words: str
+def test_an_invalid_link_is_refused(
+    latency: float, bandwidth: float, per_node: int, ranks: int, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         custom_cluster(ranks, latency, bandwidth, per_node)
 
 
@@ -210,58 +215,63 @@ def test_an_unknown_preset_is_refused() -> None:
 
 @given(ranks=st.integers(1, 4096), size=st.floats(1.0, 1e12), link=st.sampled_from(list(LINKS)))
 def test_a_collective_never_beats_its_slowest_link(ranks: int, size: float, link: str) -> None:
-    held = make_cluster(link, ranks)
-    whole, half = held.time("all-reduce", size), held.time("all-gather", size)
-    assert min(whole, half) >= 0
-    local = min(ranks, held.per_node)
+    subject = make_cluster(link, ranks)
+    reduced, gathered = subject.time("all-reduce", size), subject.time("all-gather", size)
+    assert min(reduced, gathered) >= 0
+    local = min(ranks, subject.per_node)
     nodes = math.ceil(ranks / local)
     if nodes > 1:
-        least = 2 * (nodes - 1) / nodes * size / local / held.between.bytes_per_ms
-        assert whole >= least * (1 - 1e-9)
-        assert half >= least / 2 * (1 - 1e-9)
+        least = 2 * (nodes - 1) / nodes * size / local / subject.between.bytes_per_ms
+        assert reduced >= least * (1 - 1e-9)
+        assert gathered >= least / 2 * (1 - 1e-9)
 
 
 def test_a_sharded_step_gathers_after_its_share_of_the_update() -> None:
     cluster = custom_cluster(2, 0.0, MEGABYTE / 10 / 1e6)
-    told = replay_sharded(recording([60.0, 20.0]), cluster, bucket_mb=1.0)
-    # Half of 10 ms a MiB each: scattered until 55 and 95; updated in 5; gathered in 10.
-    assert [(m.start, m.end) for m in told.messages] == [(50, 55), (90, 95), (100, 110)]
-    assert told.step_ms == 110.0
+    result = replay_sharded(recording([60.0, 20.0]), cluster, bucket_mb=1.0)
+    # Half of 10 ms per MiB each: scattered until 55 and 95; updated in 5; gathered in 10.
+    assert [(m.start, m.end) for m in result.messages] == [(50, 55), (90, 95), (100, 110)]
+    assert result.step_ms == 110.0
     # A rank computes for 95: it updates half of the parameters.
-    assert told.exposed_ms == 15.0
+    assert result.exposed_ms == 15.0
 
 
 def test_fsdp_gathers_one_ahead_and_scatters_behind() -> None:
     cluster = custom_cluster(2, 0.0, MEGABYTE / 10 / 1e6)
-    told = replay_fsdp(recording([60.0, 30.0]), cluster, unit_mb=1.0)
-    assert [(m.ready, m.start, m.end) for m in told.messages] == [
-        (0, 0, 5), (5, 5, 10),        # forward: the first unit, then the second ahead of its use
-        (35, 35, 40), (40, 40, 45),   # backward: the same, from the end
-        (70, 70, 75), (100, 100, 105),
-    ]  # fmt: skip
-    assert (told.forward_end, told.backward_end, told.synchronized) == (35.0, 100.0, 105.0)
-    assert told.step_ms == 110.0
+    result = replay_fsdp(recording([60.0, 30.0]), cluster, unit_mb=1.0)
+    assert [(m.ready, m.start, m.end) for m in result.messages] == [
+        (0, 0, 5),
+        (5, 5, 10),  # forward: the first unit, then the second ahead of its use
+        (35, 35, 40),
+        (40, 40, 45),  # backward: the same, from the end
+        (70, 70, 75),
+        (100, 100, 105),
+    ]
+    assert (result.forward_end, result.backward_end, result.synchronized) == (35.0, 100.0, 105.0)
+    assert result.step_ms == 110.0
 
 
 def test_the_best_bucket_is_neither_the_smallest_nor_the_largest() -> None:
-    held = recording([60.0 - place for place in range(40)], [1.0] * 40)
-    sweep = sweep_buckets(held, Line(2.0, MEGABYTE), [1.0, 5.0, 40.0])
-    steps = {size: told.step_ms for size, told in sweep.steps.items()}
+    subject = recording([60.0 - index for index in range(40)], [1.0] * 40)
+    sweep = sweep_buckets(subject, Line(2.0, MEGABYTE), [1.0, 5.0, 40.0])
+    steps = {size: result.step_ms for size, result in sweep.steps.items()}
     assert sweep.best == 5.0
     assert steps[5.0] < min(steps[1.0], steps[40.0])
     assert sweep.as_good == (5.0, 5.0)
 
 
-def test_of_equal_buckets_the_largest_is_named() -> None:
+def test_among_equal_buckets_the_largest_is_best() -> None:
     sweep = sweep_buckets(recording([60.0, 20.0]), Line(0.0, math.inf), [1.0, 2.0, 4.0])
     assert sweep.best == 4.0
     assert sweep.as_good == (1.0, 4.0)
 
 
 def test_where_scaling_stops_paying() -> None:
-    held = recording([60.0, 20.0], [100.0, 100.0])
-    scaling = sweep_ranks(held, lambda n: custom_cluster(n, 2000.0, 100.0), doublings(64), batch=16)
-    shares = {ranks: told.exposed_share for ranks, told in scaling.kept.items()}
+    subject = recording([60.0, 20.0], [100.0, 100.0])
+    scaling = sweep_ranks(
+        subject, lambda n: custom_cluster(n, 2000.0, 100.0), doublings(64), batch=16
+    )
+    shares = {ranks: result.exposed_share for ranks, result in scaling.kept.items()}
     assert shares[1] == 0.0
     first = next(ranks for ranks, share in shares.items() if share > 0.2)
     assert scaling.stops_paying(0.2) == first > 2
@@ -269,17 +279,17 @@ def test_where_scaling_stops_paying() -> None:
     # A batch of sixteen sequences cannot be shared by more ranks.
     assert list(scaling.divided) == [1, 2, 4, 8, 16]
     assert scaling.divided[scaling.fastest].step_ms == min(
-        told.step_ms for told in scaling.divided.values()
+        result.step_ms for result in scaling.divided.values()
     )
 
 
-def test_doublings_end_at_the_number_asked_for() -> None:
+def test_doublings_end_at_the_requested_number() -> None:
     assert doublings(1) == (1,)
     assert doublings(12) == (1, 2, 4, 8, 12)
     assert doublings(8) == (1, 2, 4, 8)
 
 
-def test_a_channel_is_measured_alone_and_in_a_queue() -> None:
+def test_a_channel_is_measured_with_single_and_queued_messages() -> None:
     alone = {size: 1.0 + size / 1e6 for size in (1000, 10**6, 10**7)}
     bursts = {(size, 8): alone[size] + 7 * (0.25 + size / 2e6) for size in (1000, 10**6)}
     channel = measured_channel(alone, bursts)

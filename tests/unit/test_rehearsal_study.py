@@ -85,10 +85,10 @@ NEVER_READY = msgspec.to_builtins([msgspec.structs.replace(ready_times()[0], rea
 
 @pytest.mark.parametrize("attached", ["{", [{"name": 1}], NEVER_READY])
 def test_a_damaged_recording_is_named(attached: object) -> None:
-    with pytest.raises(StepscopeError, match=r"record run-1-rehearsal.* holds no whole recording"):
+    with pytest.raises(StepscopeError, match=r"record run-1-rehearsal.* has no complete recording"):
         recording_of(recorded_record(attachments={NOTE: attached}))
     phases = recorded_record().series[:2]
-    with pytest.raises(StepscopeError, match="holds no whole recording"):
+    with pytest.raises(StepscopeError, match="has no complete recording"):
         recording_of(recorded_record(series=phases))
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of CUDA's allocator: the peak worked out, and hostile files refused unrun."""
+"""Snapshots of the CUDA allocator: computed peaks, and hostile files that are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def event(action: str, address: int, size: int, line: int = 1) -> dict[str, Any]
 
 
 def snapshot(events: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """One segment of 20 MiB: 4 in use, the rest free."""
+    """One segment of 20 MiB: 4 MiB in use, the rest free."""
     blocks = [
         {"size": 4 * MIB, "state": "active_allocated", "address": 1000, "frames": frames(7)},
         {"size": 16 * MIB, "state": "inactive", "address": 1000 + 4 * MIB},
@@ -61,70 +61,74 @@ def written(path: Path, raw: Any) -> Path:
     return path
 
 
-def test_the_peak_lies_where_most_was_live(tmp_path: Path) -> None:
-    held = read_snapshot(written(tmp_path / "s.pickle", snapshot(HISTORY)))
-    assert held.reserved == 20 * MIB
-    assert held.active == 4 * MIB
-    assert held.peak == 14 * MIB
-    assert held.largest is not None
-    assert (held.largest.bytes, held.largest.code) == (10 * MIB, "model.py:8 forward")
-    assert [(p.code, p.bytes) for p in held.places] == [
-        ("model.py:8 forward", 10 * MIB), ("model.py:7 forward", 4 * MIB),
-    ]  # fmt: skip
+def test_the_peak_is_when_most_bytes_were_live(tmp_path: Path) -> None:
+    result = read_snapshot(written(tmp_path / "s.pickle", snapshot(HISTORY)))
+    assert result.reserved == 20 * MIB
+    assert result.active == 4 * MIB
+    assert result.peak == 14 * MIB
+    assert result.largest is not None
+    assert (result.largest.bytes, result.largest.code) == (
+        10 * MIB,
+        "model.py:8 forward",
+    )
+    assert [(p.code, p.bytes) for p in result.places] == [
+        ("model.py:8 forward", 10 * MIB),
+        ("model.py:7 forward", 4 * MIB),
+    ]
 
 
 def test_an_allocation_of_an_inspected_step_is_attributed_to_the_programs_line() -> None:
     own = {"filename": "/lib/stepscope/measure/tensors.py", "line": 88, "name": "dispatch"}
     raw = snapshot([event("alloc", 1000, 4 * MIB, line=7) | {"frames": [own, *frames(7)]}])
-    assert [place.code for place in summarize(raw).places] == ["model.py:7 forward"]
+    assert [line.code for line in summarize(raw).places] == ["model.py:7 forward"]
 
 
-def test_blocks_of_autograds_thread_have_no_stack_and_are_told_from_earlier_ones() -> None:
+def test_blocks_of_autograds_thread_are_distinguished_from_earlier_ones() -> None:
     raw = snapshot([event("alloc", 1000, 4 * MIB) | {"frames": []}])
     raw["segments"][0]["blocks"][0]["frames"] = []
     raw["segments"][0]["blocks"][1] |= {"state": "active_allocated"}
-    assert [(place.code, place.bytes) for place in summarize(raw).places] == [
+    assert [(line.code, line.bytes) for line in summarize(raw).places] == [
         ("allocated before the recording began", 16 * MIB),
         ("no Python stack (autograd's thread: the backward)", 4 * MIB),
     ]
 
 
-def test_a_history_that_lost_its_beginning_is_right_for_the_rest() -> None:
-    held = summarize(snapshot(HISTORY[4:]))
-    assert held.peak == 7 * MIB
-    assert held.events == 2
+def test_a_history_without_its_beginning_is_right_for_the_rest() -> None:
+    summary = summarize(snapshot(HISTORY[4:]))
+    assert summary.peak == 7 * MIB
+    assert summary.events == 2
 
 
-def test_a_buffer_that_was_full_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_buffer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = [event("alloc", 4096, 512), event("free_completed", 4096, 512)]
     for entries in (1000, 65536):
         path = written(tmp_path / "full", snapshot(pair * (entries // 2)))
         assert main(["snapshot", str(path)]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert "events is at least 4.00 MiB" in said
-        assert "The buffer of the history is full, so earlier events were overwritten" in said
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "events is at least 4.00 MiB" in printed
+        assert "The buffer of the history is full, so earlier events were overwritten" in printed
     assert main(["snapshot", str(written(tmp_path / "part", snapshot(pair * 499)))]) == 0
     assert "buffer" not in capsys.readouterr().out
 
 
-def test_without_history_there_is_the_end_only(
+def test_without_history_only_the_end_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "s.pickle", snapshot())
     assert main(["snapshot", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "20.0 MiB reserved, 4.00 MiB in use at the end" in said
-    assert "It has no history" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "20.0 MiB reserved, 4.00 MiB in use at the end" in printed
+    assert "It has no history" in printed
 
 
-def test_the_command_prints_and_gives_json(
+def test_the_command_prints_text_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "s.pickle", snapshot(HISTORY))
     assert main(["snapshot", str(path), "--top", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "model.py:8 forward" in said
-    assert "1 more" in said
+    printed = capsys.readouterr().out
+    assert "model.py:8 forward" in printed
+    assert "1 more" in printed
     assert main(["snapshot", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["snapshot"]["peak"] == 14 * MIB
 
@@ -134,7 +138,7 @@ class Payload:
         return os.mkdir, ("ran",)
 
 
-def test_a_malicious_global_is_refused_and_not_run(
+def test_a_malicious_global_is_refused_and_not_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -145,10 +149,10 @@ def test_a_malicious_global_is_refused_and_not_run(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_a_truncated_file_is_one_line(tmp_path: Path, share: float) -> None:
-    whole = pickle.dumps(snapshot(HISTORY))
+def test_a_truncated_file_is_reported_in_one_line(tmp_path: Path, share: float) -> None:
+    complete = pickle.dumps(snapshot(HISTORY))
     path = tmp_path / "cut.pickle"
-    path.write_bytes(whole[: int(share * len(whole))])
+    path.write_bytes(complete[: int(share * len(complete))])
     with pytest.raises(StepscopeError, match="damaged or not a snapshot"):
         read_snapshot(path)
 
@@ -168,12 +172,14 @@ def test_another_format_is_refused(raw: Any) -> None:
         summarize(raw)
 
 
-def test_an_empty_snapshot_is_no_error() -> None:
-    held = summarize({"segments": [], "device_traces": []})
-    assert (held.reserved, held.peak, held.largest) == (0, 0, None)
+def test_an_empty_snapshot_is_not_an_error() -> None:
+    summary = summarize({"segments": [], "device_traces": []})
+    assert (summary.reserved, summary.peak, summary.largest) == (0, 0, None)
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["snapshot", str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
@@ -183,8 +189,9 @@ HOSTILE = {
     "tuples as a key, nested": b"\x80\x04})" + b"\x85" * DEPTH + b"Ns.",
     "pairs as a key, nested": b"\x80\x04}N" + b"N\x86" * DEPTH + b"Ns.",
     "marked tuples as a key, nested": b"\x80\x04}" + b"(" * DEPTH + b"t" * DEPTH + b"Ns.",
-    "tuples as a key, nested by way of the memo": b"\x80\x04}N"
-    + b"\x85q\x000h\x00" * DEPTH + b"Ns.",
+    "tuples as a key, nested through the memo": (
+        b"\x80\x04}N" + b"\x85q\x000h\x00" * DEPTH + b"Ns."
+    ),
     "a huge index in the memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
     "a huge index in the memo, as text": b"Np999999999\n.",
     "a negative index in the memo": b"Np-1\n.",
@@ -192,19 +199,19 @@ HOSTILE = {
     "a bytearray longer than the file": b"\x80\x05\x96\x00\x00\x00\x00\x00\x01\x00\x00.",
     "an opcode that does not exist": b"\x80\x04\xfe.",
     "no end": b"\x80\x04]",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_pickle_is_refused_before_it_is_loaded(name: str) -> None:
+def test_a_hostile_pickle_is_refused_before_loading(name: str) -> None:
     with pytest.raises(UnsafePickleError):
         check(HOSTILE[name])
 
 
 def test_a_hostile_pickle_neither_crashes_the_command_nor_takes_memory(tmp_path: Path) -> None:
-    """In a process of its own: what is tested for would end this one."""
-    for place, data in enumerate(HOSTILE.values()):
-        (tmp_path / f"{place}.pickle").write_bytes(data)
+    """In a separate process: the tested faults would end this one."""
+    for index, data in enumerate(HOSTILE.values()):
+        (tmp_path / f"{index}.pickle").write_bytes(data)
     program = """
 import resource, sys
 from stepscope.cli import main
@@ -215,8 +222,11 @@ print(codes, grown < 200_000, grown)
 """
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))],
-        capture_output=True, text=True, check=False, timeout=400,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{1} True"), done.stdout
     assert len(done.stderr.strip().splitlines()) == len(HOSTILE)
@@ -240,33 +250,46 @@ def test_text_and_sets_are_read() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("total_size", float("inf")), ("total_size", float("nan")), ("total_size", HUGE),
-        ("total_size", -1), ("total_size", 1.5), ("total_size", "7"), ("device", -3),
-        ("device", 1 << 70), ("address", None), ("address", -1),
+        ("total_size", float("inf")),
+        ("total_size", float("nan")),
+        ("total_size", HUGE),
+        ("total_size", -1),
+        ("total_size", 1.5),
+        ("total_size", "7"),
+        ("device", -3),
+        ("device", 1 << 70),
+        ("address", None),
+        ("address", -1),
     ],
     ids=itertools.count(),
-)  # fmt: skip
-@pytest.mark.parametrize("json_too", [False, True])
-def test_a_number_out_of_range_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, json_too: bool
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_number_out_of_range_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, as_json: bool
 ) -> None:
     raw = snapshot(HISTORY)
     raw["segments"][0][key] = value
     path = written(tmp_path / "s.pickle", raw)
-    assert main(["snapshot", str(path), *(["--json"] if json_too else [])]) == 1
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1
-    assert key in told[0]
+    assert main(["snapshot", str(path), *(["--json"] if as_json else [])]) == 1
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1
+    assert key in printed[0]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("size", float("inf")), ("size", HUGE), ("addr", -1), ("addr", "x"), ("frames", [[]]),
-     ("frames", [{"filename": [[]], "line": 1, "name": "f"}]),
-     ("frames", [{"filename": "a.py", "line": HUGE, "name": "f"}]),
-     ("frames", [{"filename": "a.py", "line": [], "name": "f"}])],
+    [
+        ("size", float("inf")),
+        ("size", HUGE),
+        ("addr", -1),
+        ("addr", "x"),
+        ("frames", [[]]),
+        ("frames", [{"filename": [[]], "line": 1, "name": "f"}]),
+        ("frames", [{"filename": "a.py", "line": HUGE, "name": "f"}]),
+        ("frames", [{"filename": "a.py", "line": [], "name": "f"}]),
+    ],
     ids=itertools.count(),
-)  # fmt: skip
+)
 def test_an_event_with_a_bad_field_is_refused(key: str, value: Any) -> None:
     with pytest.raises(StepscopeError, match="format"):
         summarize(snapshot([HISTORY[0], HISTORY[1] | {key: value}]))
@@ -288,16 +311,16 @@ PLAIN = pickle.dumps(snapshot(HISTORY))
         max_size=4,
     )
 )
-def test_any_damage_gives_a_summary_or_an_error(wounds: list[tuple[int, bytes, int]]) -> None:
+def test_any_damage_gives_a_summary_or_an_error(edits: list[tuple[int, bytes, int]]) -> None:
     data = PLAIN
-    for at, new, lost in wounds:
+    for at, new, lost in edits:
         data = data[:at] + new + data[at + lost :]
     with contextlib.suppress(StepscopeError):
         summarize(load_plain(data, "s"))
 
 
 @pytest.mark.parametrize("data", [b"Fx\r\x0by\n.", b"\x80\x04\x8c\x03a\nb\x8c\x02\x1bc\x93."])
-def test_words_of_the_file_do_not_break_the_line(data: bytes) -> None:
+def test_text_of_the_file_does_not_break_the_error_line(data: bytes) -> None:
     with pytest.raises(StepscopeError) as error:
         load_plain(data, "s")
     assert str(error.value).isprintable()

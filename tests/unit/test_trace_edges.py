@@ -1,4 +1,4 @@
-"""Steps of a program that is only watched: from edge to edge, and what lies outside the model."""
+"""Steps of a watched program: from edge to edge, with the work outside the model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trace_files import ADD, ALL_REDUCE, ENGINE, SGEMM, ChromeTrace
 
 
 def watched(steps: int = 2) -> ChromeTrace:
-    """Steps of 100 µs on the host; the device is 30 µs behind, its first kernel still the last of
+    """Steps of 100 µs on the host; the device is 30 µs behind, and its first kernel is the last of
     a step before the first edge."""
     trace = ChromeTrace()
     trace.kernel(ADD, 20, 35, launch=(0, 2))
     for step in range(steps):
         at = 10 + 100 * step
-        # As the hook of an optimizer gives it: inside of the optimizer's own range.
+        # As an optimizer hook records it: inside the optimizer's own range.
         trace.range("Optimizer.step#AdamW.step", at - 4, at + 2)
         trace.range(f"StepEdge#{step}", at, at + 1)
         trace.operator("aten::copy_", at + 5, at + 8)
@@ -34,25 +34,25 @@ def watched(steps: int = 2) -> ChromeTrace:
 
 
 def test_a_step_lasts_until_the_device_is_done_with_it() -> None:
-    found = find_steps(device_work(watched().read()))
-    assert [(s.name, s.start, s.end) for s in found] == [
-        # The first begins when the device has done what was launched before its edge.
+    steps = find_steps(device_work(watched().read()))
+    assert [(s.name, s.start, s.end) for s in steps] == [
+        # The first begins when the device has finished what was launched before its edge.
         ("step 0", 35_000, 130_000),
         ("step 1", 130_000, 230_000),
     ]
 
 
 def unmarked(steps: int, optimizers: tuple[str, ...] = ("AdamW",), **others: int) -> ChromeTrace:
-    """Turns of 100 µs that nothing marks: a forward, a backward, each optimizer after the other;
-    `others` step once in so many turns, before those."""
+    """Unmarked iterations of 100 µs: a forward, a backward, then each optimizer; `others` step once
+    in so many iterations, before those."""
     trace = ChromeTrace()
-    for turn in range(steps):
-        at = 100 * turn
+    for iteration in range(steps):
+        at = 100 * iteration
         trace.operator("aten::mm", at + 1, at + 30)
         trace.operator("autograd::engine::evaluate_function: MmBackward0", at + 31, at + 60, ENGINE)
-        late = [name for name, every in others.items() if turn % every == every - 1]
-        for place, name in enumerate((*late, *optimizers)):
-            begin = at + 65 + 5 * place
+        late = [name for name, every in others.items() if iteration % every == every - 1]
+        for index, name in enumerate((*late, *optimizers)):
+            begin = at + 65 + 5 * index
             trace.range(f"Optimizer.step#{name}.step", begin, begin + 4)
             trace.operator("aten::_foreach_add_", begin + 1, begin + 3)
     return trace
@@ -64,7 +64,7 @@ def cuts(trace: ChromeTrace) -> list[tuple[int, int]]:
     ]
 
 
-def test_steps_that_nothing_marks_end_with_the_optimizer() -> None:
+def test_unmarked_steps_end_with_the_optimizer() -> None:
     assert cuts(unmarked(4)) == [(69, 169), (169, 269), (269, 369)]
     summary = summarize(unmarked(4).read())
     assert (summary.cut, summary.steps) == ("optimizer", (0.1, 0.1, 0.1))
@@ -72,29 +72,29 @@ def test_steps_that_nothing_marks_end_with_the_optimizer() -> None:
     assert summarize(watched().read()).cut == "marks"
 
 
-def test_few_optimizer_steps_cut_nothing() -> None:
+def test_few_optimizer_steps_mark_nothing() -> None:
     assert cuts(unmarked(2)) == [(1, 169)]
     assert summarize(unmarked(2).read()).cut == "nothing"
     assert summarize(unmarked(3).read()).cut == "optimizer"
 
 
-def test_with_several_optimizers_a_step_is_a_whole_turn() -> None:
+def test_with_several_optimizers_a_step_is_one_iteration() -> None:
     assert cuts(unmarked(3, ("Muon", "AdamW"))) == [(74, 174), (174, 274)]
-    # Two of one class have one name, and no backward between them.
+    # Two of one class share a name, and have no backward between them.
     assert cuts(unmarked(3, ("AdamW", "AdamW"))) == [(74, 174), (174, 274)]
     assert cuts(unmarked(6, SGD=2)) == [(169, 369), (369, 569)]
 
 
 def test_an_optimizer_that_calls_backward_itself_steps_every_time() -> None:
     trace = ChromeTrace()
-    for turn in range(3):
-        at = 100 * turn
+    for iteration in range(3):
+        at = 100 * iteration
         trace.range("Optimizer.step#LBFGS.step", at, at + 90)
         trace.operator("autograd::engine::evaluate_function: MmBackward0", at + 9, at + 60, ENGINE)
     assert cuts(trace) == [(90, 190), (190, 290)]
 
 
-def test_what_is_outside_of_the_model_has_a_phase_of_its_own() -> None:
+def test_work_outside_of_the_model_has_its_own_phase() -> None:
     summary = summarize(watched().read())
     assert summary.residual_ms == 0
     assert summary.doubt == ""
@@ -113,7 +113,7 @@ def test_without_edges_unmarked_work_is_still_the_residual() -> None:
     assert summarize(trace.read()).residual_ms == 0.02
 
 
-def test_an_outside_range_names_what_nothing_else_does() -> None:
+def test_an_outside_range_names_otherwise_unmarked_work() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.range("outside", 1, 99)
@@ -130,7 +130,7 @@ def test_time_in_a_data_loader_is_counted_within_steps() -> None:
     trace = watched(2)
     trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 20, 50)
     trace.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 220, 260)
-    # Steps last from 35 to 130 and to 230 µs: 15 and 10 µs of loading lie within.
+    # Steps last from 35 to 130 and to 230 µs: they contain 15 and 10 µs of loading.
     summary = summarize(trace.read())
     assert summary.data_ms == pytest.approx(0.0125)
     assert summarize(watched(2).read()).data_ms == 0
@@ -157,7 +157,7 @@ def test_the_last_rank_is_late() -> None:
     assert lateness_ms({0: ((1,),)}) == {}
 
 
-def test_who_comes_last_is_counted() -> None:
+def test_last_arrivals_are_counted() -> None:
     starts = {0: ((0, 30), (100,)), 1: ((20, 10), (104,)), 2: ((1, 2), (3,))}
     assert times_last(starts) == {0: 1, 1: 2, 2: 0}
     assert times_last({0: ((1,),), 1: ((1, 2),)}) == {}

@@ -1,4 +1,4 @@
-"""Whatever a file holds: a summary, or one line that says why there is none."""
+"""Any file gives a summary, or one line that says why there is none."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ from stepscope.report.html import html_page
 from stepscope.studies.trace.view import ledger_table, trace_blocks
 from trace_files import training_step
 
-WHOLE = training_step().text().encode()
+COMPLETE = training_step().text().encode()
 
 numbers = st.one_of(
     st.integers(-(2**63), 2**64), st.floats(allow_nan=False, allow_infinity=False), st.none()
 )
 names = st.sampled_from(
-    ["forward", "backward", "ProfilerStep#1", "aten::mm", "</script>", "", "cudaDeviceSynchronize",
-     "autograd::engine::evaluate_function: X", "ampere_sgemm_128x64_tn", "\x00", "é" * 300]
-)  # fmt: skip
+    [
+        "forward",
+        "backward",
+        "ProfilerStep#1",
+        "aten::mm",
+        "</script>",
+        "",
+        "cudaDeviceSynchronize",
+        "autograd::engine::evaluate_function: X",
+        "ampere_sgemm_128x64_tn",
+        "\x00",
+        "é" * 300,
+    ]
+)
 small = st.integers(-5, 60)
 events = st.fixed_dictionaries(
     {"ph": st.sampled_from(["X", "X", "X", "M", "f"])},
@@ -49,33 +60,35 @@ events = st.fixed_dictionaries(
             },
         ),
     },
-)  # fmt: skip
+)
 
 
-def told(data: bytes) -> None:
+def summarized_or_refused(data: bytes) -> None:
     try:
         summary = summarize(read_chrome(data, "trace"))
     except StepscopeError as error:
-        said = str(error)
-        assert len(said.splitlines()) == 1
+        message = str(error)
+        assert len(message.splitlines()) == 1
         return
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
-    whole = sum(line.ms for line in summary.lines)
-    assert abs(whole - summary.wall_ms) <= 1e-6 * summary.wall_ms
+    total = sum(line.ms for line in summary.lines)
+    assert abs(total - summary.wall_ms) <= 1e-6 * summary.wall_ms
     page = Page(
-        title="", subtitle="", headline=ledger_table(summary, "x"),
+        title="",
+        subtitle="",
+        headline=ledger_table(summary, "x"),
         sections=(Section(name="s", title="", question="", blocks=trace_blocks(summary)),),
-    )  # fmt: skip
+    )
     assert html_page(page).count("</script>") == 2
 
 
 @settings(max_examples=80)
 @given(st.lists(events, max_size=14))
-def test_any_events_are_told_or_refused(drawn: list[dict[str, Any]]) -> None:
-    told(json.dumps({"traceEvents": drawn}).encode())
+def test_any_events_are_summarized_or_refused(drawn: list[dict[str, Any]]) -> None:
+    summarized_or_refused(json.dumps({"traceEvents": drawn}).encode())
 
 
 @settings(max_examples=60)
-@given(st.integers(0, len(WHOLE) - 1), st.binary(max_size=6), st.integers(0, 8))
-def test_a_trace_with_a_wound_is_told_or_refused(at: int, new: bytes, lost: int) -> None:
-    told(WHOLE[:at] + new + WHOLE[at + lost :])
+@given(st.integers(0, len(COMPLETE) - 1), st.binary(max_size=6), st.integers(0, 8))
+def test_a_damaged_trace_is_summarized_or_refused(at: int, new: bytes, lost: int) -> None:
+    summarized_or_refused(COMPLETE[:at] + new + COMPLETE[at + lost :])

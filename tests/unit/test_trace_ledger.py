@@ -1,4 +1,4 @@
-"""The time ledger adds up, and every cause it names is proven by the trace."""
+"""The time ledger adds up, and the trace proves every cause it names."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ intervals = st.lists(
 def columns(drawn: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ordered = sorted(drawn, key=lambda one: one[0])
     start = np.array([s for s, _, _ in ordered], np.int64)
-    return start, start + np.array([d for _, d, _ in ordered], np.int64), np.array(
-        [tier for *_, tier in ordered], np.int64
-    )  # fmt: skip
+    end = start + np.array([d for _, d, _ in ordered], np.int64)
+    return start, end, np.array([tier for *_, tier in ordered], np.int64)
 
 
 def owner(moment: int, start: np.ndarray, end: np.ndarray, tier: np.ndarray) -> int | None:
-    """Who has that moment: the lowest tier, then whoever began first."""
+    """Return the interval that owns a moment: the lowest tier, then the one that began first."""
     running = [i for i in range(len(start)) if start[i] <= moment < end[i]]
     return min(running, key=lambda i: (tier[i], i), default=None)
 
 
 @given(intervals)
-def test_own_lengths_are_those_of_counting_every_moment(
+def test_own_lengths_match_a_count_of_every_moment(
     drawn: list[tuple[int, int, int]],
 ) -> None:
     start, end, tier = columns(drawn)
@@ -66,20 +65,23 @@ def test_a_union_and_its_gaps_fill_the_window(
     covered = {t for s, e in zip(start, end, strict=True) for t in range(s, e)}
     assert int((merged[1] - merged[0]).sum()) == len(covered)
     assert (merged[0][1:] > merged[1][:-1]).all()
-    left_out = gaps(*merged, 0, 60)
-    assert int((left_out[1] - left_out[0]).sum()) == 60 - len(covered)
+    idle = gaps(*merged, 0, 60)
+    assert int((idle[1] - idle[0]).sum()) == 60 - len(covered)
     before = length_before(*merged, np.array([moment], np.int64))
     assert before.tolist() == [len([t for t in covered if t < moment])]
 
 
 kernels = st.lists(
     st.tuples(
-        st.integers(0, 60), st.integers(0, 25),
+        st.integers(0, 60),
+        st.integers(0, 25),
         st.sampled_from([SGEMM, ADD, ALL_REDUCE, "adamw_one_kernel"]),
-        st.one_of(st.none(), st.integers(1, 20)), st.integers(7, 9),
+        st.one_of(st.none(), st.integers(1, 20)),
+        st.integers(7, 9),
     ),
-    min_size=1, max_size=10,
-)  # fmt: skip
+    min_size=1,
+    max_size=10,
+)
 waits = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 15)), max_size=3)
 Drawn = list[tuple[int, int, str, int | None, int]]
 
@@ -97,12 +99,12 @@ def drawn_trace(drawn: Drawn, waiting: list[tuple[int, int]]) -> ChromeTrace:
     return trace
 
 
-BENEATH = {"optimizer": 1, "communication": 2}
-"""Kinds that get a moment only where nothing before them runs."""
+LOWER_TIERS = {"optimizer": 1, "communication": 2}
+"""Classes that get a moment only if nothing in an earlier tier runs."""
 
 
 def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
-    """The same ledger, half a microsecond at a time."""
+    """Compute the same ledger, half a microsecond at a time."""
     ordered = sorted(enumerate(drawn), key=lambda one: (one[1][0], one[0]))
     runs = [(s, s + d, n, lead) for _, (s, d, n, lead, _) in ordered]
     launches = any(lead is not None for *_, lead in runs)
@@ -112,8 +114,8 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
     for half in range(-60, 2 * last):
         t = half / 2
         running = [
-            (BENEATH.get(describe(name).kind, 0), place, name, lead)
-            for place, (start, end, name, lead) in enumerate(runs)
+            (LOWER_TIERS.get(describe(name).kind, 0), index, name, lead)
+            for index, (start, end, name, lead) in enumerate(runs)
             if start <= t < end
         ]
         if running:
@@ -141,23 +143,23 @@ def by_moment(drawn: Drawn, waiting: list[tuple[int, int]]) -> Ledger:
 
 @settings(max_examples=200)
 @given(kernels, waits)
-def test_a_ledger_adds_up_and_is_that_of_counting_every_moment(
+def test_a_ledger_adds_up_and_matches_a_count_of_every_moment(
     drawn: Drawn, waiting: list[tuple[int, int]]
 ) -> None:
     drawn = [one for one in drawn if one[1] > 0] or [(0, 5, SGEMM, 3, 7)]
-    (found,) = ledgers(device_work(drawn_trace(drawn, waiting).read()))
-    assert sum(length for *_, length in found.lines()) == found.wall
+    (ledger,) = ledgers(device_work(drawn_trace(drawn, waiting).read()))
+    assert sum(length for *_, length in ledger.lines()) == ledger.wall
     slow = by_moment(drawn, waiting)
-    assert found.wall == slow.wall
-    assert {k: v for k, v in found.work.items() if v} == slow.work
+    assert ledger.wall == slow.wall
+    assert {k: v for k, v in ledger.work.items() if v} == slow.work
     names = ("host", "synchronisation", "queue", "no_phase", "no_launch")
-    assert {n: getattr(found, n) for n in names} == {n: getattr(slow, n) for n in names}
+    assert {n: getattr(ledger, n) for n in names} == {n: getattr(slow, n) for n in names}
 
 
 def test_a_training_step_closes_with_every_line() -> None:
-    (found,) = ledgers(device_work(training_step().read()))
-    assert found.wall == 1_000_000
-    assert found.lines() == [
+    (ledger,) = ledgers(device_work(training_step().read()))
+    assert ledger.wall == 1_000_000
+    assert ledger.lines() == [
         ("forward", "matmul", 80_000),
         ("forward", "elementwise", 20_000),
         ("loss", "elementwise", 10_000),
@@ -168,64 +170,64 @@ def test_a_training_step_closes_with_every_line() -> None:
         ("idle", "synchronisation: the host waits", 480_000),
         ("", "residual", 0),
     ]
-    assert found.closes
-    assert found.doubt() == ""
-    assert (found.busy, found.idle) == (240_000, 760_000)
-    assert (found.waited, found.waited_busy) == (480_000, 0)
+    assert ledger.closes
+    assert ledger.doubt() == ""
+    assert (ledger.busy, ledger.idle) == (240_000, 760_000)
+    assert (ledger.waited, ledger.waited_busy) == (480_000, 0)
 
 
-def test_communication_counts_only_where_nothing_else_runs() -> None:
+def test_communication_counts_only_while_nothing_else_runs() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 100)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.kernel(ALL_REDUCE, 20, 80, launch=(3, 4), stream=20)
-    (found,) = ledgers(device_work(trace.read()))
-    assert found.work == {("forward", "matmul"): 40_000, ("forward", "communication"): 30_000}
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert ledger.work == {("forward", "matmul"): 40_000, ("forward", "communication"): 30_000}
 
 
-def test_an_optimizer_beside_the_backward_counts_where_it_is_alone() -> None:
+def test_an_optimizer_overlapped_with_the_backward_counts_only_while_alone() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 100)
     trace.kernel("adamw_one_kernel", 5, 90, launch=(1, 2), stream=20)
     trace.kernel(SGEMM, 10, 50, launch=(3, 4))
     trace.kernel(ALL_REDUCE, 60, 95, launch=(5, 6), stream=30)
-    (found,) = ledgers(device_work(trace.read()))
-    assert found.work == {
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert ledger.work == {
         ("forward", "matmul"): 40_000,
         ("forward", "optimizer"): 45_000,
         ("forward", "communication"): 5_000,
     }
 
 
-def test_a_kernel_that_was_queued_in_time_is_no_launch_gap() -> None:
+def test_a_gap_before_a_queued_kernel_is_not_a_launch_gap() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 100)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.kernel(SGEMM, 60, 100, launch=(3, 4))
-    (found,) = ledgers(device_work(trace.read()))
-    assert (found.host, found.queue) == (10_000, 10_000)
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert (ledger.host, ledger.queue) == (10_000, 10_000)
 
 
-def test_a_wait_says_what_the_device_did_meanwhile() -> None:
+def test_a_wait_is_divided_into_busy_and_idle_time() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 100)
     trace.kernel(SGEMM, 10, 50, launch=(1, 2))
     trace.call("cudaStreamSynchronize", 20, 60)
     trace.call("cudaStreamSynchronize", 0, 100, thread=999)  # a thread that launches nothing
-    (found,) = ledgers(device_work(trace.read()))
-    assert (found.synchronisation, found.waited, found.waited_busy) == (10_000, 40_000, 30_000)
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert (ledger.synchronisation, ledger.waited, ledger.waited_busy) == (10_000, 40_000, 30_000)
 
 
-def test_what_nothing_explains_keeps_the_ledger_open_and_says_why() -> None:
+def test_unexplained_time_keeps_the_ledger_open_with_a_reason() -> None:
     trace = training_step()
     trace.kernel("mystery", 900, 950)
-    (found,) = ledgers(device_work(trace.read()))
-    assert not found.closes
-    assert found.no_phase == 50_000
-    # In most of the gap before it the host was seen waiting; not so before that wait.
-    assert found.no_launch == 18_000
-    assert found.doubt() == (
-        "6.8% of the time is kernels that no operator or range says the phase of"
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert not ledger.closes
+    assert ledger.no_phase == 50_000
+    # During most of the gap before it the host was seen waiting, but not before that wait.
+    assert ledger.no_launch == 18_000
+    assert ledger.doubt() == (
+        "6.8% of the time is kernels whose phase no operator or range determines"
     )
 
 
@@ -237,13 +239,15 @@ def test_steps_follow_one_another_when_the_device_runs_behind() -> None:
         trace.kernel(SGEMM, 5 + step * 40, 45 + step * 40, launch=(step * 10 + 1, step * 10 + 2))
     work = device_work(trace.read())
     assert [(s.start, s.end) for s in find_steps(work)] == [
-        (0, 45_000), (45_000, 85_000), (85_000, 125_000),
-    ]  # fmt: skip
+        (0, 45_000),
+        (45_000, 85_000),
+        (85_000, 125_000),
+    ]
     parts = ledgers(work)
     assert [part.work for part in parts] == [{("forward", "matmul"): 40_000}] * 3
-    whole = total(parts)
-    assert (whole.wall, whole.steps) == (125_000, 3)
-    assert sum(length for *_, length in whole.lines()) == whole.wall
+    summed = total(parts)
+    assert (summed.wall, summed.steps) == (125_000, 3)
+    assert sum(length for *_, length in summed.lines()) == summed.wall
 
 
 def test_a_trace_without_marks_is_one_step() -> None:
@@ -254,7 +258,7 @@ def test_a_trace_without_marks_is_one_step() -> None:
     assert (step.name, step.start, step.end) == ("whole trace", 5_000, 50_000)
 
 
-def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
+def test_on_a_cpu_operators_stand_for_kernels() -> None:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 100)
     trace.range("forward", 0, 60)
@@ -262,8 +266,8 @@ def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
     trace.operator("aten::_softmax", 45, 50)
     trace.operator("autograd::engine::evaluate_function: MmBackward0", 60, 90)
     trace.operator("aten::mm", 65, 85)
-    (found,) = ledgers(device_work(trace.read()))
-    assert found.lines() == [
+    (ledger,) = ledgers(device_work(trace.read()))
+    assert ledger.lines() == [
         ("forward", "matmul", 30_000),
         ("forward", "softmax", 5_000),
         ("backward", "matmul", 20_000),
@@ -273,9 +277,9 @@ def test_on_a_cpu_operators_stand_in_for_kernels() -> None:
     ]
 
 
-def test_a_ledger_of_nsight_closes(tmp_path: Path) -> None:
-    (found,) = ledgers(device_work(read_trace(nsight_file(tmp_path / "report.sqlite"))))
-    assert found.lines() == [
+def test_a_ledger_of_an_nsight_trace_closes(tmp_path: Path) -> None:
+    (ledger,) = ledgers(device_work(read_trace(nsight_file(tmp_path / "report.sqlite"))))
+    assert ledger.lines() == [
         ("forward", "matmul", 4_000),
         ("backward", "matmul", 3_000),
         ("backward", "copy/cast", 500),
@@ -285,21 +289,21 @@ def test_a_ledger_of_nsight_closes(tmp_path: Path) -> None:
     ]
 
 
-def test_every_class_has_a_place_in_the_order() -> None:
+def test_every_class_has_a_position_in_the_order() -> None:
     work = {("forward", kind): 1 for kind in CLASSES}
-    found = Ledger(wall=len(CLASSES), work=work)
-    assert [kind for _, kind, _ in found.lines()[:-1]] == list(CLASSES)
+    ledger = Ledger(wall=len(CLASSES), work=work)
+    assert [kind for _, kind, _ in ledger.lines()[:-1]] == list(CLASSES)
     with pytest.raises(KeyError):
         Ledger(wall=1, work={("nap", "matmul"): 1}).lines()
 
 
-def test_what_a_graph_replays_has_a_line_of_its_own_unless_a_range_says_the_phase() -> None:
+def test_replayed_work_has_its_own_line_unless_a_range_names_the_phase() -> None:
     (bare,) = ledgers(device_work(replayed_step().read()))
     assert bare.work == {("graph", "matmul"): 180_000, ("graph", "elementwise"): 10_000}
     assert bare.closes
-    # Gaps between kernels of one launch are the device's, though the host waits in them.
+    # Gaps between kernels of one launch belong to the device, even while the host waits.
     assert (bare.host, bare.queue, bare.synchronisation) == (60_000, 15_000, 235_000)
-    said = replayed_step()
-    said.range("forward", 5, 65)
-    (marked,) = ledgers(device_work(said.read()))
+    with_range = replayed_step()
+    with_range.range("forward", 5, 65)
+    (marked,) = ledgers(device_work(with_range.read()))
     assert set(marked.work) == {("forward", "matmul"), ("forward", "elementwise")}

@@ -1,4 +1,4 @@
-"""A trace read in pieces is the trace read at once; spans find who is around them."""
+"""A trace read in pieces equals the trace read at once; nesting of spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.trace import chrome, pieces
 from stepscope.analysis.trace.model import NO_NUMBER, Spans, Trace, ordered_spans
-from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
+from stepscope.analysis.trace.nesting import NO_SPAN, nearest, parents
 from trace_files import operator_step, training_step
 
 LAYOUTS = {
@@ -24,13 +24,13 @@ LAYOUTS = {
 
 
 def columns(trace: Trace) -> list[object]:
-    """Everything, with names for their numbers, which come in another order."""
-    held: list[object] = [trace.device_name]
-    for part in (trace.kernels, trace.calls, trace.spans, trace.arrows):
+    """Return everything, with names instead of their numbers, whose order differs."""
+    everything: list[object] = [trace.device_name]
+    for part in (trace.kernels, trace.calls, trace.spans, trace.flows):
         for name, column in vars(part).items():
             values = column.tolist()
-            held.append([trace.names[v] for v in values] if name == "name" else values)
-    return held
+            everything.append([trace.names[v] for v in values] if name == "name" else values)
+    return everything
 
 
 def at_once(text: str) -> Trace:
@@ -40,18 +40,18 @@ def at_once(text: str) -> Trace:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 500, 1 << 20])
-def test_every_layout_and_size_of_piece_gives_the_same(
+def test_every_layout_and_piece_size_gives_the_same_trace(
     monkeypatch: pytest.MonkeyPatch, layout: str, size: int
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", size)
     for built in (training_step(steps=2), operator_step()):
         text = LAYOUTS[layout](built.text())
-        found = chrome._in_pieces(text.encode())
-        assert found is not None
-        assert columns(found[0].trace(found[1])) == columns(at_once(text))
+        decoded = chrome._in_pieces(text.encode())
+        assert decoded is not None
+        assert columns(decoded[0].trace(decoded[1])) == columns(at_once(text))
 
 
-def test_a_piece_holds_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_contains_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 10)
     data = b'{"traceEvents": [{"a": 1}, {"b": 2},\n  {"c": 3} ], "traceName": "x"}'
     cut = next(pieces.possible_cuts(data))
@@ -67,7 +67,7 @@ def test_a_piece_holds_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch) ->
         ' "args": {"inputs": [{"a": 1}, {"b": 2}, {"c": 3}]}}',
     ],
 )
-def test_where_a_cut_goes_through_an_event_the_whole_is_read(
+def test_if_a_cut_splits_an_event_the_file_is_read_at_once(
     monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
@@ -85,7 +85,7 @@ def test_of_two_lists_of_events_the_outer_one_counts() -> None:
     assert chrome.read_chrome(text.encode(), "two").names == ("outer",)
 
 
-def test_brackets_without_end_are_given_up_soon() -> None:
+def test_the_number_of_candidate_cuts_is_bounded() -> None:
     data = b'{"traceEvents": [' + b"]" * 4000
     assert len(list(pieces.possible_cuts(data))) == 16
 
@@ -97,10 +97,14 @@ def spans_of(drawn: list[tuple[int, int, int, bool]]) -> tuple[Spans, np.ndarray
     thread, start, length, _ = (np.array(c, np.int64) for c in zip(*drawn, strict=True))
     count = len(drawn)
     spans = ordered_spans(
-        name=np.arange(count), start=start, end=start + length, thread=thread,
-        is_range=np.zeros(count, np.bool_), sequence=np.full(count, NO_NUMBER),
+        name=np.arange(count),
+        start=start,
+        end=start + length,
+        thread=thread,
+        is_range=np.zeros(count, np.bool_),
+        sequence=np.full(count, NO_NUMBER),
         in_backward=np.zeros(count, np.bool_),
-    )  # fmt: skip
+    )
     return spans, np.array([one[3] for one in drawn])
 
 
@@ -109,7 +113,7 @@ def test_the_innermost_open_span_of_the_thread_is_the_parent(
     drawn: list[tuple[int, int, int, bool]],
 ) -> None:
     spans, wanted = spans_of(drawn)
-    found = parents(spans)
+    parent = parents(spans)
     for index, (thread, start) in enumerate(
         zip(spans.thread.tolist(), spans.start.tolist(), strict=True)
     ):
@@ -118,9 +122,9 @@ def test_the_innermost_open_span_of_the_thread_is_the_parent(
             for other in range(index)
             if spans.thread[other] == thread and spans.end[other] > start
         ]
-        assert found[index] == max(still_open, default=NOBODY)
-    for index, answer in enumerate(nearest(found, wanted).tolist()):
+        assert parent[index] == max(still_open, default=NO_SPAN)
+    for index, ancestor in enumerate(nearest(parent, wanted).tolist()):
         at = index
-        while at != NOBODY and not wanted[at]:
-            at = int(found[at])
-        assert answer == at
+        while at != NO_SPAN and not wanted[at]:
+            at = int(parent[at])
+        assert ancestor == at

@@ -1,4 +1,4 @@
-"""The summary of a trace: statistics, outliers, the timeline, and that it survives being kept."""
+"""Summary of a trace: statistics, outliers, the timeline, and its round trip through a record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trace_files import ADD, SGEMM, ChromeTrace, nsight_file, training_step
 FILL = "Memset (Device)"
 
 
-def of(trace: ChromeTrace) -> Summary:
+def summary_of(trace: ChromeTrace) -> Summary:
     return summarize(trace.read())
 
 
-def test_numbers_are_for_one_step() -> None:
-    one, three = of(training_step()), of(training_step(steps=3))
+def test_numbers_are_per_step() -> None:
+    one, three = summary_of(training_step()), summary_of(training_step(steps=3))
     assert three.steps == (1.0, 1.0, 1.0)
     assert three.lines == one.lines
     assert three.uses == one.uses
@@ -38,7 +38,7 @@ def test_numbers_are_for_one_step() -> None:
 def test_a_kernel_has_its_statistics_in_every_phase() -> None:
     trace = training_step(blocks=2)
     trace.kernel(SGEMM, 600, 700, launch=(12, 13))
-    rows = {(row.kernel, row.phase): row for row in of(trace).kernels}
+    rows = {(row.kernel, row.phase): row for row in summary_of(trace).kernels}
     row = rows[SGEMM, "forward"]
     assert (row.library, row.kind, row.unit) == ("cuBLAS", "matmul", "FP32 cores")
     assert (row.count, row.least_us, row.most_us, row.median_us) == (3, 40, 100, 40)
@@ -46,22 +46,22 @@ def test_a_kernel_has_its_statistics_in_every_phase() -> None:
     assert row.deviation_us == pytest.approx(34.641, rel=1e-4)
     assert row.ms == pytest.approx(0.18)
     assert rows[SGEMM, "backward"].count == 2
-    assert of(trace).kernels[0] == row
+    assert summary_of(trace).kernels[0] == row
 
 
-def test_names_that_differ_in_template_arguments_only_are_one_kernel() -> None:
+def test_names_that_differ_only_in_template_arguments_are_one_kernel() -> None:
     trace = ChromeTrace()
     trace.operator("aten::add", 0, 90)
-    for place, arguments in enumerate(("float", "c10::BFloat16")):
+    for index, arguments in enumerate(("float", "c10::BFloat16")):
         name = (
             f"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<{arguments}>(int)"
         )
-        trace.kernel(name, 10 + 20 * place, 20 + 20 * place, launch=(place, place + 1))
-    (row,) = of(trace).kernels
+        trace.kernel(name, 10 + 20 * index, 20 + 20 * index, launch=(index, index + 1))
+    (row,) = summary_of(trace).kernels
     assert (row.kernel, row.count) == ("multi_tensor_apply_kernel", 2)
 
 
-def test_runs_of_memory_end_at_products_phases_and_steps_and_not_at_fills() -> None:
+def test_memory_runs_end_at_matmuls_phases_and_steps_but_not_at_fills() -> None:
     trace = ChromeTrace()
     kernels = (
         (
@@ -82,38 +82,43 @@ def test_runs_of_memory_end_at_products_phases_and_steps_and_not_at_fills() -> N
         trace.range(phase, begun, now)
         if number:
             trace.range(step, begun if number == 2 else 0.0, now)
-    forward, backward = sorted(of(trace).runs, key=lambda runs: runs.phase == "backward")
-    # Of two steps: three runs in the forward, of 10 and 30, of 20, of 20 and 20.
+    forward, backward = sorted(summary_of(trace).runs, key=lambda runs: runs.phase == "backward")
+    # In two steps: three runs in the forward, of 10 and 30, of 20, of 20 and 20.
     assert (forward.phase, forward.runs, forward.kernels) == ("forward", 1.5, 2.5)
     assert (forward.ms, forward.longest_ms) == (pytest.approx(0.05), pytest.approx(0.035))
     assert (backward.phase, backward.runs, backward.kernels) == ("backward", 0.5, 0.5)
     assert backward.ms == backward.longest_ms == pytest.approx(0.02)
 
 
-def test_on_a_cpu_frames_of_operators_end_no_run() -> None:
+def test_on_a_cpu_enclosing_operators_do_not_end_a_run() -> None:
     trace = ChromeTrace()
     now = 0
     for name, length in (
-        ("aten::add", 10), ("autograd::engine::evaluate_function: MulBackward0", 5),
-        ("aten::mul", 30), ("aten::mm", 50), ("aten::add", 20),
-    ):  # fmt: skip
+        ("aten::add", 10),
+        ("autograd::engine::evaluate_function: MulBackward0", 5),
+        ("aten::mul", 30),
+        ("aten::mm", 50),
+        ("aten::add", 20),
+    ):
         trace.operator(name, now, now + length)
         now += length
     trace.range("backward", 0, now)
     trace.range("ProfilerStep#0", 0, now)
-    (runs,) = of(trace).runs
+    (runs,) = summary_of(trace).runs
     assert (runs.phase, runs.runs, runs.kernels) == ("backward", 2, 3)
     assert (runs.ms, runs.longest_ms) == (pytest.approx(0.06), pytest.approx(0.05))
 
 
-def test_a_use_says_where_and_in_how_many_places() -> None:
-    uses = {(use.kernel, use.phase, use.module): use for use in of(training_step(blocks=3)).uses}
+def test_a_use_names_its_module_and_the_number_of_ranges() -> None:
+    uses = {
+        (use.kernel, use.phase, use.module): use for use in summary_of(training_step(blocks=3)).uses
+    }
     use = uses[SGEMM, "forward", "block */attention"]
     assert (use.count, use.places, use.role, use.ms) == (3, 3, "forward", pytest.approx(0.12))
     assert uses[SGEMM, "backward", "block */attention"].role == ""  # tn is neither dX nor dW
 
 
-def slow_one(**how: object) -> ChromeTrace:
+def slow_one(**options: object) -> ChromeTrace:
     trace = ChromeTrace()
     trace.range("ProfilerStep#0", 0, 20_000)
     for block in range(12):
@@ -122,35 +127,36 @@ def slow_one(**how: object) -> ChromeTrace:
         trace.operator("aten::mm", at + 10, at + 800)
         length = 600 if block == 5 else 100 + block % 3
         trace.kernel(SGEMM, at + 100, at + 100 + length, launch=(at + 20, at + 25))
-        if block == 5 and how.get("beside"):
+        if block == 5 and options.get("concurrent"):
             trace.kernel(ADD, at + 150, at + 400, launch=(at + 30, at + 35), stream=20)
     return trace
 
 
-def test_an_instance_far_from_its_peers_is_listed_with_what_differed() -> None:
-    (found,) = of(slow_one(beside=True)).outliers
-    assert (found.kernel, found.where, found.step) == (SGEMM, "block 5", "ProfilerStep#0")
-    assert (found.us, found.median_us, found.peers) == (600, 101, 11)
-    assert found.different == ("on another stream ran vectorized_elementwise_kernel · add",)
-    (alone,) = of(slow_one()).outliers
+def test_an_outlier_is_listed_with_what_differed() -> None:
+    (outlier,) = summary_of(slow_one(concurrent=True)).outliers
+    assert (outlier.kernel, outlier.where, outlier.step) == (SGEMM, "block 5", "ProfilerStep#0")
+    assert (outlier.us, outlier.median_us, outlier.peers) == (600, 101, 11)
+    differences = ("concurrent with vectorized_elementwise_kernel · add on another stream",)
+    assert outlier.different == differences
+    (alone,) = summary_of(slow_one()).outliers
     assert alone.different == ()
 
 
-def test_instances_alike_have_no_outlier() -> None:
-    assert of(training_step(blocks=12, steps=1)).outliers == ()
+def test_similar_instances_have_no_outlier() -> None:
+    assert summary_of(training_step(blocks=12, steps=1)).outliers == ()
 
 
-def test_without_ranges_nothing_says_who_are_peers() -> None:
+def test_without_ranges_there_are_no_peers() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 9_000)
-    for place in range(12):
-        length = 600 if place == 5 else 100
-        trace.kernel(SGEMM, 700.0 * place, 700.0 * place + length, launch=(place, place + 0.5))
-    assert of(trace).outliers == ()
+    for index in range(12):
+        length = 600 if index == 5 else 100
+        trace.kernel(SGEMM, 700.0 * index, 700.0 * index + length, launch=(index, index + 0.5))
+    assert summary_of(trace).outliers == ()
 
 
 def test_the_timeline_shows_phases_ranges_kernels_and_gaps() -> None:
-    rows = {row.label: row.bars for row in of(training_step(blocks=2)).timeline}
+    rows = {row.label: row.bars for row in summary_of(training_step(blocks=2)).timeline}
     assert list(rows) == ["host", "ranges", "within", "device", "device idle"]
     assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1", "loss"]
     assert [bar.label for bar in rows["within"]] == ["attention", "attention"]
@@ -164,10 +170,10 @@ def test_the_timeline_shows_phases_ranges_kernels_and_gaps() -> None:
 def test_ten_thousand_kernels_become_a_few_hundred_bars() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 10_001)
-    for place in range(10_000):
-        name = SGEMM if place % 100 < 50 else ADD
-        trace.kernel(name, place + 0.1, place + 0.9, launch=(place / 2, place / 2 + 0.1))
-    rows = {row.label: row.bars for row in of(trace).timeline}
+    for index in range(10_000):
+        name = SGEMM if index % 100 < 50 else ADD
+        trace.kernel(name, index + 0.1, index + 0.9, launch=(index / 2, index / 2 + 0.1))
+    rows = {row.label: row.bars for row in summary_of(trace).timeline}
     assert 150 < len(rows["device"]) < 450
     shown = sum(bar.end - bar.start for bar in rows["device"])
     assert shown == pytest.approx(10.0, rel=0.05)
@@ -177,38 +183,38 @@ def test_ten_thousand_kernels_become_a_few_hundred_bars() -> None:
 def test_a_row_shows_what_fills_most_of_the_time(busy: float, shown: str) -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 10_001)
-    for place in range(10_000):
-        trace.kernel(SGEMM, place, place + busy, launch=(place - 0.5, place - 0.4))
-    rows = {row.label: row.bars for row in of(trace).timeline}
+    for index in range(10_000):
+        trace.kernel(SGEMM, index, index + busy, launch=(index - 0.5, index - 0.4))
+    rows = {row.label: row.bars for row in summary_of(trace).timeline}
     (row,) = {"device", "device idle"} & rows.keys()
     assert row == shown
     (bar,) = rows[row]
     assert bar.end - bar.start == pytest.approx(10.0, rel=0.01)
 
 
-def test_a_gap_that_can_be_seen_stands_between_kernels_that_cannot() -> None:
+def test_a_visible_gap_separates_kernels_too_short_to_show() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 1_000)
-    for place in [*range(500), *range(600, 1_000)]:
-        trace.kernel(SGEMM, place, place + 0.9, launch=(place - 0.5, place - 0.4))
-    rows = {row.label: row.bars for row in of(trace).timeline}
+    for index in [*range(500), *range(600, 1_000)]:
+        trace.kernel(SGEMM, index, index + 0.9, launch=(index - 0.5, index - 0.4))
+    rows = {row.label: row.bars for row in summary_of(trace).timeline}
     (gap,) = rows["device idle"]
     assert (gap.start, gap.end) == pytest.approx((0.5, 0.6), abs=0.003)
     assert [round(bar.end, 2) for bar in rows["device"]] == [0.5, 1.0]
 
 
-def test_a_summary_survives_being_kept() -> None:
-    summary = of(training_step(blocks=2, steps=2))
-    kept = decode(encode(record(attachments={"profile": msgspec.to_builtins(summary)})))
-    assert kept.required("profile", Summary) == summary
-    assert kept.attachment("profile", Summary) == summary
-    assert kept.attachment("another", Summary) is None
+def test_a_summary_survives_a_record_round_trip() -> None:
+    summary = summary_of(training_step(blocks=2, steps=2))
+    stored = decode(encode(record(attachments={"profile": msgspec.to_builtins(summary)})))
+    assert stored.required("profile", Summary) == summary
+    assert stored.attachment("profile", Summary) == summary
+    assert stored.attachment("another", Summary) is None
     other = decode(encode(record(attachments={"profile": {"source": 1}})))
     with pytest.raises(StepscopeError, match=r"attachment 'profile' of record .* is invalid"):
         other.required("profile", Summary)
 
 
-def test_a_file_of_nsight_has_a_summary_too(tmp_path: Path) -> None:
+def test_an_nsight_file_has_a_summary_too(tmp_path: Path) -> None:
     summary = summarize_file(nsight_file(tmp_path / "report.sqlite"))
     assert summary.wall_ms == pytest.approx(0.01)
     assert [(row.kernel, row.phase) for row in summary.kernels][:2] == [
@@ -222,7 +228,7 @@ def test_a_trace_without_length_is_refused() -> None:
     trace = ChromeTrace()
     trace.kernel(SGEMM, 5, 5)
     with pytest.raises(StepscopeError, match="no step of any length"):
-        of(trace)
+        summary_of(trace)
 
 
 def test_on_a_cpu_an_operator_that_calls_others_is_counted_once() -> None:
@@ -230,24 +236,24 @@ def test_on_a_cpu_an_operator_that_calls_others_is_counted_once() -> None:
     trace.range("ProfilerStep#0", 0, 100)
     trace.operator("aten::linear", 0, 50)
     trace.operator("aten::mm", 10, 40)
-    rows = {row.kernel: row for row in of(trace).kernels}
+    rows = {row.kernel: row for row in summary_of(trace).kernels}
     assert (rows["aten::linear"].count, rows["aten::linear"].average_us) == (1, 20)
     assert (rows["aten::mm"].count, rows["aten::mm"].average_us) == (1, 30)
-    assert [row.label for row in of(trace).timeline] == ["host", "operators"]
+    assert [row.label for row in summary_of(trace).timeline] == ["host", "operators"]
 
 
-def test_phases_follow_one_another() -> None:
-    phases = of(training_step(blocks=2, steps=2)).phases
+def test_phases_do_not_overlap() -> None:
+    phases = summary_of(training_step(blocks=2, steps=2)).phases
     assert phases == pytest.approx(
         {"forward": 0.185, "loss": 0.045, "backward": 0.203, "optimizer": 0.059}
     )
 
 
-def test_a_bar_that_takes_in_a_short_neighbour_keeps_its_name() -> None:
+def test_a_bar_merged_with_a_short_neighbour_keeps_its_name() -> None:
     trace = ChromeTrace()
     trace.range("embedding", 0, 1)
     trace.range("block 0", 1, 5_000)
     trace.range("block 1", 5_000, 10_000)
     trace.operator("aten::mm", 0, 10_000)
-    rows = {row.label: row.bars for row in of(trace).timeline}
+    rows = {row.label: row.bars for row in summary_of(trace).timeline}
     assert [bar.label for bar in rows["ranges"]] == ["block 0", "block 1"]

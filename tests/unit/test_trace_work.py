@@ -1,4 +1,4 @@
-"""Attribution: each kernel to its operator, ranges, phase, and a backward to its forward."""
+"""Attribution of kernels to operators, ranges and phases, and of backwards to their forwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import DeviceWork, device_work
 from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, training_step
@@ -17,12 +17,12 @@ from trace_files import ADD, ENGINE, MAIN, SGEMM, ChromeTrace, nsight_file, trai
 OTHER = 102
 
 
-def told(work: DeviceWork) -> list[tuple[str, str, str, str]]:
-    """Phase, operator, class and ranges of every piece of work."""
+def attributed(work: DeviceWork) -> list[tuple[str, str, str, str]]:
+    """Return phase, operator, class and ranges of every entry."""
     return [
         (
             PHASES[work.phase[i]],
-            "" if work.operator[i] == NOBODY else work.trace.names[work.operator[i]],
+            "" if work.operator[i] == NO_SPAN else work.trace.names[work.operator[i]],
             CLASSES[work.kind[i]],
             "/".join(work.host.paths[work.path[i]]),
         )
@@ -30,8 +30,8 @@ def told(work: DeviceWork) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def test_every_kernel_of_a_training_step_is_told() -> None:
-    assert told(device_work(training_step().read())) == [
+def test_every_kernel_of_a_training_step_is_attributed() -> None:
+    assert attributed(device_work(training_step().read())) == [
         ("forward", "aten::mm", "matmul", "block 0/attention"),
         ("forward", "aten::add", "elementwise", "block 0"),
         ("forward", "aten::mm", "matmul", "block 1/attention"),
@@ -45,7 +45,7 @@ def test_every_kernel_of_a_training_step_is_told() -> None:
     ]
 
 
-def test_the_share_that_is_attributed_is_stated() -> None:
+def test_attributed_shares() -> None:
     trace = training_step(blocks=1)
     shares = device_work(trace.read()).attribution()
     assert (shares.launch, shares.operator, shares.phase, shares.kind) == (1, 1, 1, 1)
@@ -57,9 +57,9 @@ def test_the_share_that_is_attributed_is_stated() -> None:
     assert shares.kind == pytest.approx(140 / 240)
 
 
-def test_a_backward_goes_to_the_last_forward_of_its_number() -> None:
+def test_a_backward_links_to_the_last_forward_with_its_number() -> None:
     trace = ChromeTrace()
-    # The view makes no node, so it carries the number of the product that follows it.
+    # The view creates no node, so it carries the number of the matmul that follows it.
     for step, at in enumerate((0.0, 1000.0)):
         trace.range(f"step {step} early", at, at + 9)
         trace.operator("aten::view", at + 1, at + 2, sequence=7)
@@ -68,11 +68,11 @@ def test_a_backward_goes_to_the_last_forward_of_its_number() -> None:
         trace.operator("MmBackward0", at + 100, at + 150, ENGINE, sequence=7, back=1)
         trace.kernel(SGEMM, at + 120, at + 140, launch=(at + 110, at + 115), thread=ENGINE)
     work = device_work(trace.read())
-    assert [path for *_, path in told(work)] == ["step 0 late", "step 1 late"]
+    assert [path for *_, path in attributed(work)] == ["step 0 late", "step 1 late"]
 
 
-def two_threads(*, arrows: bool) -> list[str]:
-    """Where two backwards go whose forwards ran on two threads, which count alike."""
+def two_threads(*, flows: bool) -> list[str]:
+    """Return the ranges of two backwards whose forwards ran on two threads with equal numbers."""
     trace = ChromeTrace()
     for thread, at in ((MAIN, 0.0), (OTHER, 5.0)):
         trace.range(f"of {thread}", at, at + 50, thread)
@@ -85,56 +85,56 @@ def two_threads(*, arrows: bool) -> list[str]:
         trace.operator("aten::mm", at + 12, at + 40, ENGINE)
         trace.kernel(SGEMM, at + 20, at + 40, launch=(at + 15, at + 18), thread=ENGINE)
         trace.kernel(ADD, at + 60, at + 70, launch=(at + 46, at + 48), thread=ENGINE)
-        if arrows:
-            trace.arrow(12 if thread == MAIN else 17, thread, at + 10, ENGINE)
-    return [path for *_, path in told(device_work(trace.read()))]
+        if flows:
+            trace.flow(12 if thread == MAIN else 17, thread, at + 10, ENGINE)
+    return [path for *_, path in attributed(device_work(trace.read()))]
 
 
-def test_where_threads_count_alike_the_arrows_of_the_profiler_decide() -> None:
-    assert two_threads(arrows=True) == [f"of {t}" for t in (MAIN, MAIN, OTHER, OTHER)]
-    assert two_threads(arrows=False) == [f"of {OTHER}"] * 4
+def test_flow_events_decide_between_threads_with_equal_numbers() -> None:
+    assert two_threads(flows=True) == [f"of {t}" for t in (MAIN, MAIN, OTHER, OTHER)]
+    assert two_threads(flows=False) == [f"of {OTHER}"] * 4
 
 
-def test_an_arrow_to_nowhere_changes_nothing() -> None:
+def test_an_incomplete_flow_event_changes_nothing() -> None:
     trace = training_step()
-    before = told(device_work(trace.read()))
-    trace.arrow(3, MAIN, 4, ENGINE)
+    before = attributed(device_work(trace.read()))
+    trace.flow(3, MAIN, 4, ENGINE)
     trace.events.pop()
-    trace.arrow(5, MAIN, 6, ENGINE)
-    assert told(device_work(trace.read())) == before
+    trace.flow(5, MAIN, 6, ENGINE)
+    assert attributed(device_work(trace.read())) == before
 
 
-def test_without_ranges_the_engine_and_the_optimizer_still_tell_the_phase() -> None:
+def test_without_ranges_the_engine_and_the_optimizer_still_give_the_phase() -> None:
     trace = ChromeTrace()
     trace.operator("aten::mm", 0, 10, sequence=1)
     trace.kernel(SGEMM, 5, 15, launch=(2, 4))
     trace.operator("aten::cross_entropy_loss", 10, 20)
     trace.kernel(ADD, 15, 18, launch=(12, 14))
-    trace.operator("autograd::engine::evaluate_function: MmBackward0", 20, 30, ENGINE, sequence=1,
-                   back=1)  # fmt: skip
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    trace.operator(node, 20, 30, ENGINE, sequence=1, back=1)
     trace.kernel(SGEMM, 25, 35, launch=(22, 24), thread=ENGINE)
     trace.range("Optimizer.step#SGD.step", 30, 40)
     trace.kernel(ADD, 36, 38, launch=(32, 34))
-    phases = [phase for phase, *_ in told(device_work(trace.read()))]
+    phases = [phase for phase, *_ in attributed(device_work(trace.read()))]
     assert phases == ["forward", "loss", "backward", "optimizer"]
 
 
-def test_a_forward_range_within_backward_is_a_recomputation_of_backward() -> None:
+def test_a_forward_range_within_the_backward_is_recomputation() -> None:
     trace = ChromeTrace()
     trace.operator("autograd::engine::evaluate_function: CheckpointBackward", 0, 50)
     trace.range("forward", 5, 40)
     trace.kernel(SGEMM, 20, 30, launch=(10, 12))
-    assert told(device_work(trace.read()))[0][0] == "backward"
+    assert attributed(device_work(trace.read()))[0][0] == "backward"
 
 
-def test_what_torch_compile_puts_around_its_kernels_names_no_module() -> None:
+def test_ranges_of_torch_compile_do_not_name_a_module() -> None:
     trace = ChromeTrace()
     trace.range("block 3", 0, 50)
     trace.range("Torch-Compiled Region: 0/0", 1, 49)
     trace.range("## Call CompiledFxGraph fabc ##", 2, 48)
     trace.operator("triton_poi_fused_add_0", 3, 20)
     trace.kernel("triton_poi_fused_add_0", 20, 30, launch=(10, 12))
-    assert told(device_work(trace.read())) == [
+    assert attributed(device_work(trace.read())) == [
         ("forward", "triton_poi_fused_add_0", "elementwise", "block 3")
     ]
 
@@ -157,7 +157,7 @@ FLEX = "triton_tem_fused_0"
         (FLEX, [], "other"),
     ],
 )
-def test_where_a_name_does_not_tell_the_operator_around_it_does(
+def test_an_ambiguous_kernel_gets_the_class_of_its_operator(
     kernel: str, around: list[str], kind: str
 ) -> None:
     trace = ChromeTrace()
@@ -167,7 +167,7 @@ def test_where_a_name_does_not_tell_the_operator_around_it_does(
         add(name.rstrip(":"), 10 + depth, 90 - depth)
     trace.kernel(kernel, 50, 70, launch=(40, 45))
     work = device_work(trace.read())
-    assert [told_kind for *_, told_kind, _ in told(work)] == [kind]
+    assert [kernel_class for *_, kernel_class, _ in attributed(work)] == [kind]
     summary = summarize(trace.read())
     assert [row.kind for row in summary.kernels] == [use.kind for use in summary.uses] == [kind]
 
@@ -180,22 +180,22 @@ def test_a_template_of_the_backward_has_the_class_of_its_forward() -> None:
     node = "autograd::engine::evaluate_function: CompiledFunctionBackward"
     trace.operator(node, 60, 90, ENGINE, sequence=3, back=1)
     trace.kernel(FLEX, 80, 90, launch=(70, 75), thread=ENGINE)
-    assert [(phase, kind) for phase, _, kind, _ in told(device_work(trace.read()))] == [
+    assert [(phase, kind) for phase, _, kind, _ in attributed(device_work(trace.read()))] == [
         ("forward", "attention"),
         ("backward", "attention"),
     ]
 
 
-def test_ranges_of_nsight_hold_for_every_thread(tmp_path: Path) -> None:
+def test_nsight_ranges_apply_to_every_thread(tmp_path: Path) -> None:
     work = device_work(read_trace(nsight_file(tmp_path / "report.sqlite")))
-    assert [(phase, path) for phase, _, _, path in told(work)] == [
+    assert [(phase, path) for phase, _, _, path in attributed(work)] == [
         ("forward", "block 0"),
         ("backward", ""),
         ("backward", ""),
     ]
 
 
-def test_on_a_cpu_an_operator_has_the_time_that_it_does_not_hand_on() -> None:
+def test_on_a_cpu_an_operator_has_its_self_time() -> None:
     trace = ChromeTrace()
     trace.range("forward", 0, 100)
     trace.operator("aten::linear", 0, 50)
@@ -204,20 +204,20 @@ def test_on_a_cpu_an_operator_has_the_time_that_it_does_not_hand_on() -> None:
     trace.operator("aten::add", 60, 80)
     work = device_work(trace.read())
     assert not work.on_device
-    stretches = [
+    intervals = [
         (work.trace.names[name], start // 1000, end // 1000)
         for name, start, end in zip(work.name, work.start, work.end, strict=True)
     ]
-    assert stretches == [
+    assert intervals == [
         ("aten::linear", 0, 10),
         ("aten::mm", 10, 40),
         ("aten::linear", 40, 50),
         ("aten::add", 60, 80),
     ]
-    assert [path for *_, path in told(work)] == ["", "inner", "", ""]
+    assert [path for *_, path in attributed(work)] == ["", "inner", "", ""]
 
 
-def test_of_several_devices_the_busiest_is_accounted_for() -> None:
+def test_the_ledger_covers_the_busiest_of_several_devices() -> None:
     trace = training_step(blocks=1)
     trace.kernel(SGEMM, 0, 500, launch=(0, 1))
     trace.events[-1]["args"]["device"] = 3

@@ -1,4 +1,4 @@
-"""The ideal time of a step, and the way from there up to the measured one."""
+"""Ideal time of a step, and the waterfall from there to the measured time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ FLOAT32, AUTOCAST = precision("float32"), precision("bfloat16")
 
 
 class TestIdeal:
-    def test_products_have_the_arithmetic_that_mfu_counts(self) -> None:
+    def test_matmuls_have_the_flops_that_mfu_counts(self) -> None:
         listed = operations(find_size("xl"), 4, 512, AUTOCAST)
-        products = sum(o.instances * o.flops for o in listed if o.kind == "matmul")
-        assert products == flops(find_size("xl"), 4, 512).step_linear
+        matmuls = sum(o.instances * o.flops for o in listed if o.kind == "matmul")
+        assert matmuls == flops(find_size("xl"), 4, 512).step_linear
 
-    def test_attention_counts_the_scores_that_a_backward_computes_again(self) -> None:
+    def test_attention_counts_the_recomputed_scores_of_the_backward(self) -> None:
         listed = operations(find_size("xl"), 4, 512, AUTOCAST)
         counted = sum(o.instances * o.flops for o in listed if o.kind == "attention")
         assert counted == 3.5 * flops(find_size("xl"), 4, 512).forward_attention
 
-    def test_each_operation_takes_the_longer_of_arithmetic_and_traffic(self) -> None:
+    def test_each_operation_takes_the_longer_of_compute_and_traffic(self) -> None:
         listed = operations(MODEL, 1, 4, FLOAT32)
         head = next(o for o in listed if (o.name, o.phase) == ("head", "forward"))
         assert (head.flops, head.bytes) == (2 * 4 * 8 * 32, 4 * (4 * 8 + 8 * 32 + 4 * 32))
@@ -52,7 +52,7 @@ class TestIdeal:
     @pytest.mark.parametrize(
         ("name", "each"), [("float32", 28), ("bfloat16", 28), ("bfloat16-pure", 14)]
     )
-    def test_the_optimizer_moves_so_many_bytes_for_a_parameter(self, name: str, each: int) -> None:
+    def test_bytes_that_the_optimizer_moves_per_parameter(self, name: str, each: int) -> None:
         (update,) = (o for o in operations(MODEL, 1, 4, precision(name)) if o.name == "AdamW")
         assert update.bytes == each * parameters(MODEL).total
 
@@ -68,7 +68,7 @@ class TestIdeal:
         assert listed["norm and sum", "forward"].instances == 4
         assert listed["loss", "forward"].bytes == logits * 2
 
-    def test_a_mode_has_its_phases_only(self) -> None:
+    def test_a_mode_has_only_its_phases(self) -> None:
         def phases(mode: str) -> set[str]:
             return {o.phase for o in operations(MODEL, 1, 4, FLOAT32, mode)}
 
@@ -78,29 +78,35 @@ class TestIdeal:
 
 
 def planted(**lines: float) -> Summary:
-    """A step whose ledger has these lines: `phase__class=ms`."""
+    """Return a step whose ledger has these lines: `phase__class=ms`."""
     summary = summarize(training_step().read())
-    held = tuple(
+    planted_lines = tuple(
         Line(phase=phase, kind=kind.replace("_", "/"), ms=ms)
         for name, ms in lines.items()
         for phase, _, kind in [name.partition("__")]
     )
-    return replace(summary, lines=held, steps=(sum(lines.values()),))
+    return replace(summary, lines=planted_lines, steps=(sum(lines.values()),))
 
 
 class TestWaterfall:
-    def test_every_cause_from_lines_that_are_known(self) -> None:
+    def test_every_cause_from_known_lines(self) -> None:
         summary = planted(
-            forward__matmul=10.0, backward__attention=5.0, backward__elementwise=4.0,
-            loss__reduction=1.0, forward__copy_cast=2.0, optimizer__optimizer=3.0,
-            optimizer__copy_cast=1.0, backward__communication=0.5, idle__host=6.0,
+            forward__matmul=10.0,
+            backward__attention=5.0,
+            backward__elementwise=4.0,
+            loss__reduction=1.0,
+            forward__copy_cast=2.0,
+            optimizer__optimizer=3.0,
+            optimizer__copy_cast=1.0,
+            backward__communication=0.5,
+            idle__host=6.0,
             __residual=0.25,
-        )  # fmt: skip
+        )
         step = Step(MODEL, 1, 4, FLOAT32)
-        found = waterfall(summary, step, rate=1e9, bandwidth=1e9)
+        water = waterfall(summary, step, rate=1e9, bandwidth=1e9)
         ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), 1e9, 1e9)
-        assert found.ideal == ideal
-        assert found.parts == pytest.approx(
+        assert water.ideal == ideal
+        assert water.parts == pytest.approx(
             {
                 "matmuls below peak": 15.0 - ideal["matmul"] - ideal["attention"],
                 "memory-bound operations": 5.0 - ideal["memory"],
@@ -112,9 +118,9 @@ class TestWaterfall:
                 "unattributed": 0.25,
             }
         )
-        assert found.largest() == ("matmuls below peak", found.parts["matmuls below peak"])
+        assert water.largest() == ("matmuls below peak", water.parts["matmuls below peak"])
 
-    def test_without_the_profiler_the_gaps_are_what_the_kernels_leave(self) -> None:
+    def test_gaps_are_the_unprofiled_time_beyond_the_kernels(self) -> None:
         summary = planted(forward__matmul=10.0, idle__host=6.0)
         step = Step(MODEL, 1, 4, FLOAT32)
 
@@ -126,13 +132,13 @@ class TestWaterfall:
         assert gaps(9.0) == pytest.approx((0.0, 0.0)), "kernels were slower under the profiler"
         assert gaps(18.0) == pytest.approx((6.0, 2.0)), "more than the trace shows"
 
-    def test_blocks_that_run_again_cost_their_forward(self) -> None:
+    def test_recomputed_blocks_cost_their_forward(self) -> None:
         summary = summarize(training_step(blocks=2).read())
         once, none = (
             waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), 1e15, 1e15)
             for again in (1.0, 0.0)
         )
-        # Of each of the two blocks a product of 40 µs and an addition of 10.
+        # Each of the two blocks: a matmul of 40 µs and an addition of 10 µs.
         assert once.parts["recomputation"] == pytest.approx(0.1)
         for cause, ms in (("matmuls below peak", 0.08), ("memory-bound operations", 0.02)):
             assert none.parts[cause] - once.parts[cause] == pytest.approx(ms)  # type: ignore[index]
@@ -147,52 +153,64 @@ class TestWaterfall:
         self, times: list[float], measured: float | None, again: float, rate: float
     ) -> None:
         names = (
-            "forward__matmul", "forward__elementwise", "backward__copy_cast",
-            "optimizer__optimizer", "idle__host", "__residual",
-        )  # fmt: skip
+            "forward__matmul",
+            "forward__elementwise",
+            "backward__copy_cast",
+            "optimizer__optimizer",
+            "idle__host",
+            "__residual",
+        )
         summary = planted(**dict(zip(names, times, strict=True)))
-        found = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)
-        assert set(found.parts) == set(CAUSES)
-        whole = found.ideal_ms + sum(found.parts.values())
-        size = max(1.0, found.ideal_ms, *map(abs, found.parts.values()))
-        assert whole == pytest.approx(found.measured_ms, abs=1e-9 * size)
-        assert found.measured_ms == (summary.wall_ms if measured is None else measured)
-        assert max(found.parts.values()) <= found.measured_ms * (1 + 1e-9)
+        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=again), rate, 1e12, measured)
+        assert set(water.parts) == set(CAUSES)
+        total = water.ideal_ms + sum(water.parts.values())
+        size = max(1.0, water.ideal_ms, *map(abs, water.parts.values()))
+        assert total == pytest.approx(water.measured_ms, abs=1e-9 * size)
+        assert water.measured_ms == (summary.wall_ms if measured is None else measured)
+        assert max(water.parts.values()) <= water.measured_ms * (1 + 1e-9)
 
-    def test_what_runs_again_is_part_of_what_was_spent(self) -> None:
+    def test_recomputation_does_not_exceed_the_measured_time(self) -> None:
         summary = planted(forward__matmul=0.0, idle__host=1.0)
-        found = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), 1e15, 1e12)
-        assert found.parts["recomputation"] == 0.0
+        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), 1e15, 1e12)
+        assert water.parts["recomputation"] == 0.0
 
     def test_no_part_is_longer_than_the_step(self) -> None:
         """Traced while the machine was busy: one part alone took 142 % of the timed step."""
         summary = planted(forward__matmul=3.0, backward__elementwise=14.2, idle__host=6.0)
-        found = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), 1e12, 1e12, 10.0)
-        assert found.parts["memory-bound operations"] == pytest.approx(10 * 14.2 / 17.2, rel=0.01)
-        assert found.ideal_ms + sum(found.parts.values()) == pytest.approx(10.0)
-        assert found.traced_over_timed == pytest.approx(1.72)
+        water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), 1e12, 1e12, 10.0)
+        assert water.parts["memory-bound operations"] == pytest.approx(10 * 14.2 / 17.2, rel=0.01)
+        assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(10.0)
+        assert water.traced_over_timed == pytest.approx(1.72)
         (fall,) = TestView().falls(step=20.0)
-        assert "took 1.72 times as long" in finding_text(fall._replace(water=found))
+        assert "took 1.72 times as long" in finding_text(fall._replace(water=water))
 
 
 class TestAttentionsPart:
     STEP = Step(find_size("tiny"), 4, 64, FLOAT32)
 
     def lost_share(self, *uses: Use, context: int = 64) -> float:
-        """Of a time of the products beside which no ideal counts."""
+        """Attention's lost share of a matmul time with a negligible ideal."""
         traced = replace(planted(forward__matmul=100.0), uses=uses)
         step = self.STEP._replace(context=context)
         return waterfall(traced, step, 1e30, 1e30).attention_lost_ms / 100.0
 
-    def test_it_is_what_its_ranges_took(self) -> None:
+    def test_it_is_the_time_of_its_ranges(self) -> None:
         core, linear = (
-            Use(kernel="k", kind="matmul", phase="forward", module=module, role="", ms=ms,
-                count=1, places=1)
+            Use(
+                kernel="k",
+                kind="matmul",
+                phase="forward",
+                module=module,
+                role="",
+                ms=ms,
+                count=1,
+                places=1,
+            )
             for module, ms in (("block */attention/core/scores", 1.0), ("head", 3.0))
-        )  # fmt: skip
+        )
         assert self.lost_share(core, linear) == pytest.approx(0.25)
 
-    def test_without_ranges_it_is_its_share_of_the_arithmetic(self) -> None:
+    def test_without_ranges_it_is_its_share_of_the_flops(self) -> None:
         assert self.lost_share() < 0.1
         assert self.lost_share(context=8192) > 0.5
 
@@ -202,18 +220,18 @@ def replaced(fall: Any, **changes: Any) -> Any:
 
 
 def _with_attention(fall: Any, share: float) -> Any:
-    """Attention loses that share of what all products lose."""
+    """Return a waterfall in which attention loses that share of what all matmuls lose."""
     parts = fall.water.parts | {"matmuls below peak": 10.0}
     return fall._replace(water=fall.water._replace(parts=parts, attention_lost_ms=share * 10.0))
 
 
 class TestView:
-    def falls(self, **how: object) -> list:
-        found = groups(find_study("profile").results([profile_record(**how)]))
-        traced = found[0].fullest()
+    def falls(self, **options: object) -> list:
+        row_groups = groups(find_study("profile").results([profile_record(**options)]))
+        traced = row_groups[0].fullest()
         return [fall_of(traced.record, traced.workload, traced.summary)]
 
-    def test_a_picture_that_ends_at_the_measured_time(self) -> None:
+    def test_the_figure_ends_at_the_measured_time(self) -> None:
         (fall,) = self.falls(step=20.0)
         finding, picture, table, shares = waterfall_blocks([fall], "profile")
         assert isinstance(picture, Timeline)
@@ -238,29 +256,29 @@ class TestView:
         )
         assert " What recovers it: " in finding.conclusion
         assert isinstance(shares, Table)
-        told = [cell for cell in shares.rows[0] if isinstance(cell, float)]
-        assert sum(told) == pytest.approx(1.0)
-        assert len(told) == len(shares.columns) - 1
+        shares_drawn = [cell for cell in shares.rows[0] if isinstance(cell, float)]
+        assert sum(shares_drawn) == pytest.approx(1.0)
+        assert len(shares_drawn) == len(shares.columns) - 1
         of_the_limit = [column.title for column in table.columns].index("of the limit")
-        assert told[0] == table.rows[0][of_the_limit]
+        assert shares_drawn[0] == table.rows[0][of_the_limit]
 
-    def test_the_slowest_is_drawn_beside_the_fastest_that_does_the_same(self) -> None:
+    def test_the_slowest_is_drawn_next_to_the_fastest_of_the_same_case(self) -> None:
         (slow,), (fast,) = self.falls(step=40.0), self.falls(step=20.0)
         (other,) = self.falls(step=10.0, context=64)
 
         def drawn(*falls: object) -> list[str]:
-            made = waterfall_blocks(falls, "profile")  # type: ignore[arg-type]
-            ends = [block.lanes[-1] for block in made if isinstance(block, Timeline)]
+            blocks = waterfall_blocks(falls, "profile")  # type: ignore[arg-type]
+            ends = [block.lanes[-1] for block in blocks if isinstance(block, Timeline)]
             return [lane.stretches[0].label.partition(",")[0] for lane in ends]
 
         assert drawn(fast, other, slow) == ["40.0 ms", "20.0 ms"]
         assert drawn(other, slow) == ["40.0 ms", "10.0 ms"]
 
-    def test_without_ceilings_there_is_none(self) -> None:
+    def test_without_ceilings_there_is_no_waterfall(self) -> None:
         assert self.falls(ceilings=()) == [None]
         assert waterfall_blocks([], "profile") == ()
 
-    def test_what_recovers_a_part_is_something_that_the_step_does_not_do_yet(self) -> None:
+    def test_a_remedy_is_something_that_the_step_does_not_do_yet(self) -> None:
         (slow,) = self.falls()
         (half,) = self.falls(dtype="bfloat16", ceilings=CEILINGS)
         assert "lower number format" in remedy("matmuls below peak", slow)
@@ -288,22 +306,24 @@ class TestView:
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.falls(environment=on_cpu)
         assert remedy("launch gaps", host) == "a larger batch"
-        # Our kernels are a GPU's.
+        # Stepscope's kernels run on a GPU.
         for cause in ("memory-bound operations", "optimizer"):
             for optimizer in ("torch", "torch-fused"):
-                told = remedy(cause, replaced(host, optimizer=optimizer))  # type: ignore[arg-type]
-                assert "stepscope" not in told
-                assert "fused pieces" not in told
+                text = remedy(cause, replaced(host, optimizer=optimizer))  # type: ignore[arg-type]
+                assert "stepscope" not in text
+                assert "fused pieces" not in text
 
 
 @given(scale=st.floats(1e-3, 1e3), rate=st.floats(1e6, 1e12), bandwidth=st.floats(1e6, 1e12))
-def test_an_ideal_above_the_measured_time_has_its_reason(
+def test_an_ideal_above_the_measured_time_is_explained(
     scale: float, rate: float, bandwidth: float
 ) -> None:
     summary = planted(
-        forward__matmul=10.0 * scale, backward__elementwise=4.0 * scale,
-        optimizer__optimizer=3.0 * scale, idle__host=6.0 * scale,
-    )  # fmt: skip
+        forward__matmul=10.0 * scale,
+        backward__elementwise=4.0 * scale,
+        optimizer__optimizer=3.0 * scale,
+        idle__host=6.0 * scale,
+    )
     water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), rate=rate, bandwidth=bandwidth)
     assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(water.measured_ms)
     beyond = sum(ms for ms in water.parts.values() if ms > 0)
@@ -317,5 +337,5 @@ def test_an_ideal_above_the_measured_time_has_its_reason(
 
 
 def finding_text(fall: Fall) -> str:
-    (found,) = (one for one in waterfall_blocks([fall], "x") if isinstance(one, Finding))
-    return found.sentence
+    (finding,) = (one for one in waterfall_blocks([fall], "x") if isinstance(one, Finding))
+    return finding.sentence

@@ -1,4 +1,4 @@
-"""Two measurements of the same case: is the new one slower, and how sure is that."""
+"""Comparison of two measurements of the same case: is the new one slower, with what confidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepscope.records.stats import (
 
 _TIME_UNITS = ("s", "ms", "us", "ns")
 _STEPS = ("step", "consecutive")
-"""Series that variants are compared by; the last one that a record has decides."""
+"""Series by which variants are compared; the last one that a record has decides."""
 _DECIDING_FIELDS = (
     "device_kind",
     "device_name",
@@ -39,8 +39,8 @@ _DECIDING_ON_CPU = ("cpu", "cpu_cores")
 class Comparison(Part, frozen=True):
     """One case in two runs. `ratio` is new over base: above 1 is slower.
 
-    The verdict is "cannot tell" where either record is not good: on a busy machine two runs of the
-    same code differ by more than any interval of their samples.
+    The verdict is "cannot tell" if the trust of either record is not good: on a busy machine two
+    runs of the same code differ by more than any confidence interval of their samples.
     """
 
     study: str
@@ -53,9 +53,9 @@ class Comparison(Part, frozen=True):
     p: float | None = None
     note: str = ""
     lost: bool = False
-    """The base has samples of this case and the new run has none."""
+    """The base run has samples of this case and the new run has none."""
     of: str = ""
-    """Which of several things that the case measured side by side."""
+    """Variant, if the case measured several side by side."""
 
     @property
     def name(self) -> str:
@@ -65,8 +65,8 @@ class Comparison(Part, frozen=True):
 def differences(base: Environment, new: Environment) -> tuple[str, ...]:
     """Fields that make times of two machines incomparable, with both values.
 
-    The commit and the driver are what a comparison is often about. A field that one side does
-    not know shows no difference.
+    The commit and the driver are not among them: they are often what is compared. A field that
+    one side does not know is not a difference.
     """
     on_cpu = "cpu" in (base.device_kind, new.device_kind)
     fields = _DECIDING_FIELDS + (_DECIDING_ON_CPU if on_cpu else ())
@@ -74,24 +74,24 @@ def differences(base: Environment, new: Environment) -> tuple[str, ...]:
     return tuple(f"{name} {a} / {b}" for name, a, b in pairs if a != b and None not in (a, b))
 
 
-def compare_records(
-    base: Record, new: Record, *, across: bool = False
-) -> tuple[Comparison, ...]:  # fmt: skip
-    """Compare one case, all that it measured side by side; `across` machines, by how close each
-    comes to its own ceiling."""
+def compare_records(base: Record, new: Record, *, across: bool = False) -> tuple[Comparison, ...]:
+    """Compare one case, including all variants that it measured side by side.
+
+    With `across`, times on two machines are compared relative to each machine's own ceiling.
+    """
     unlike = differences(base.environment, new.environment)
     if unlike and not across:
         raise StepscopeError(
-            f"{base.study} {base.case} was measured in unlike places: {'; '.join(unlike)}",
-            "with --across, each is held against its own machine's ceiling",
+            f"{base.study} {base.case} was measured in different environments: {'; '.join(unlike)}",
+            "with --across, each run is compared relative to its own machine's ceiling",
         )
     before, after = _subjects(base), _subjects(new)
     if not before or not after:
         lost = bool(before)
         return (_not_compared(new, _why_without_samples(base, new), lost=lost),)
     if len(before) == len(after) == 1:
-        (held,), (found,) = before.values(), after.values()
-        return (_compared(base, new, held, found, "", unlike),)
+        (base_series,), (new_series,) = before.values(), after.values()
+        return (_compared(base, new, base_series, new_series, "", unlike),)
     return tuple(
         _compared(base, new, before.get(name), after.get(name), name, unlike)
         for name in dict.fromkeys((*after, *before))
@@ -99,17 +99,21 @@ def compare_records(
 
 
 def _compared(
-    base: Record, new: Record, before: Series | None, after: Series | None, of: str,
+    base: Record,
+    new: Record,
+    before: Series | None,
+    after: Series | None,
+    of: str,
     unlike: Sequence[str],
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     if before is None or after is None:
         where = "base" if after is None else "new"
         return _not_compared(new, f"only in the {where} run", lost=after is None, of=of)
     if (before.unit, before.clock) != (after.unit, after.clock) or (
         not of and before.name != after.name
     ):
-        told = f"{_kind(before)} in the base, {_kind(after)} in the new run"
-        return _not_compared(new, told, of=of)
+        kinds = f"{_kind(before)} in the base, {_kind(after)} in the new run"
+        return _not_compared(new, kinds, of=of)
     if before.unit not in _TIME_UNITS:
         return _not_compared(new, f"{_kind(before)} is not a time", of=of)
     if min(*before.values, *after.values) <= 0.0:
@@ -149,7 +153,7 @@ def _compared(
 def compare_runs(
     base_records: Sequence[Record], new_records: Sequence[Record], *, across: bool = False
 ) -> tuple[Comparison, ...]:
-    """Every case of either run, in the order of the new one, then those that only the base has."""
+    """Compare every case of either run: first those of the new run, then those only in the base."""
     base, new = _by_case(base_records), _by_case(new_records)
     compared = [
         one
@@ -169,8 +173,8 @@ def compare_runs(
 
 
 def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison, ...]:
-    """Those shown to be slower whose medians differ by more than `limit` (0.05 is five per cent),
-    and those that were measured in the base and are not any more."""
+    """Comparisons shown to be slower by more than `limit` (0.05 is five per cent), and cases that
+    were measured in the base run but not in the new one."""
     return tuple(
         c
         for c in comparisons
@@ -179,37 +183,36 @@ def exceeds(comparisons: Iterable[Comparison], limit: float) -> tuple[Comparison
 
 
 def untold(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Those whose samples leave open whether anything changed."""
+    """Comparisons whose samples do not show if anything changed."""
     return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 
 
 def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
-    """The newest attempt of each case."""
+    """Return the newest attempt of each case."""
     newest: dict[tuple[str, str], Record] = {}
     for record in records:
-        held = newest.get((record.study, record.case))
-        if held is None or record.attempt >= held.attempt:
+        previous = newest.get((record.study, record.case))
+        if previous is None or record.attempt >= previous.attempt:
             newest[record.study, record.case] = record
     return newest
 
 
 def _subjects(record: Record) -> dict[str, Series]:
-    """What the case is about, by the device's clock where there is one: its step, or every form of
-    it that ran beside the others."""
+    """Series to compare (the step or each of its variants), on the device's clock if any."""
     if record.status != "ok" or not record.series:
         return {}
     first = record.series[0]
     wanted = {} if first.variant or first.size else {first.name: first}
     for one in record.series:
         if one.variant and one.name in _STEPS:
-            # In a race a side keeps its name, whichever of its forms was the fastest.
+            # In a race a side keeps its name, whichever of its variants was the fastest.
             wanted[one.variant.partition(": ")[0]] = one
         elif one.size and first.size:
             wanted[str(one.size)] = one
-    found = {
+    matches = {
         of: record.find(one.name, variant=one.variant, size=one.size) for of, one in wanted.items()
     }
-    return {of: series for of, series in found.items() if series is not None and series.values}
+    return {of: series for of, series in matches.items() if series is not None and series.values}
 
 
 def _not_compared(record: Record, note: str, *, lost: bool = False, of: str = "") -> Comparison:
@@ -232,8 +235,8 @@ def _kind(series: Series) -> str:
 
 
 def _doubted(side: str, record: Record) -> list[str]:
-    found = trust_of(record)
-    return [] if found.good else [f"{side}: {found.reason}"]
+    trust = trust_of(record)
+    return [] if trust.good else [f"{side}: {trust.reason}"]
 
 
 def _unsteady(side: str, series: Series) -> list[str]:
@@ -254,7 +257,7 @@ def _ceiling_of(record: Record) -> Ceiling:
     if ceiling is None:
         raise StepscopeError(
             f"{record.study} {record.case} of run {record.run} has no measured matrix ceiling for"
-            f" its precision ({record.config.get('dtype', 'none')})",
-            "measure it again on that machine, or compare runs of one machine",
+            f" its dtype ({record.config.get('dtype', 'none')})",
+            "measure it again on that machine, or compare runs from one machine",
         )
     return ceiling

@@ -1,4 +1,4 @@
-"""Where the joules of a step go: its parts, each measured on its own, against the whole step."""
+"""Energy of a step by part: each part measured alone, compared with the full step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PRODUCTS, ATTENTION, UPDATES, PASSES = "products", "attention", "AdamW", "other 
 WHOLE, PEERS_PRODUCTS = "whole step", "products, peer's form"
 PARTS = (PRODUCTS, ATTENTION, UPDATES, PASSES)
 NEEDED = (PRODUCTS, ATTENTION, UPDATES)
-"""What is left of a step in which all else costs nothing."""
+"""Parts that remain if everything else costs nothing."""
 
 
 class Taken(NamedTuple):
-    """What one part takes, repeated without a pause."""
+    """Time and energy of one part, repeated without a pause."""
 
     part: str
     ms: float
     joules: float
     resolution: float | None = None
-    """What one move of the device's counter comes to."""
+    """Joules per increment of the device's energy counter."""
     clock_mhz: float | None = None
     flops: float | None = None
 
@@ -37,28 +37,29 @@ class Taken(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The parts of one race's step."""
+    """Energy ledger of one race's step."""
 
     race: str
     taken: Mapping[str, Taken]
     lost: Mapping[str, str]
-    """Parts that were not measured, each with the reason."""
+    """Parts that were not measured, with the reason."""
     limit_w: float | None
 
     def together(self, name: str, parts: Iterable[str]) -> Taken | None:
-        """One after the other; None where one of them was not measured."""
-        found = [self.taken.get(part) for part in parts]
-        held = [one for one in found if one is not None]
-        if not held or len(held) < len(found):
+        """Sum of these parts; None if one of them was not measured."""
+        entries = [self.taken.get(part) for part in parts]
+        measured = [one for one in entries if one is not None]
+        if not measured or len(measured) < len(entries):
             return None
-        return Taken(name, sum(one.ms for one in held), sum(one.joules for one in held))
+        return Taken(name, sum(one.ms for one in measured), sum(one.joules for one in measured))
 
     def of_the_step(self, joules: float) -> float | None:
-        whole = self.taken.get(WHOLE)
-        return None if whole is None else joules / whole.joules
+        """Return these joules as a share of the full step's."""
+        step = self.taken.get(WHOLE)
+        return None if step is None else joules / step.joules
 
     def lasts_ms(self, joules: float) -> float | None:
-        """At the device's limit of power."""
+        """Time to spend these joules at the device's power limit."""
         return 1e3 * joules / self.limit_w if self.limit_w else None
 
     @property
@@ -70,39 +71,43 @@ class Account(NamedTuple):
         return self.together(f"only {', '.join(NEEDED[:-1])} and {NEEDED[-1]}", NEEDED)
 
     def rows(self) -> list[Taken]:
-        """For a table: the parts, their sum, the whole step, and the peer's products."""
+        """Rows of a table: the parts, their sum, the full step, and the peer's matmuls."""
         parts = [self.taken.get(part) for part in PARTS]
         more = [self.all_parts, self.taken.get(WHOLE), self.taken.get(PEERS_PRODUCTS)]
         return [row for row in (*parts, *more) if row is not None]
 
 
 def accounts(lines: Iterable[Mapping[str, Any]]) -> list[Account]:
-    """From the lines of a file, by race."""
+    """Parse the lines of a file into one ledger per race."""
     races: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         races.setdefault(line["race"], []).append(line)
     return [
         Account(
             race,
-            {line["part"]: _taken(line) for line in held if "lost" not in line},
-            {line["part"]: line["lost"] for line in held if "lost" in line},
-            next((line["power_limit_w"] for line in held if line.get("power_limit_w")), None),
+            {line["part"]: _taken(line) for line in entries if "lost" not in line},
+            {line["part"]: line["lost"] for line in entries if "lost" in line},
+            next((line["power_limit_w"] for line in entries if line.get("power_limit_w")), None),
         )
-        for race, held in races.items()
+        for race, entries in races.items()
     ]
 
 
 def _taken(line: Mapping[str, Any]) -> Taken:
     return Taken(
-        line["part"], line["ms"], line["joules"], line["resolution"], line["sm_clock_mhz"],
+        line["part"],
+        line["ms"],
+        line["joules"],
+        line["resolution"],
+        line["sm_clock_mhz"],
         line["flops"],
-    )  # fmt: skip
+    )
 
 
 def to_whole(
     part: str, whole: ModelConfig, measured: ModelConfig, batch: int, context: int
 ) -> float:
-    """How many times the work of a model with fewer blocks the whole one has in that part."""
+    """Work of the full model in a part, as a multiple of that of a model with fewer blocks."""
     if part in (ATTENTION, PASSES):
         return whole.n_layers / measured.n_layers
     if part == UPDATES:

@@ -1,4 +1,4 @@
-"""Checks of records against each other: cases that differ in one thing only."""
+"""Checks of records against each other: cases that differ in a single setting."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GROUP_CHECKS: dict[str, GroupCheck] = {}
 
 
 def lint_group(records: Sequence[Record]) -> dict[str, tuple[Lint, ...]]:
-    """Complaints that need several records, by the id of the record they are about."""
+    """Return lints that need several records, by the id of the record they are about."""
     sound = [record for record in records if record.status == "ok"]
-    found: dict[str, dict[str, Lint]] = defaultdict(dict)
+    lints_by_record: dict[str, dict[str, Lint]] = defaultdict(dict)
     for code, check in GROUP_CHECKS.items():
-        for record, said in check(sound):
-            found[record.id].setdefault(code, Lint(code=code, message=said))
-    return {record_id: tuple(lints.values()) for record_id, lints in found.items()}
+        for record, message in check(sound):
+            lints_by_record[record.id].setdefault(code, Lint(code=code, message=message))
+    return {record_id: tuple(lints.values()) for record_id, lints in lints_by_record.items()}
 
 
 def _lint(code: str) -> Callable[[GroupCheck], GroupCheck]:
@@ -61,7 +61,7 @@ def _flat_in(group: Sequence[Record], varied: str) -> Iterator[Complaint]:
             f"{share.fraction:.0%} of the step ends with an empty launch queue, so launches are"
             " the likely limit; use a larger batch, compile, or capture a graph"
             if share and share.bound
-            else "check that all of the work is done and waited for"
+            else "check that all work is executed and synchronised before the clock stops"
         )
         yield (
             record,
@@ -80,14 +80,14 @@ def _forward_peak_above_step(records: Sequence[Record]) -> Iterator[Complaint]:
         if forward and forward_peak and step_peak and forward_peak > step_peak:
             yield (
                 forward,
-                f"forward alone peaks at {forward_peak / 2**20:.5g} MiB, the whole step at"
-                f" {step_peak / 2**20:.5g} MiB: memory of an earlier case was still held, or the"
-                " peak was not reset; measure this case in a fresh process",
+                f"forward alone peaks at {forward_peak / 2**20:.5g} MiB, the full step at"
+                f" {step_peak / 2**20:.5g} MiB: memory of an earlier case was still allocated, or"
+                " the peak was not reset; measure this case in a fresh process",
             )
 
 
 def _alike_but_for(varied: str, records: Sequence[Record]) -> list[list[Record]]:
-    """Records of one study and one device model that differ in that part of the config alone."""
+    """Group records of one study and device model that differ only in this config entry."""
     groups: dict[bytes, list[Record]] = defaultdict(list)
     for record in records:
         if varied in record.config:

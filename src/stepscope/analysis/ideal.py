@@ -1,9 +1,9 @@
-"""The operations of one training step with the least arithmetic and traffic that each needs.
+"""Operations of one training step with the minimum FLOPs and memory traffic of each.
 
-Each matrix product reads its two factors and writes its result once, in the format of the products.
-What stands between them is taken as one pass: norm with the sum before it, SwiGLU, rotation, loss,
-optimizer. The backward of attention counts five products where the forward has two, because scores
-that were never stored are computed again.
+Each matmul reads its two inputs and writes its output once, in the compute dtype. The work between
+matmuls counts as one pass each: residual add with norm, SwiGLU, rotary embedding, loss, optimizer.
+The attention backward counts five matmuls where the forward has two, because the scores are not
+stored and are recomputed.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ _PHASES = {
 
 
 class Operation(NamedTuple):
-    """One kind of operation in a step, all its instances together."""
+    """All instances of one kind of operation in a step."""
 
     name: str
     kind: Kind
     phase: str
     instances: int
     flops: int
-    """Of one instance."""
+    """FLOPs of one instance."""
     bytes: int
 
     def ms(self, rate: float, bandwidth: float) -> float:
-        """All instances, each limited by what it needs more of."""
+        """Time of all instances, each bound by compute or by bandwidth."""
         return self.instances * max(self.flops / rate, self.bytes / bandwidth) * 1e3
 
 
 def operations(
-    config: ModelConfig, batch: int, context: int, form: Precision, mode: str = "train-step"
+    config: ModelConfig, batch: int, context: int, precision: Precision, mode: str = "train-step"
 ) -> tuple[Operation, ...]:
     tokens = batch * context
     every = (
-        *_products(config, tokens, _WIDTHS[form.compute]),
-        *_attention(config, batch, context, _WIDTHS[form.compute]),
-        *_passes(config, tokens, form),
-        _optimizer(config, form),
+        *_matmuls(config, tokens, _WIDTHS[precision.compute]),
+        *_attention(config, batch, context, _WIDTHS[precision.compute]),
+        *_passes(config, tokens, precision),
+        _optimizer(config, precision),
     )
     return tuple(one for one in every if one.phase in _PHASES[mode])
 
 
 def ideal_ms(listed: tuple[Operation, ...], rate: float, bandwidth: float) -> dict[Kind, float]:
-    """By kind; the step's ideal time is their sum."""
-    held: dict[Kind, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "optimizer": 0.0}
+    """Sum the ideal times by kind; the step's ideal time is the sum of all kinds."""
+    totals: dict[Kind, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "optimizer": 0.0}
     for one in listed:
-        held[one.kind] += one.ms(rate, bandwidth)
-    return held
+        totals[one.kind] += one.ms(rate, bandwidth)
+    return totals
 
 
-def _products(config: ModelConfig, tokens: int, width: int) -> Iterator[Operation]:
+def _matmuls(config: ModelConfig, tokens: int, width: int) -> Iterator[Operation]:
     d, hidden = config.d_model, config.d_ff
     shapes = {
         "attention projections": (4 * config.n_layers, d, d),
@@ -73,7 +73,7 @@ def _products(config: ModelConfig, tokens: int, width: int) -> Iterator[Operatio
     for name, (count, a, b) in shapes.items():
         flops, moved = 2 * tokens * a * b, width * (tokens * a + a * b + tokens * b)
         yield Operation(name, "matmul", "forward", count, flops, moved)
-        # Towards the input and towards the weight.
+        # Gradients of the input and of the weight.
         yield Operation(name, "matmul", "backward", 2 * count, flops, moved)
 
 
@@ -82,45 +82,54 @@ def _attention(config: ModelConfig, batch: int, context: int, width: int) -> Ite
         batch=batch, heads=config.n_heads, seq_q=context, seq_k=context, d_head=config.d_head
     )
     yield Operation(
-        "attention", "attention", "forward", config.n_layers,
+        "attention",
+        "attention",
+        "forward",
+        config.n_layers,
         attention_cost.forward_flops(shape, causal=True),
         attention_cost.forward_bytes(shape, width),
-    )  # fmt: skip
+    )
     yield Operation(
-        "attention", "attention", "backward", config.n_layers,
+        "attention",
+        "attention",
+        "backward",
+        config.n_layers,
         attention_cost.kernel_backward_flops(shape, causal=True),
         attention_cost.backward_bytes(shape, width),
-    )  # fmt: skip
+    )
 
 
-def _passes(config: ModelConfig, tokens: int, form: Precision) -> Iterator[Operation]:
-    """What only moves bytes."""
-    product, stream, learned = (_WIDTHS[kind] for kind in (form.compute, form.stream, form.weights))
+def _passes(config: ModelConfig, tokens: int, precision: Precision) -> Iterator[Operation]:
+    """Operations that only move bytes."""
+    widths = (precision.compute, precision.stream, precision.weights)
+    compute, stream, learned = (_WIDTHS[kind] for kind in widths)
     layers, row = config.n_layers, tokens * config.d_model
     hidden, logits = tokens * config.d_ff, tokens * config.vocab
     table = config.vocab * config.d_model * learned
-    # A branch's gradient is a tensor of its own where the branch has another format.
-    branch = product if product != stream else 0
+    # A branch's gradient is a separate tensor if the branch has another dtype.
+    branch = compute if compute != stream else 0
     for name, count, forward, backward in (
         ("embedding", 1, row * (learned + stream), row * stream + table),
-        ("first norm", 1, row * (stream + product), row * (3 * stream + product)),
+        ("first norm", 1, row * (stream + compute), row * (3 * stream + compute)),
         (
-            "norm and sum", 2 * layers, 2 * row * (stream + product),
-            row * (3 * stream + product + branch),
+            "norm and sum",
+            2 * layers,
+            2 * row * (stream + compute),
+            row * (3 * stream + compute + branch),
         ),
-        ("rotation", 2 * layers, 2 * row * product, 2 * row * product),
-        ("SwiGLU", layers, 3 * hidden * product, 5 * hidden * product),
-        ("loss", 1, logits * product, logits * product),
-    ):  # fmt: skip
+        ("rotation", 2 * layers, 2 * row * compute, 2 * row * compute),
+        ("SwiGLU", layers, 3 * hidden * compute, 5 * hidden * compute),
+        ("loss", 1, logits * compute, logits * compute),
+    ):
         yield Operation(name, "memory", "forward", count, 0, forward)
         yield Operation(name, "memory", "backward", count, 0, backward)
 
 
-def _optimizer(config: ModelConfig, form: Precision) -> Operation:
+def _optimizer(config: ModelConfig, precision: Precision) -> Operation:
     """AdamW reads a gradient, and reads and writes a weight and two moments. With master weights
-    all but the gradient is in float32, and the model's weight is written too."""
-    width = _WIDTHS[form.weights]
+    everything but the gradient is float32, and the model's weight is written as well."""
+    width = _WIDTHS[precision.weights]
     each = width + 6 * width
-    if form.master:
+    if precision.master:
         each = width + 6 * _FLOAT32 + width
     return Operation("AdamW", "optimizer", "optimizer", 1, 0, parameters(config).total * each)

@@ -1,6 +1,6 @@
-"""What a record achieved, and how far that is from what its machine allows.
+"""Achieved rates of a record and their distance from the limits of its machine.
 
-Nothing here guesses: where a record lacks what a number needs, the answer is None.
+Nothing is guessed: if a record lacks an input, the result is None.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from stepscope.records.stats import Summary, summarize
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 EMPTY_QUEUE = 0.02
-"""Work still queued at the end of a phase, as a share of the time so far, that counts as none."""
+"""Queued work at the end of a phase, as a share of the time so far, below which the queue counts as
+empty."""
 LAST_KERNEL, LAST_KERNEL_MS = 0.05, 2.0
-"""Or so much, if it is also no more than this: one long kernel that a phase ends with."""
+"""Alternative limits, both required: a phase may end with one long kernel."""
 HOST_BOUND_FROM = 0.5
 
 _SPLIT_KERNEL = "split_kernel"
-_SPLIT_PRODUCTS = 6
+_SPLIT_MATMULS = 6
 
 
 class HostShare(Part, frozen=True):
-    """How much of a step the device spent in phases that were no faster than their launches."""
+    """Share of a step that the device spent in phases limited by their launches."""
 
     fraction: float
     bound: bool
@@ -37,7 +38,7 @@ class HostShare(Part, frozen=True):
 def median_ms(
     record: Record, name: str, clock: Clock | None = None, *, variant: str = ""
 ) -> float | None:
-    """Median of a time series, on that clock or on the device's where there is one."""
+    """Median of a time series, on this clock or else on the device's if there is one."""
     series = record.find(name, clock, variant=variant)
     if series is None or series.unit != "ms" or not series.values:
         return None
@@ -45,9 +46,9 @@ def median_ms(
 
 
 def step_ms(record: Record) -> Summary | None:
-    """The whole step, or both passes of an attention, by the device's clock where there is one.
+    """Time of the step, or of an attention's forward and backward, on the device's clock if any.
 
-    The device's clock runs from the first kernel to the last. The host's adds what it takes to
+    The device's clock runs from the first kernel to the last. The host's clock adds the time to
     notice the end, which is not part of the step when steps follow each other.
     """
     series = record.find("step") or record.find("both")
@@ -66,7 +67,7 @@ def tokens_per_second(record: Record) -> float | None:
 
 
 def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
-    """The matrix rate of the format this record's products ran in: measured, or the sheet's."""
+    """Matmul rate of this record's compute dtype: measured, or from the data sheet."""
     try:
         compute = precision(str(record.config.get("dtype"))).compute
     except UsageError:
@@ -75,18 +76,18 @@ def matrix_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
 
 
 def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
-    """The rate that a record's products cannot pass: of its format, unless they ran in another.
+    """Upper limit of the record's matmul rate: that of its dtype, unless its kernels use another.
 
-    Kernels that cut float32 into planes make each product of six in bfloat16, on matrix units that
-    float32 itself does not use.
+    Kernels that split float32 into bfloat16 parts compute each matmul as six bfloat16 matmuls, on
+    tensor cores that float32 itself does not use.
     """
     kernels = record.attachment("kernels", dict[str, str]) or {}
-    cut = any(_SPLIT_KERNEL in names for names in kernels.values())
-    narrow = record.ceiling("matmul.bfloat16", measured=measured) if cut else None
+    split = any(_SPLIT_KERNEL in names for names in kernels.values())
+    narrow = record.ceiling("matmul.bfloat16", measured=measured) if split else None
     if narrow is None:
         return matrix_ceiling(record, measured)
     return msgspec.structs.replace(
-        narrow, name="six products of bfloat16", value=narrow.value / _SPLIT_PRODUCTS
+        narrow, name="six products of bfloat16", value=narrow.value / _SPLIT_MATMULS
     )
 
 
@@ -99,33 +100,33 @@ def mfu(record: Record, measured: bool = True) -> float | None:
 
 
 def phase_sums(record: Record) -> tuple[float, ...]:
-    """The phases of each marked step added up, on the clock of the whole step."""
+    """Sum of the phases of each marked step, on the clock of the full step."""
     step = record.find("step")
     if step is None:
         return ()
-    held = [series for name in PHASES if (series := record.find(name, step.clock)) is not None]
-    return tuple(sum(parts) for parts in zip(*(series.values for series in held), strict=False))
+    phases = [series for name in PHASES if (series := record.find(name, step.clock)) is not None]
+    return tuple(sum(parts) for parts in zip(*(series.values for series in phases), strict=False))
 
 
 def host_bound(record: Record, variant: str = "") -> HostShare | None:
-    """Whether the device waited for the host. On a CPU there is no queue, so no answer. Where a
-    record holds several forms of a step, of the one that is named.
+    """Determine how much of a step the device waited for the host, for one variant of it.
 
-    A sample starts with both at rest. What the device's clock is behind the host's at the end of a
-    phase is therefore work still queued; a phase that ends with an empty queue was only as fast as
-    the host issued it. How long the host took says little: a full queue stops the host as well.
+    On a CPU there is no launch queue and the result is None. A sample starts with host and device
+    idle, so the device's delay behind the host at the end of a phase is queued work. A phase that
+    ends with an empty queue was only as fast as the host launched it. The host's own time says
+    little, because a full queue also blocks the host.
     """
 
-    def found(name: str, clock: Clock) -> Series | None:
+    def find(name: str, clock: Clock) -> Series | None:
         return record.find(name, clock, variant=variant)
 
     pairs = [
         (name, on_device.values, on_host.values)
         for name in PHASES
-        if (on_device := found(name, "device")) and (on_host := found(name, "host"))
+        if (on_device := find(name, "device")) and (on_host := find(name, "host"))
     ]
     if not pairs:
-        step, issue = found("step", "device"), found("issue", "host")
+        step, issue = find("step", "device"), find("issue", "host")
         if step is None or issue is None:
             return None
         pairs = [("step", step.values, issue.values)]

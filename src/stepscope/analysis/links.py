@@ -1,4 +1,4 @@
-"""A link between ranks as two numbers: what a message costs, and what a byte costs."""
+"""Model of a link between ranks: a latency per message and a bandwidth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bytes over the slowest link for each byte of the message, as nccl-tests counts them."""
+    """Bytes over the slowest link per byte of the message, as nccl-tests counts them."""
     if collective == "broadcast":
         return 1.0
     return (2 if collective == "all-reduce" else 1) * (ranks - 1) / ranks
@@ -23,11 +23,11 @@ class Link(NamedTuple):
     latency_ms: float
     bytes_per_ms: float
     residual: float
-    """The largest share by which a measured time is off the line."""
+    """Largest relative deviation of a measured time from the line."""
 
 
 def fit_link(sizes: Sequence[float], times_ms: Sequence[float]) -> Link | None:
-    """The line with the least relative errors; None where it would not rise with the size."""
+    """Fit the line with the smallest relative errors; None if it does not rise with the size."""
     if len(set(sizes)) < 2:
         return None
     x, t = np.asarray(sizes, dtype=float), np.asarray(times_ms, dtype=float)

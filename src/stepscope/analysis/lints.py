@@ -1,6 +1,6 @@
-"""Checks of records against physics. Each says what does not hold and what to do.
+"""Checks of records against physics. Each message says what is wrong and what to do.
 
-A check is a function that gives its complaint, or None; its decorator names it. Checks that
+A check is a function that returns its message, or None; its decorator gives it a code. Checks that
 need several records are in `group_lints`.
 """
 
@@ -34,30 +34,30 @@ __all__ = ["codes", "lint_group", "lint_record"]
 Check = Callable[[Record], str | None]
 
 ABOVE_MEASURED = 1.05
-"""A measured ceiling is itself a measurement; a data sheet is not."""
+"""Tolerance of a measured ceiling, which has noise itself; a data sheet needs none."""
 FIRST_ABOVE_REST = 1.5
 CLOCK_DROP = 0.10
 BUSY, WAITED = "busy-machine", 0.10
-"""Seconds that threads wait for a core in a second."""
+"""Seconds per second that threads wait for a core."""
 BACKWARD_OVER_FORWARD = 0.5
 PHASES_OFF = 0.05
 CHOSEN_CLOCKS = frozenset({"none", "idle", "application-clocks", "display-clocks"})
-"""Throttle reasons that do not mean the device was held back while it worked."""
+"""Throttle reasons that do not mean the device was slowed down while it worked."""
 
 _CHECKS: dict[str, Check] = {}
 
 
 def lint_record(record: Record) -> tuple[Lint, ...]:
-    """Every complaint about one record. A record that is not `ok` claims nothing to check."""
+    """Return every lint of one record. A record that is not `ok` has no results to check."""
     if record.status != "ok":
         return ()
     complaints = ((code, _complaint(check, record)) for code, check in _CHECKS.items())
-    return tuple(Lint(code=code, message=said) for code, said in complaints if said)
+    return tuple(Lint(code=code, message=message) for code, message in complaints if message)
 
 
 def _complaint(check: Check, record: Record) -> str | None:
-    """What a check says; samples that break its arithmetic are a complaint, and never the loss of
-    a record that was just measured."""
+    """Return a check's message. Samples that break its arithmetic are reported as a lint, so that
+    a record that was just measured is never lost."""
     try:
         return check(record)
     except (ArithmeticError, ValueError) as error:
@@ -65,7 +65,7 @@ def _complaint(check: Check, record: Record) -> str | None:
 
 
 def codes() -> tuple[str, ...]:
-    """Every complaint there is, those about several records last."""
+    """Return the codes of all lints, those about several records last."""
     return (*_CHECKS, *GROUP_CHECKS)
 
 
@@ -87,15 +87,15 @@ def _above_ceiling(record: Record) -> str | None:
             return (
                 f"{rate / 1e12:.4g} TFLOP/s is {share:.0%} of the {whose} ceiling {ceiling.name}"
                 f" ({ceiling.value / 1e12:.4g} TFLOP/s): work was skipped, the FLOPs are counted"
-                " wrong, or the samples end before the device does; check that the step waits for"
-                " its result"
+                " wrong, or the samples end before the device does; check that the step"
+                " synchronises"
             )
     return None
 
 
 _NOT_ABOUT_TIME = ("memory",)
 _FIRST_STEP = "first"
-"""A first step is there once."""
+"""A first step happens only once."""
 
 
 @_lint("few-samples")
@@ -106,8 +106,8 @@ def _few_samples(record: Record) -> str | None:
     if record.study in _NOT_ABOUT_TIME:
         return None
     return (
-        f"{series.label} has {len(series.values)} of the {MIN_SAMPLES} samples that a spread needs;"
-        " measure with more steps"
+        f"{series.label} has {len(series.values)} samples, and a spread needs {MIN_SAMPLES};"
+        " measure more steps"
     )
 
 
@@ -116,7 +116,7 @@ def _wide_spread(record: Record) -> str | None:
     series = _timed(record)
     if series is None or len(series.values) < MIN_SAMPLES:
         return None
-    # A first call has its own lint, and says nothing about the others.
+    # A first call has its own lint and says nothing about the other samples.
     values = series.values[1:] if _first_call_inside(record) else series.values
     summary = summarize(values)
     spread = summary.std / summary.mean if summary.mean else 0.0
@@ -127,14 +127,14 @@ def _wide_spread(record: Record) -> str | None:
     far = far_above(values)
     every = even_spacing(far, len(values))
     if every is not None and every > 1:
-        longer = summarize([values[place] for place in far]).median
+        longer = summarize([values[index] for index in far]).median
         return (
             f"one in {every} samples of {series.label} takes {longer:.4g} ms, the others"
-            f" {summary.median:.4g} ms: something comes every {every} steps, such as a checkpoint"
+            f" {summary.median:.4g} ms: something happens every {every} steps, such as a checkpoint"
         )
     return (
         f"{series.label} spreads by {spread:.0%} of its mean, with a sample {off:.0%} off the"
-        f" median of {summary.median:.4g} ms; end other work on this machine and measure again"
+        f" median of {summary.median:.4g} ms; stop other work on this machine and measure again"
     )
 
 
@@ -148,7 +148,7 @@ def _first_call_inside(record: Record) -> str | None:
         return None
     return (
         f"the first sample of {series.label} took {first:.4g} ms, the others {rest.median:.4g} ms:"
-        " a first call or a compilation is inside the samples; warm up longer"
+        " a first call or a compilation is inside the samples; use more warm-up steps"
     )
 
 
@@ -159,24 +159,24 @@ def _clocks_dropped(record: Record) -> str | None:
     if drop is None and not reasons:
         return None
     fell = f"the SM clock fell from {drop[0]:.0f} to {drop[1]:.0f} MHz" if drop else ""
-    held = f"the device was held back by {', '.join(reasons)}" if reasons else ""
+    throttled = f"the device was throttled by {', '.join(reasons)}" if reasons else ""
     return (
-        f"{' and '.join(filter(None, (fell, held)))}: the samples mix several speeds; cool the"
-        " device, lock its clocks lower, or raise its power limit, and measure again"
+        f"{' and '.join(filter(None, (fell, throttled)))}: the samples mix several clock speeds;"
+        " cool the device, lock its clocks lower, or raise its power limit, and measure again"
     )
 
 
 @_lint(BUSY)
 def _busy_machine(record: Record) -> str | None:
-    held = [(r.at_s, r.waited_s) for r in record.readings if r.waited_s is not None]
-    # A later process counts from zero.
-    waited = sum(max(0.0, after - before) for (_, before), (_, after) in pairwise(held))
-    elapsed = held[-1][0] - held[0][0] if held else 0.0
+    waits = [(r.at_s, r.waited_s) for r in record.readings if r.waited_s is not None]
+    # A later process counts from zero again.
+    waited = sum(max(0.0, after - before) for (_, before), (_, after) in pairwise(waits))
+    elapsed = waits[-1][0] - waits[0][0] if waits else 0.0
     if elapsed <= 0.0 or waited < WAITED * elapsed:
         return None
     return (
         f"in {elapsed:.3g} s threads of this process waited {waited:.3g} s for a core: other work"
-        " has it, or there are more threads than cores, and all times are too long; end that work"
+        " uses it, or there are more threads than cores, and all times are too long; stop that work"
         " and measure again"
     )
 
@@ -185,7 +185,7 @@ def _busy_machine(record: Record) -> str | None:
 def _backward_too_fast(record: Record) -> str | None:
     forward, backward = record.find("forward"), record.find("backward")
     if record.config.get("loss") == "fused":
-        # Its gradients are made beside the loss, before the backward begins.
+        # A fused loss computes its gradients in the forward.
         return None
     if forward is None or backward is None or forward.clock != backward.clock:
         return None
@@ -194,7 +194,7 @@ def _backward_too_fast(record: Record) -> str | None:
         return None
     return (
         f"backward took {backward_ms:.4g} ms and forward {forward_ms:.4g} ms, where about twice"
-        " forward is expected: gradients do not reach all of the model; check for detached tensors"
+        " forward is expected: gradients do not reach the full model; check for detached tensors"
         " and frozen parameters"
     )
 
@@ -215,28 +215,31 @@ def _phases_do_not_add_up(record: Record) -> str | None:
     step = record.find("step")
     if step is None:
         return None
-    whole, sums = median_ms(record, "step", step.clock), phase_sums(record)
-    if not whole or not sums:
+    step_time, sums = median_ms(record, "step", step.clock), phase_sums(record)
+    if not step_time or not sums:
         return None
     total = summarize(sums).median
-    # Noisy steps differ from each other as well: only a difference that shows counts.
-    if abs(total / whole - 1.0) <= PHASES_OFF or not ratio_interval(step.values, sums).excludes_one:
+    # Noisy steps differ from each other as well: only a significant difference counts.
+    if (
+        abs(total / step_time - 1.0) <= PHASES_OFF
+        or not ratio_interval(step.values, sums).excludes_one
+    ):
         return None
-    held = [name for name in PHASES if record.find(name, step.clock)]
+    phases = [name for name in PHASES if record.find(name, step.clock)]
     return (
-        f"{' + '.join(held)} take {total:.4g} ms and the whole step {whole:.4g} ms: marking the"
-        " phases changes the step, or a phase is missing; trust the whole step"
+        f"{' + '.join(phases)} take {total:.4g} ms and the full step {step_time:.4g} ms: marking"
+        " the phases changes the step, or a phase is missing; trust the full step"
     )
 
 
 @_lint("other-kernel")
 def _other_kernel(record: Record) -> str | None:
-    said = foreign_kernels(record)
-    return f"{said}: the time is not that of what the record names" if said else None
+    foreign = foreign_kernels(record)
+    return f"{foreign}: the time does not belong to what the record names" if foreign else None
 
 
 def _timed(record: Record) -> Series | None:
-    """What the case is about, if that is a time: other series need not repeat one value."""
+    """The main series of the case, if it is a time; other series may legitimately be constant."""
     if not record.series or not record.series[0].values or record.series[0].unit != "ms":
         return None
     return record.series[0]
@@ -245,7 +248,7 @@ def _timed(record: Record) -> Series | None:
 def _largest_clock_drop(readings: tuple[Reading, ...]) -> tuple[float, float] | None:
     """The highest clock and the lowest after it, if that is much lower.
 
-    An idle device lowers its clock by itself, and takes a moment to raise it again.
+    An idle device lowers its clock by itself and takes a moment to raise it again.
     """
     clocks = [r.sm_clock_mhz for r in readings if r.sm_clock_mhz and "idle" not in r.throttle]
     worst: tuple[float, float] | None = None

@@ -1,4 +1,4 @@
-"""The matrix products of a training step by shape: as joined layers make them, and apart."""
+"""Matmuls of a training step by shape, with fused or with separate projections."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ HEAD = "head"
 
 
 class Group(NamedTuple):
-    """Weights of a block that one product reads together."""
+    """Weights of a block that one matmul reads together."""
 
     name: str
     reads: str
-    """The input: groups that read the same one have it in common."""
+    """Name of the input; groups with the same name share it."""
     out: int
     into: int
 
 
 class Matmul(NamedTuple):
+    """One shape of matmul in one direction of a training step."""
+
     name: str
     way: Way
     rows: int
     columns: int
     depth: int
-    """Of the result rows × columns, each element sums so many."""
+    """Reduction dimension: each element of the rows × columns result sums this many terms."""
     instances: int
 
     @property
@@ -37,7 +39,7 @@ class Matmul(NamedTuple):
 
 
 def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
-    """In the order of the forward."""
+    """Weight groups of a block in the order of the forward; `joined` for fused projections."""
     d, hidden = config.d_model, config.d_ff
     first, second = "attention norm", "feed-forward norm"
     projections = (
@@ -51,33 +53,36 @@ def block_groups(config: ModelConfig, *, joined: bool) -> tuple[Group, ...]:
         else tuple(Group(name, second, hidden, d) for name in ("gate", "up"))
     )
     return (
-        *projections, Group("output", "heads", d, d),
-        *gates, Group("down", "gated", d, hidden),
-    )  # fmt: skip
+        *projections,
+        Group("output", "heads", d, d),
+        *gates,
+        Group("down", "gated", d, hidden),
+    )
 
 
 def head_chunks(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[int, ...]:
-    """Rows of each product of the head: by chunks where the loss is fused."""
+    """Rows of each matmul of the head; chunked if the loss is fused."""
     rows = rows_per_chunk(tokens, config.vocab, config.d_model) if joined else tokens
     return tuple(min(rows, tokens - start) for start in range(0, tokens, rows))
 
 
 def step_products(config: ModelConfig, tokens: int, *, joined: bool) -> tuple[Matmul, ...]:
-    """All of them, those of a block as often as there are blocks."""
+    """All matmuls of a step; those of a block once per shape, with the number of blocks."""
     blocks = [
-        product
+        matmul
         for group in block_groups(config, joined=joined)
-        for product in _three(group.name, tokens, group.out, group.into, config.n_layers)
+        for matmul in _three(group.name, tokens, group.out, group.into, config.n_layers)
     ]
     head = [
-        product
+        matmul
         for rows in head_chunks(config, tokens, joined=joined)
-        for product in _three(HEAD, rows, config.vocab, config.d_model, 1)
+        for matmul in _three(HEAD, rows, config.vocab, config.d_model, 1)
     ]
     return (*blocks, *head)
 
 
 def _three(name: str, tokens: int, out: int, into: int, instances: int) -> Iterator[Matmul]:
+    """Yield the forward matmul and those of the gradients of the input and of the weight."""
     yield Matmul(name, "forward", tokens, out, into, instances)
     yield Matmul(name, "towards the input", tokens, into, out, instances)
     yield Matmul(name, "towards the weight", out, into, tokens, instances)

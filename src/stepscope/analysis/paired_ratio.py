@@ -1,4 +1,4 @@
-"""Two contestants who took turns, round by round: how long one takes as a multiple of the other."""
+"""Time ratio of two implementations that ran interleaved, round by round."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
 
 STUDY = "parallel-against-torch"
-"""The name under which `benchmarks/parallel_against_torch.py` keeps its records."""
+"""Study name of the records of `benchmarks/parallel_against_torch.py`."""
 OURS, THEIRS = "ours", "theirs"
 
 
 class Paired(NamedTuple):
+    """Interleaved comparison of two implementations."""
+
     wall: Summary
-    """Ours over theirs, of the slowest rank in each round."""
+    """Ours over theirs, slowest rank of each round."""
     cpu: Summary
-    """The same of the processor time of all threads of all ranks."""
+    """Ours over theirs, CPU time of all threads of all ranks."""
     theirs_ms: float
-    """The median of their step."""
+    """Median of their step."""
 
 
 def paired(record: Record) -> Paired:
-    """Ratios of a record with the series `step` and `cpu` of both variants, by rank."""
+    """Compute the ratios of a record with the series `step` and `cpu` of both variants, by rank."""
     steps, spent = (
-        [_by_round(record, kind, who) for who in (OURS, THEIRS)] for kind in ("step", "cpu")
+        [_by_round(record, kind, side) for side in (OURS, THEIRS)] for kind in ("step", "cpu")
     )
-    slowest = [[max(ranks) for ranks in held] for held in steps]
+    slowest = [[max(ranks) for ranks in rounds] for rounds in steps]
     return Paired(
         wall=_ratio(*slowest),
-        cpu=_ratio(*([sum(ranks) for ranks in held] for held in spent)),
+        cpu=_ratio(*([sum(ranks) for ranks in rounds] for rounds in spent)),
         theirs_ms=summarize(slowest[1]).median,
     )
 

@@ -17,27 +17,29 @@ from typing import Any
 from stepscope.errors import StepscopeError
 
 MAX_NESTED_TUPLES = 2000
-"""Bounds how deep tuples nest: each level takes a tuple that holds more than integers."""
+"""Bounds the nesting of tuples: each level takes a tuple that contains more than integers."""
 
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:%s))" % b"|".join(
     rb"\x%02x.{%d}" % (size, size) for size in range(10)
 )
 _HARMLESS = re.compile(
     # A tuple of two integers (a segment's pool); integers, floats, reads of the memo; opcodes
-    # without an argument: constants, marks, empty containers and what fills them.
+    # without an argument: constants, marks, empty containers and the opcodes that fill them.
     rb"(?:" + _INTEGER + rb"{2}\x86|" + _INTEGER + rb"|G.{8}|h.|j.{4}"
     rb"|[N\x88\x89(\]}\x8f)012aesuld\x90\x91\x94])++",
     re.DOTALL,
 )
 _TUPLES = b"t\x85\x86\x87"
-_COUNTED = dict.fromkeys(b"\x8cUC\x8a", 1) | dict.fromkeys(b"XTB\x8b", 4) | dict.fromkeys(
-    b"\x8d\x8e\x96", 8
-)  # fmt: skip
-"""Opcodes before a counted string, by the size of the count."""
+_COUNTED = (
+    dict.fromkeys(b"\x8cUC\x8a", 1)
+    | dict.fromkeys(b"XTB\x8b", 4)
+    | dict.fromkeys(b"\x8d\x8e\x96", 8)
+)
+"""Opcodes followed by a counted string, by the size of the count."""
 _FIXED = {0x80: 1, 0x82: 1, 0x83: 2, 0x84: 4, 0x95: 8} | dict.fromkeys(b"Rb\x81\x92\x93oQ", 0)
-"""Opcodes before an argument of this size; those that load globals fail in the unpickler."""
+"""Opcodes followed by an argument of this size; those that load globals fail in the unpickler."""
 _LINES = dict.fromkeys(b"ILFSVgP", 1) | dict.fromkeys(b"ci", 2)
-"""Opcodes before this many lines of text."""
+"""Opcodes followed by this many lines of text."""
 _STOP, _BINPUT, _LONG_BINPUT, _PUT = b".qrp"
 
 
@@ -46,28 +48,28 @@ class UnsafePickleError(ValueError):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads containers, numbers and strings, and no global at all."""
+    """Loads containers, numbers and strings, but no globals."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         name = f"{module_name[:80]}.{global_name[:80]}"
         shown = name if name.isprintable() else ascii(name)
         raise StepscopeError(
-            f"the file wants to load {shown}, which plain data does not need",
+            f"the file would load {shown}, which plain data does not need",
             "do not open it elsewhere: loading it could run code",
         )
 
     def persistent_load(self, _: Any) -> Any:
-        raise StepscopeError("the file refers to an object outside of it")
+        raise StepscopeError("the file refers to an object outside the file")
 
 
 def load_plain(data: bytes, where: str) -> Any:
-    """The object in these bytes; `where` names them in an error."""
+    """Load the object in these bytes; `where` names them in an error."""
     try:
         check(data)
         return _PlainUnpickler(io.BytesIO(data)).load()
     except StepscopeError:
         raise
-    # A damaged pickle can fail in any way that its opcodes allow.
+    # A damaged pickle can fail in any way its opcodes allow.
     except Exception as error:
         detail = str(error) if isinstance(error, UnsafePickleError) else type(error).__name__
         raise StepscopeError(
@@ -76,7 +78,7 @@ def load_plain(data: bytes, where: str) -> Any:
 
 
 def check(data: bytes) -> None:
-    """Raises `UnsafePickleError` unless memory and stack stay in proportion to the bytes."""
+    """Raise `UnsafePickleError` unless memory and stack stay in proportion to the bytes."""
     at, size, tuples = 0, len(data), 0
     skip = _HARMLESS.match
     while True:
@@ -92,7 +94,7 @@ def check(data: bytes) -> None:
             tuples += 1
             if tuples > MAX_NESTED_TUPLES:
                 raise UnsafePickleError(
-                    f"more than {MAX_NESTED_TUPLES:,} tuples of other than integers"
+                    f"more than {MAX_NESTED_TUPLES:,} tuples that contain more than integers"
                 )
         at = _after(data, at, code)
         if at > size:
@@ -100,7 +102,7 @@ def check(data: bytes) -> None:
 
 
 def _after(data: bytes, at: int, code: int) -> int:
-    """Where the opcode after this one is."""
+    """Return the offset of the next opcode."""
     start = at + 1
     if (width := _COUNTED.get(code)) is not None:
         return start + width + int.from_bytes(data[start : start + width], "little")
@@ -118,7 +120,7 @@ def _after(data: bytes, at: int, code: int) -> int:
         _check_memo(int(text) if text.isdigit() and len(text) < 20 else -1, at)
         return end
     if (lines := _LINES.get(code)) is None:
-        raise UnsafePickleError(f"opcode {code:#04x} at byte {at:,} is not one of plain data")
+        raise UnsafePickleError(f"opcode {code:#04x} at byte {at:,} does not occur in plain data")
     end = start
     for _ in range(lines):
         end = _line_end(data, end)

@@ -1,7 +1,7 @@
-"""Whether a record's numbers can be measurements at all: what cannot be is shown as a failed case.
+"""Plausibility of a record's numbers: a record with impossible values is shown as a failed case.
 
-A record file may hold anything that its schema allows. Pages divide by times and rates and draw
-them on logarithmic axes; here is the one place that decides which numbers they get to see.
+A record file may contain anything its schema allows. Pages divide by times and rates and plot them
+on logarithmic axes; only this module decides which numbers they see.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from stepscope.records.schema import Record, Series
 
 LARGEST, SMALLEST = 1e45, 1e-45
-"""Products of a few such numbers and the squares of their differences are still finite floats."""
+"""Bounds for which products of a few values and squares of differences are still finite floats."""
 _ABOVE_ZERO = ("ms", "s", "terms")
 _NEVER_NEGATIVE = (*_ABOVE_ZERO, "B", "FLOP", "J", "W", "parameters", "samples", "steps")
 
 
 def plausible(record: Record) -> Record:
-    """The record itself or, where it claims a result that cannot be one, the same as an error."""
+    """Return the record, or the same record as an error if one of its values is impossible."""
     if record.status != "ok":
         return record
     why = next(_complaints(record), "")
@@ -37,7 +37,10 @@ def _complaints(record: Record) -> Iterator[str]:
         key = (series.name, series.variant, series.phase, series.size, series.clock)
         same = lengths.setdefault(key, len(series.values))
         if same != len(series.values):
-            yield f"series {series.label!a} has {same} samples on one rank and others on another"
+            yield (
+                f"series {series.label!a} has {same} samples on one rank"
+                " and a different number on another"
+            )
     for quantity in record.quantities:
         if quantity.value < 0 and quantity.unit in _NEVER_NEGATIVE:
             yield f"{quantity.name!a} is {quantity.value:g} {quantity.unit}"
@@ -63,7 +66,7 @@ def _of_samples(series: Series) -> str:
 
 
 def _may_be_zero(series: Series) -> bool:
-    """Times of what some steps do not do."""
+    """Return True for times of work that some steps do not do."""
     return series.name == "loading" or (series.name == "issue" and series.phase != "")
 
 

@@ -1,5 +1,5 @@
-"""What power does to a step: a device at its cap lowers its clock, and a step then takes as long as
-its energy lasts."""
+"""Effect of the power limit on a step: at the cap the device lowers its clock, and the energy of a
+step sets its time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import NamedTuple
 from stepscope.records.schema import Record
 
 AT_CAP = 0.95
-"""A mean power from this share of the limit on is at the cap."""
+"""Share of the power limit from which the mean power counts as at the cap."""
 _CAPPED = "power-cap"
 _LOWERED = 0.98
-"""A driver also names the cap where it takes a step of the clock away now and then."""
+"""Share of the highest clock below which the cap matters; drivers also report the cap for small,
+occasional drops."""
 
 
 class Draw(NamedTuple):
-    """What a step takes that is repeated without a pause."""
+    """Power draw of a step that is repeated without a pause."""
 
     joules: float
     resolution: float
-    """What one move of the device's counter comes to, in joules of a step."""
+    """Joules of a step per increment of the device's energy counter."""
     watts: float
     step_ms: float
     clock_mhz: float | None
@@ -33,8 +34,11 @@ class Draw(NamedTuple):
 
     @property
     def lasts_ms(self) -> float | None:
-        """At the cap: how long the energy of a step lasts at the limit. As exact as the counter,
-        and for steps that follow each other: after a rest the clock is higher for a while."""
+        """Time in which a step's energy is spent at the power limit; None below the cap.
+
+        As exact as the counter, and valid for consecutive steps: after a rest the clock is higher
+        for a while.
+        """
         share = self.of_limit
         if share is None or share < AT_CAP or not self.limit_w:
             return None
@@ -50,27 +54,34 @@ def draw(record: Record, variant: str = "") -> Draw | None:
         return None
     here = record.environment
     return Draw(
-        joules, resolution, watts, step_ms, record.quantity("sm_clock_mhz", variant=variant),
-        here.power_limit_w, here.max_sm_clock_mhz,
-    )  # fmt: skip
+        joules,
+        resolution,
+        watts,
+        step_ms,
+        record.quantity("sm_clock_mhz", variant=variant),
+        here.power_limit_w,
+        here.max_sm_clock_mhz,
+    )
 
 
 class Capped(NamedTuple):
+    """Readings at the power cap."""
+
     readings: int
     of: int
     clock_mhz: float
-    """Median of those readings."""
+    """Median clock of those readings."""
     highest_mhz: float
 
 
 def power_capped(record: Record) -> Capped | None:
-    """Where most readings name the power cap, and the clock is lower for it."""
-    held = [reading for reading in record.readings if _CAPPED in reading.throttle]
-    clocks = [reading.sm_clock_mhz for reading in held if reading.sm_clock_mhz]
+    """Return the readings at the power cap, if they are the majority and the clock is lower."""
+    capped = [reading for reading in record.readings if _CAPPED in reading.throttle]
+    clocks = [reading.sm_clock_mhz for reading in capped if reading.sm_clock_mhz]
     highest = record.environment.max_sm_clock_mhz
-    if 2 * len(held) <= len(record.readings) or not clocks or not highest:
+    if 2 * len(capped) <= len(record.readings) or not clocks or not highest:
         return None
     clock = median(clocks)
     if clock > _LOWERED * highest:
         return None
-    return Capped(len(held), len(record.readings), clock, highest)
+    return Capped(len(capped), len(record.readings), clock, highest)

@@ -1,11 +1,11 @@
-"""Reads the snapshots that `torch.cuda.memory._dump_snapshot` writes, without running them.
+"""Reader of the snapshots that `torch.cuda.memory._dump_snapshot` writes, without executing them.
 
-A snapshot is a pickle, and loading one naively runs whatever its author put in. `plain_pickle`
-loads only what a snapshot consists of: lists, dictionaries, tuples, numbers and strings. Every
-number and string is then checked where it is used.
+A snapshot is a pickle, and loading one naively runs any code in it. `plain_pickle` loads only what
+a snapshot consists of: lists, dictionaries, tuples, numbers and strings. Every number and string is
+then checked where it is used.
 
-What was live is worked out backwards from the end, where it is known for certain. So a history
-whose buffer overflowed gives right numbers for the stretch that it still covers, and none before.
+The live blocks are reconstructed backwards from the end, where they are known. A history whose
+buffer overflowed therefore gives correct numbers for the interval that it still covers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from stepscope.errors import StepscopeError, no_such_file
 _ALLOC, _FREE = "alloc", "free_completed"
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _ROUND = (1000, 1024)
-"""Buffers are sized by people: that a whole history ends at a multiple by chance is unlikely."""
+"""Buffer sizes are round numbers; a complete history is unlikely to end at a multiple of one."""
 _UNKNOWN = "allocated before the recording began"
 _NOT_OF_THE_PROGRAM = ("/torch/", "/stepscope/measure/", "/stepscope/scope/")
 _NO_STACK = "no Python stack (autograd's thread: the backward)"
 _MAX_SIZE = 1 << 50
 _MAX_ADDRESS = 1 << 64
 _MAX_TOTAL = 1 << 62
-"""What 64 bits hold: the sum of many sizes may be larger."""
+"""Limit of 64-bit totals: the sum of many valid sizes may exceed it."""
 _MAX_DEVICES = 1 << 16
 _MAX_TEXT = 200
 
 
 class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that one line of code held at the peak."""
+    """Blocks allocated by one line of code that were live at the peak."""
 
     code: str
     bytes: int
@@ -43,25 +43,26 @@ class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot says of the device that holds most."""
+    """Summary of a snapshot for the device with the most reserved memory."""
 
     device: int
     devices: int
     reserved: int
     active: int
-    """In use when it was written."""
+    """Bytes in use when the snapshot was written."""
     events: int
-    """Allocations and frees that the history covers."""
+    """Allocations and frees in the history."""
     full: bool
-    """Its buffer has a round number of entries, all used: earlier ones were overwritten."""
+    """The buffer is full (a round number of entries): earlier events were overwritten."""
     peak: int
-    """The most in use within the history; without one, what is in use at the end."""
+    """Most bytes in use within the history; without a history, those in use at the end."""
     largest: CodeLine | None
-    """The largest single block at the peak."""
+    """Largest single block at the peak."""
     places: tuple[CodeLine, ...]
 
 
 def read_snapshot(path: Path) -> Snapshot:
+    """Read and summarise a snapshot file."""
     if not path.is_file():
         raise no_such_file(path)
     try:
@@ -72,24 +73,24 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def summarize(raw: Any, name: str = "the file") -> Snapshot:
+    """Summarise a loaded snapshot; `name` is used in errors."""
     segments = raw.get("segments") if isinstance(raw, dict) else None
     if not isinstance(segments, list):
         raise StepscopeError(
-            f"{name} has no segments, so it is no snapshot in a format that is known here"
+            f"{name} has no segments, so it is not a snapshot in a supported format"
         )
     try:
         return _summary(segments, raw.get("device_traces") or [])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        # A key may be of any size.
+        # A key may be arbitrarily long.
         raise StepscopeError(
-            f"{name} has a format that is not known here"
-            f" ({type(error).__name__}: {str(error)[:_MAX_TEXT]})",
-            "it may come from a newer torch",
+            f"{name} has an unsupported format ({type(error).__name__}: {str(error)[:_MAX_TEXT]})",
+            "it may come from a newer version of PyTorch",
         ) from error
 
 
 def _number(entry: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size, an address or the number of a device, within what each can be."""
+    """Return a size, an address or a device number, checked against its limit."""
     value = entry[key] if default is None else entry.get(key, default)
     limit = _LIMITS[key]
     if type(value) is not int or not 0 <= value < limit:
@@ -99,13 +100,16 @@ def _number(entry: dict[str, Any], key: str, default: int | None = None) -> int:
 
 
 _LIMITS = {
-    "device": _MAX_DEVICES, "address": _MAX_ADDRESS, "addr": _MAX_ADDRESS, "size": _MAX_SIZE,
+    "device": _MAX_DEVICES,
+    "address": _MAX_ADDRESS,
+    "addr": _MAX_ADDRESS,
+    "size": _MAX_SIZE,
     "total_size": _MAX_SIZE,
-}  # fmt: skip
+}
 
 
 def _text(value: Any) -> str:
-    """A name or a path, of which the end says more than the beginning."""
+    """Return the end of a name or a path, which is more specific than its beginning."""
     if not isinstance(value, str):
         raise TypeError(f"expected a string, got {type(value).__name__}")
     return value[-_MAX_TEXT:]
@@ -122,11 +126,11 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
     active = sum(size for size, _ in live.values())
     trace = traces[device] if device < len(traces) else []
     events = [event for event in trace if event["action"] in (_ALLOC, _FREE)]
-    peak, held = _peak(live, events, lines)
+    peak, live_at_peak = _peak(live, events, lines)
     if max(peak, *reserved.values(), 0) >= _MAX_TOTAL:
         raise ValueError("its blocks add up to more bytes than 64 bits can address")
-    places = _by_place(held.values())
-    largest = max(held.values(), default=None, key=lambda block: block[0])
+    places = _by_code_line(live_at_peak.values())
+    largest = max(live_at_peak.values(), default=None, key=lambda block: block[0])
     return Snapshot(
         device=device,
         devices=max(1, len(reserved)),
@@ -141,7 +145,7 @@ def _summary(segments: Sequence[dict[str, Any]], traces: Sequence[Any]) -> Snaps
 
 
 Blocks = dict[int, tuple[int, str]]
-"""By address: bytes and the line of code."""
+"""Bytes and line of code by address."""
 
 
 def _live_at_the_end(segments: Sequence[dict[str, Any]], lines: _Lines) -> Blocks:
@@ -149,37 +153,35 @@ def _live_at_the_end(segments: Sequence[dict[str, Any]], lines: _Lines) -> Block
     for segment in segments:
         address = _number(segment, "address")
         for block in segment["blocks"]:
-            place = _number(block, "address", address)
+            block_address = _number(block, "address", address)
             if block["state"] in _LIVE:
-                live[place] = (_number(block, "size"), lines.of(block.get("frames")))
-            address = place + _number(block, "size")
+                live[block_address] = (_number(block, "size"), lines.of(block.get("frames")))
+            address = block_address + _number(block, "size")
     return live
 
 
-def _peak(
-    live: Blocks, events: Sequence[dict[str, Any]], lines: _Lines
-) -> tuple[int, Blocks]:  # fmt: skip
-    """Backwards from the end: undoing an allocation frees it, undoing a free brings it back."""
+def _peak(live: Blocks, events: Sequence[dict[str, Any]], lines: _Lines) -> tuple[int, Blocks]:
+    """Return the peak and its blocks, by undoing the events backwards from the end."""
     codes, still_open = _allocated_by(events, lines)
     live = {at: (size, still_open.get(at, code)) for at, (size, code) in live.items()}
     now = dict(live)
     total = peak = sum(size for size, _ in now.values())
     at = len(events)
-    for place in range(len(events) - 1, -1, -1):
-        total += _undo(events[place], now, codes[place])
+    for index in range(len(events) - 1, -1, -1):
+        total += _undo(events[index], now, codes[index])
         if total > peak:
-            peak, at = total, place
+            peak, at = total, index
     highest = dict(live)
-    for place in range(len(events) - 1, at - 1, -1):
-        _undo(events[place], highest, codes[place])
+    for index in range(len(events) - 1, at - 1, -1):
+        _undo(events[index], highest, codes[index])
     return peak, highest
 
 
 def _allocated_by(
     events: Sequence[dict[str, Any]], lines: _Lines
 ) -> tuple[list[str], dict[int, str]]:
-    """The line that allocated the block of each event, since addresses are used again and again;
-    and those of the blocks that were not freed."""
+    """Return the line that allocated the block of each event, because addresses are reused, and
+    the lines of the blocks that were not freed."""
     open_blocks: dict[int, str] = {}
     codes = []
     for event in events:
@@ -202,14 +204,14 @@ def _undo(event: dict[str, Any], now: Blocks, code: str) -> int:
 
 
 class _Lines:
-    """The line of code that a stack stands for; many events share one stack."""
+    """Line of code for a stack, cached because many events share one stack."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
 
     def of(self, frames: Any, without: str = _UNKNOWN) -> str:
-        """The innermost line outside of torch and of the instruments that `inspect` runs a step
-        under, else the innermost; `without` for no stack."""
+        """Return the innermost line outside of torch and of the instruments of `inspect`, else the
+        innermost line; `without` if there is no stack."""
         if not frames:
             return without
         line = self._known.get(id(frames))
@@ -229,9 +231,9 @@ def _line(frames: Sequence[dict[str, Any]]) -> str:
     return _text(frames[0]["name"])
 
 
-def _by_place(blocks: Any) -> tuple[CodeLine, ...]:
-    found: dict[str, list[int]] = {}
+def _by_code_line(blocks: Any) -> tuple[CodeLine, ...]:
+    sizes: dict[str, list[int]] = {}
     for size, code in blocks:
-        found.setdefault(code, []).append(size)
-    places = [CodeLine(code=code, bytes=sum(s), blocks=len(s)) for code, s in found.items()]
-    return tuple(sorted(places, key=lambda place: -place.bytes))
+        sizes.setdefault(code, []).append(size)
+    code_lines = [CodeLine(code=code, bytes=sum(s), blocks=len(s)) for code, s in sizes.items()]
+    return tuple(sorted(code_lines, key=lambda line: -line.bytes))

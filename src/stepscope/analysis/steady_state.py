@@ -1,4 +1,4 @@
-"""When a series of steps has become steady."""
+"""Detection of the warm-up at the start of a series of steps."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from stepscope.records.schema import Part
 from stepscope.records.stats import summarize
 
 _LEAST_EXCESS = 0.05
-"""A step this little above the steady ones is not a warm-up step."""
+"""Smallest excess over the steady steps that counts as warm-up."""
 _SPREADS = 3.0
 
 
 class Settling(Part, frozen=True):
-    """How a series begins."""
+    """Warm-up of a series."""
 
     steady: float
     """Median of the second half."""
     threshold: float
-    """Above this a step is not steady."""
+    """A step above this is not steady."""
     steps: int
     """Steps before the first steady one."""
     extra: float
-    """What those steps cost beyond steady ones, in the unit of the series."""
+    """Cost of those steps beyond steady ones, in the unit of the series."""
 
 
 def settling(values: Sequence[float]) -> Settling:
-    """Compare the first steps with the second half, which is taken as steady."""
+    """Compare the first steps with the second half, which is assumed to be steady."""
     if len(values) < 4:
-        raise ValueError(f"{len(values)} steps are too few to tell the first from the steady ones")
+        raise ValueError(f"{len(values)} steps are too few to distinguish warm-up from the rest")
     later = summarize(values[len(values) // 2 :])
     threshold = later.median + max(_LEAST_EXCESS * later.median, _SPREADS * later.iqr)
     slow = 0

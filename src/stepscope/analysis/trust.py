@@ -1,4 +1,4 @@
-"""The trust in a record, by its stored lints and by today's checks of its samples."""
+"""Trust in a record, from its stored lints and from the current checks of its samples."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from stepscope.records.trust import Trust, trust
 
 
 def trust_of(record: Record) -> Trust:
-    """Old records were stored before some of the checks existed."""
+    """Rerun the checks as well: older records were stored before some of them existed."""
     return trust(record, (*record.lints, *lint_record(record)))

@@ -1,1 +1,1 @@
-"""Which change of a training step is worth making: predicted from its ledgers, pure and tested."""
+"""Rules that predict which changes of a training step are worth making, from its ledgers."""

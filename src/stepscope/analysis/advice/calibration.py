@@ -1,4 +1,4 @@
-"""What past verifications on a device say of predictions: predicted against realised gains."""
+"""Corrections of predicted gains, learnt from the changes verified so far on a device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median
 import msgspec
 
 _MOST = 20
-"""The newest that count."""
+"""Number of newest verifications that count."""
 _WIDEST = 4.0
-"""A factor beyond this says that the rule is wrong, not that it needs a factor."""
+"""Largest correction: beyond this factor the rule itself is wrong."""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """One change on one device."""
+    """One verified change on one device."""
 
     device: str
     code: str
@@ -24,11 +24,11 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     when: str = ""
     factor: float = 1.0
-    """By which the prediction was corrected."""
+    """Factor by which the prediction was corrected."""
 
     @property
     def by_rule(self) -> float:
-        """What the rule alone predicted: a correction must not be learnt from a corrected one."""
+        """Uncorrected prediction: a correction must not be learnt from a corrected prediction."""
         return self.predicted_ms / self.factor
 
     @property
@@ -38,31 +38,32 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def factors(history: Sequence[Verified], device: str) -> dict[str, float]:
-    """By change: what its predictions are multiplied with; 1 draws it towards no correction.
+    """Return the correction factor of each change's predictions on this device.
 
-    The median of realised over predicted among the newest ones, with one made-up verification that
-    was exactly right, so that a single one moves it half of the way.
+    The factor is the median of realised over predicted gain among the newest verifications, with
+    one fictitious verification that was exactly right. A single observation therefore moves the
+    factor half of the distance (on a log scale).
     """
-    found: dict[str, float] = {}
+    corrections: dict[str, float] = {}
     for code in dict.fromkeys(one.code for one in history if one.device == device):
         ratios = [
             one.realised_ms / one.by_rule
             for one in history
             if one.device == device and one.code == code and one.predicted_ms > 0
         ][-_MOST:]
-        # Below zero a change is harmful here: it counts as hardly any gain.
-        kept = [min(_WIDEST, max(1 / _WIDEST, ratio)) for ratio in ratios]
-        if kept:
-            logs = [math.log(ratio) for ratio in kept] + [0.0]
-            found[code] = math.exp(median(logs))
-    return found
+        # A realised gain below zero is a loss: clip it to the smallest factor.
+        clipped = [min(_WIDEST, max(1 / _WIDEST, ratio)) for ratio in ratios]
+        if clipped:
+            logs = [math.log(ratio) for ratio in clipped] + [0.0]
+            corrections[code] = math.exp(median(logs))
+    return corrections
 
 
 def is_right(one: Verified) -> bool:
-    """A gain, and within a third of the predicted one."""
+    """Return True for a gain within a third of the predicted one."""
     return one.realised_ms > 0 and abs(one.realised_ms - one.predicted_ms) <= one.predicted_ms / 3
 
 
 def median_error(history: Sequence[Verified]) -> float | None:
-    """The median of |realised - predicted| over the step."""
+    """Median of |realised - predicted| as a share of the step."""
     return median(abs(one.error) for one in history) if history else None

@@ -1,4 +1,4 @@
-"""Every change that is known here, judged for one step."""
+"""All known changes, evaluated for one step and ranked."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from stepscope.analysis.advice.rule import JUDGES, WORTH, Advice, Judged, is_fas
 from stepscope.analysis.advice.timeline import wall_ms
 
 __all__ = [
-    "RULES", "WORTH", "Advice", "advise", "afterwards", "applicable", "compatible", "without_ranks",
-]  # fmt: skip
+    "RULES",
+    "WORTH",
+    "Advice",
+    "advise",
+    "afterwards",
+    "applicable",
+    "compatible",
+    "without_ranks",
+]
 
 RULES = (dtypes, work, loop, memory, ranks)
 
 
 def judged(facts: Facts) -> Iterator[Judged]:
-    """What each rule says of a step, worth it or not."""
-    return (found for judge in JUDGES if (found := judge(facts)) is not None)
+    """Yield the result of every rule that applies to the step, worth it or not."""
+    return (result for judge in JUDGES if (result := judge(facts)) is not None)
 
 
 def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advice, ...]:
-    """The changes that are worth it. `factors` correct predictions by past ones.
+    """Return the changes that are worth making, best first.
 
-    Those whose range lies above zero come first, the largest lower end first; the others follow
-    without a rank, the largest prediction first. Of a step whose times cannot be trusted none has
-    a rank.
+    `factors` are corrections of the predictions learnt from past verifications. Changes whose
+    range of gains lies above zero come first, sorted by the lower end of that range. The others
+    follow without a rank, sorted by predicted gain. If the step's times cannot be trusted, no
+    change has a rank.
     """
-    found = []
+    advised = []
     for advice, _ in judged(facts):
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
             advice = _with_range(advice, facts)
-            found.append(advice if is_faster(advice, facts) else _for_memory(advice))
-    return without_ranks(found) if facts.doubt else tuple(sorted(found, key=_rank))
+            advised.append(advice if is_faster(advice, facts) else _for_memory(advice))
+    return without_ranks(advised) if facts.doubt else tuple(sorted(advised, key=_rank))
 
 
 def without_ranks(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """In the order of their names: gains of untrusted times are no order."""
+    """Sort by code and drop the ranks: gains predicted from untrusted times give no order."""
     replaced = (msgspec.structs.replace(one, ranked=False) for one in advice)
     return tuple(sorted(replaced, key=lambda one: one.code))
 
@@ -58,30 +66,30 @@ def _rank(advice: Advice) -> tuple[bool, float, str]:
 
 
 def _for_memory(advice: Advice) -> Advice:
-    return msgspec.structs.replace(advice, why=f"{advice.why}. Listed for its memory alone")
+    return msgspec.structs.replace(advice, why=f"{advice.why}. Listed only for the memory it saves")
 
 
 def afterwards(facts: Facts, codes: Sequence[str]) -> Facts:
-    """The step with these changes made, one after the other, as far as they still apply."""
+    """Apply these changes to the step one after the other, as far as they still apply."""
     for code in codes:
-        found = next((one for one in judged(facts) if one.advice.code == code), None)
-        if found is not None:
-            after = found.after
+        change = next((one for one in judged(facts) if one.advice.code == code), None)
+        if change is not None:
+            after = change.after
             facts = msgspec.structs.replace(after, step_ms=wall_ms(after) / after.samples)
     return facts
 
 
 def applicable(advice: Sequence[Advice], settings: Collection[str]) -> Iterator[Advice]:
-    """Those that can be tried without the author, where these settings can be changed."""
+    """Yield the changes that can be applied without the author, given the available settings."""
     return (one for one in advice if one.setting and set(one.setting) <= set(settings))
 
 
 def compatible(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Those that can be made together: of several for one setting, the first."""
+    """Return changes that can be applied together: the first one for each setting."""
     taken: set[str] = set()
-    found = []
+    chosen = []
     for one in advice:
         if not taken & set(one.setting):
-            found.append(one)
+            chosen.append(one)
             taken |= set(one.setting)
-    return tuple(found)
+    return tuple(chosen)

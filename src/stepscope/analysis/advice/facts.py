@@ -1,4 +1,4 @@
-"""What a prediction of a change needs to know of a step."""
+"""Facts about a training step that the predictions of changes rest on."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 QUEUE = "queue"
-"""Between two kernels that were both launched in time: as good as work of the device."""
+"""Gap between two kernels that were both launched in time: counted as device work."""
 BETWEEN = "between"
-"""On a CPU, while no operator runs: the host is the device, and this is its work too."""
+"""CPU time between operators: the host is the device, so this counts as its work."""
 CONVOLUTION, DEPTHWISE = "convolution", "depthwise convolution"
-"""Classes of matmuls on a GPU that gain otherwise, or not at all, from another dtype."""
-OF_MODEL = ("forward", "loss", "backward")
+"""Classes of GPU matmuls that gain differently, or not at all, from another dtype."""
+MODEL_PHASES = ("forward", "loss", "backward")
 CAST_BYTES = 6
-"""Of a weight, read in four bytes and written in two; its gradient the other way."""
+"""Bytes moved by casting one weight: four read, two written; the reverse for its gradient."""
 AT_END, AT_COPIES = "end", "copies"
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels of a phase that only move memory, one after the other between its products."""
+    """Runs of consecutive memory-bound kernels between the matmuls of a phase."""
 
     kernels: float
-    """Of all launches of the phase, the share of these."""
+    """Share of the phase's launches that are memory-bound kernels."""
     runs: float
-    """Runs of them for each launch of the phase."""
+    """Number of runs per launch of the phase."""
     longest: float
-    """Of their time, what the longest kernel of each run takes."""
+    """Share of the kernels' time spent in the longest kernel of each run."""
 
 
 class PhaseWork(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a step: what the device does in it, and what the host does to have it done."""
+    """Work of one phase: device time by kernel class, and host time to issue it."""
 
     name: str
     classes: dict[str, float]
-    """Milliseconds of the device by class of kernels."""
+    """Device milliseconds by kernel class."""
     launches: float = 0.0
     launch_ms: float | None = None
-    """Of the host, for one of these; None where only that of all launches is known."""
+    """Host time per launch; None if only the average over all launches is known."""
     host_ms: float = 0.0
-    """Of the host, beside its launches: a batch that it makes."""
+    """Host time besides the launches, such as preparing a batch."""
     runs: Runs | None = None
-    """None where the order of the kernels is not known."""
+    """None if the order of the kernels is unknown."""
 
     @property
     def device_ms(self) -> float:
         return sum(self.classes.values())
 
     def issued_ms(self, launch_ms: float) -> float:
-        """What the host takes for it, with that time of a launch where it has none of its own."""
+        """Host time of the phase; `launch_ms` is used if the phase has no launch time itself."""
         each = launch_ms if self.launch_ms is None else self.launch_ms
         return self.host_ms + self.launches * each
 
     def scaled(self, by_class: Mapping[str, float], launches: float = 1.0) -> PhaseWork:
-        """`by_class` has what the time of a class is multiplied with."""
+        """Multiply the time of each class by its factor in `by_class`, and the launches."""
         return msgspec.structs.replace(
             self,
             classes={kind: ms * by_class.get(kind, 1.0) for kind, ms in self.classes.items()},
@@ -61,124 +61,126 @@ class PhaseWork(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def less(self, ms: float) -> PhaseWork:
-        """That much less to do, of whatever class."""
+        """Remove `ms` of device time, in proportion from all classes."""
         left = max(0.0, 1 - ms / self.device_ms) if self.device_ms else 1.0
         return self.scaled(dict.fromkeys(self.classes, left))
 
     def with_more(self, kind: str, ms: float) -> PhaseWork:
-        """Less, where `ms` is below zero, and never less than nothing."""
-        held = max(0.0, self.classes.get(kind, 0.0) + ms)
-        return msgspec.structs.replace(self, classes={**self.classes, kind: held})
+        """Add `ms` to one class; negative values subtract, down to zero."""
+        total = max(0.0, self.classes.get(kind, 0.0) + ms)
+        return msgspec.structs.replace(self, classes={**self.classes, kind: total})
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in milliseconds of one step; zero or None where something is not there or not known."""
+    """Facts about one step, times in milliseconds. Zero or None: absent or unknown."""
 
     on_gpu: bool
     step_ms: float
-    """Without the profiler."""
+    """Measured without the profiler."""
     noise_ms: float = 0.0
-    """Half of the interval of the median step: a gain below it cannot be ranked."""
+    """Half the confidence interval of the median step: a gain below it cannot be ranked."""
     dtype: str
-    """Of the matrix products."""
+    """Dtype of the matmuls."""
     autocast: bool = False
-    """They have another format than the weights, which are float32."""
+    """The matmuls have another dtype than the weights, which are float32."""
     phases: tuple[PhaseWork, ...]
-    """In the order of the step; on a CPU operators stand in for kernels, and nothing is launched.
-    """
+    """In the order of the step. On a CPU, operators stand for kernels and nothing is launched."""
     attention: tuple[PhaseWork, ...] = ()
-    """The part of each phase that is attention written out: products, softmax, masks."""
+    """Naive attention in each phase: matmuls, softmax, masks."""
     attention_called: bool = False
-    """Torch's attention is called, and wrote it out."""
+    """PyTorch's attention is called, but falls back to its naive (math) implementation."""
     launch_ms: float = 0.0
-    """Of the host, for one launch: an operator of torch with all that belongs to it."""
+    """Host time per launch: a PyTorch operator with everything it does."""
     waits: str = ""
-    """Where the host waits for the device in every step: at its `end`, at `copies` of its batch, or
-    nowhere, and then it runs ahead."""
+    """Point of each step where the host waits for the device: its `end`, or `copies` of the batch.
+    Empty if it never waits and runs ahead."""
     reads_back: bool = False
-    """A value of the device is asked for within the step."""
+    """The program reads a value from the device within the step."""
     score_bytes: int = 0
-    """What written-out attention keeps for backward."""
+    """Bytes that naive attention saves for backward."""
     data_ms: float = 0.0
-    """The host is in a DataLoader."""
+    """Time the host spends in a DataLoader."""
     pageable_ms: float = 0.0
-    """Copies from memory of the host that is not pinned."""
+    """Time of copies from pageable (not pinned) host memory."""
     cleared_ms: float = 0.0
-    """Filling gradients with zeros."""
+    """Time spent filling gradients with zeros."""
     parameters: int = 0
     flops: float = 0.0
-    """Of the matrix products of a step."""
+    """FLOPs of the matmuls of a step."""
     peak_bytes: int = 0
     model_peak_bytes: int = 0
-    """The peak of all but the update."""
+    """Peak of everything except the optimizer update."""
     floor_bytes: int = 0
-    """The peak of the update, which nothing that the model keeps is part of."""
+    """Peak of the optimizer update, which does not include tensors saved for backward."""
     saved_bytes: int = 0
-    """Kept for backward."""
+    """Bytes saved for backward."""
     memory_bytes: int = 0
     compiled: bool = False
     captured: bool = False
-    """Replayed as a CUDA graph."""
+    """The step is replayed as a CUDA graph."""
     optimizer: str = "adam"
-    """Its family: `adam`, `sgd`, or empty where that is not known."""
+    """Optimizer family: `adam`, `sgd`, or empty if unknown."""
     optimizer_name: str = ""
-    """Of its class in torch.optim, where all have the same."""
+    """Class name in torch.optim, if all optimizers have the same class."""
     optimizer_of_torch: bool = True
     fused_optimizer: bool = False
     loops_over_tensors: bool = False
-    """An optimizer of torch's that was told to go tensor by tensor."""
+    """An optimizer of torch.optim that was configured to update tensor by tensor."""
     blocks: int = 0
-    """Repeated parts of the model, each an entry of a ModuleList."""
+    """Number of repeated blocks: entries of a ModuleList."""
     block_list: str = ""
     """The path of that ModuleList below the model, such as `transformer.h`; empty if unknown."""
     loss_ms: float = 0.0
-    """From logits to the loss and back."""
+    """Time from the logits to the loss, forward and backward."""
     logit_bytes: int = 0
-    """What the loss keeps for its backward."""
+    """Bytes that the loss saves for backward."""
     recomputed_bytes: int = 0
-    """What would be kept for backward if the backward ran no forward again; 0 where it does not."""
+    """Bytes that would be saved for backward without activation checkpointing; 0 if none is used.
+    """
     state_bytes: int = 0
-    """Of the optimizer."""
+    """Bytes of the optimizer state."""
     ranks: int = 1
     exposed_ms: float = 0.0
-    """Communication that no other work hides."""
+    """Communication time that is not overlapped with other work."""
     messages: float = 0.0
-    """Reductions in a step."""
+    """Reductions per step."""
     micro_batches: int = 1
-    """Forwards and backwards for one update."""
+    """Forward and backward passes per update."""
     batch: int | None = None
     samples: int = 1
-    """Times as many in a step as the step had that was measured."""
+    """Samples per step as a multiple of the measured step's."""
     rates: dict[str, float] = {}
-    """FLOP/s by number format, as measured on this machine."""
+    """FLOP/s by dtype, measured on this machine."""
     bandwidth: float | None = None
-    """B/s, as measured on this machine."""
+    """B/s, measured on this machine."""
     cores: int = 0
-    """Of the host; 0 if unknown."""
+    """CPU cores of the host; 0 if unknown."""
     threads: int = 0
     """Intra-op threads of PyTorch; 0 if unknown."""
     lacks: tuple[str, ...] = ()
-    """What this machine does not have: a number format, `compiler`."""
+    """Features this machine does not have: a dtype, or `compiler`."""
     doubt: str = ""
-    """Why the times cannot be trusted, such as a busy machine; empty where they can."""
+    """Why the times cannot be trusted, such as a busy machine; empty if they can."""
 
     def is_tight(self, share: float) -> bool:
-        """More than this share of the device's memory is in use at the peak."""
+        """Return True if the peak uses more than this share of the device's memory."""
         return bool(self.memory_bytes) and self.peak_bytes > share * self.memory_bytes
 
     def lower_peak(self, fewer_bytes: int) -> int:
-        """How much lower the peak is with so much less kept for backward, or higher below zero.
-        The update has a peak of its own, which it does not move."""
+        """Return by how much the peak drops if fewer bytes are saved for backward.
+
+        The optimizer update has its own peak, which does not change. Negative: the peak rises.
+        """
         if not self.model_peak_bytes:
             return fewer_bytes
         return self.peak_bytes - max(self.floor_bytes, self.model_peak_bytes - fewer_bytes)
 
     def phase_ms(self, name: str) -> float:
-        """Of the device."""
+        """Device time of a phase."""
         return sum(work.device_ms for work in self.phases if work.name == name)
 
-    def class_ms(self, *kinds: str, among: Collection[str] = OF_MODEL) -> float:
-        """Of the device, in these phases."""
+    def class_ms(self, *kinds: str, among: Collection[str] = MODEL_PHASES) -> float:
+        """Device time of these kernel classes in these phases."""
         return sum(
             work.classes.get(kind, 0.0)
             for work in self.phases
@@ -187,17 +189,18 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def products_over_rate(self) -> float:
-        """Time of the products over what it would be at the rate measured here; at least 1. That
-        of attention in one kernel is left out, which has a rate of its own: if anything this is
-        too low."""
+    def matmuls_over_rate(self) -> float:
+        """Matmul time over that at the rate measured here; at least 1.
+
+        Fused attention is left out because it has its own rate, so this is a lower bound.
+        """
         rate, took = self.rates.get(self.dtype), self.class_ms("matmul")
         least = 1e3 * self.flops / rate if rate else 0.0
         return max(1.0, took / least) if least else 1.0
 
     @property
     def casts_ms(self) -> float:
-        """Of every weight to 16 bits, or of every gradient back, once in a step."""
+        """Time to cast every weight to 16 bits, or every gradient back, once per step."""
         return CAST_BYTES * self.parameters / self.bandwidth * 1e3 if self.bandwidth else 0.0
 
     @property
@@ -209,7 +212,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(work.issued_ms(self.launch_ms) for work in self.phases)
 
     def with_device_times(self, factor: float) -> Facts:
-        """Every time of the device multiplied by a factor."""
+        """Multiply every device time by a factor."""
         scaled = self.with_work(
             lambda work: work.scaled(dict.fromkeys(work.classes, factor)),
             [work.name for work in (*self.phases, *self.attention)],
@@ -222,9 +225,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_work(
-        self, change: Callable[[PhaseWork], PhaseWork], names: Collection[str] = OF_MODEL
-    ) -> Facts:  # fmt: skip
-        """The work of these phases changed, and of attention within them alike."""
+        self, change: Callable[[PhaseWork], PhaseWork], names: Collection[str] = MODEL_PHASES
+    ) -> Facts:
+        """Apply `change` to the work of these phases and to the attention within them."""
         parts = {
             "phases": tuple(change(w) if w.name in names else w for w in self.phases),
             "attention": tuple(change(w) if w.name in names else w for w in self.attention),

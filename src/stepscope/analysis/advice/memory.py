@@ -1,56 +1,58 @@
-"""Memory for time, and time for memory."""
+"""Changes of activation checkpointing: trade memory for time, or time for memory."""
 
 from __future__ import annotations
 
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.rule import TIGHT, Advice, Judged, judge
 
-_KEPT_OF_SAVED = 0.75
-"""Share of what a model keeps for backward that lies within its blocks and is not kept any more."""
+_CHECKPOINTED_SHARE = 0.75
+"""Share of the bytes saved for backward that lies inside blocks, and is freed by checkpointing."""
 
 
 @judge
 def _checkpoint(facts: Facts) -> Judged | None:
     if not facts.is_tight(TIGHT) or facts.recomputed_bytes or not facts.saved_bytes:
         return None
-    gain = facts.lower_peak(int(_KEPT_OF_SAVED * facts.saved_bytes))
+    gain = facts.lower_peak(int(_CHECKPOINTED_SHARE * facts.saved_bytes))
     if not gain:
         return None
     forward = facts.phase_ms("forward")
     advice = Advice(
         code="checkpoint",
-        title="blocks run again in the backward",
+        title="activation checkpointing of each block",
         gain_ms=-forward,
         gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
-        f" {facts.saved_bytes / 2**30:.3g} GiB of it are kept for backward",
-        risk=f"time: a second forward of {forward:.3g} ms; it pays where the room is used,"
-        " for a larger batch say",
-        lines=("from torch.utils.checkpoint import checkpoint",
-               f"x = checkpoint(block, x, use_reentrant=False){_of_list(facts)}"),
+        f" {facts.saved_bytes / 2**30:.3g} GiB of it are saved for backward",
+        risk=f"time: a second forward of {forward:.3g} ms; it pays if the freed memory is used,"
+        " for example for a larger batch",
+        lines=(
+            "from torch.utils.checkpoint import checkpoint",
+            f"x = checkpoint(block, x, use_reentrant=False){_block_list_comment(facts)}",
+        ),
         setting={"checkpoint": "blocks"},
-    )  # fmt: skip
+    )
     return Judged(advice, facts)
 
 
-def _of_list(facts: Facts) -> str:
+def _block_list_comment(facts: Facts) -> str:
     return f"  # each block of model.{facts.block_list}" if facts.block_list else ""
 
 
 @judge
 def _no_checkpoint(facts: Facts) -> Judged | None:
-    room = facts.memory_bytes * TIGHT - facts.peak_bytes
-    if not facts.recomputed_bytes or room < facts.recomputed_bytes:
+    free_bytes = facts.memory_bytes * TIGHT - facts.peak_bytes
+    if not facts.recomputed_bytes or free_bytes < facts.recomputed_bytes:
         return None
     forward = facts.phase_ms("forward")
     advice = Advice(
         code="no-checkpoint",
-        title="fewer blocks run again in the backward",
+        title="fewer checkpointed blocks",
         gain_ms=forward,
         gain_bytes=-facts.recomputed_bytes,
-        why=f"the backward runs forwards again, for up to {forward:.3g} ms, and"
-        f" {room / 2**30:.3g} GiB are free for the {facts.recomputed_bytes / 2**30:.3g} GiB that"
-        " this saves",
+        why=f"the backward recomputes forwards, for up to {forward:.3g} ms, and"
+        f" {free_bytes / 2**30:.3g} GiB are free; without checkpointing the step needs"
+        f" {facts.recomputed_bytes / 2**30:.3g} GiB more",
         risk="memory",
         lines=("x = block(x)  # instead of checkpoint(block, x)",),
         setting={"checkpoint": "no"},

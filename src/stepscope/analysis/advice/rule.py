@@ -1,4 +1,4 @@
-"""What advice is, and the rules that give it: each says when a change applies and what it does."""
+"""The advice type and the registry of rules; a rule says if a change applies and what it gains."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ import msgspec
 from stepscope.analysis.advice.facts import Facts
 
 WORTH = 0.03
-"""Below this share of the step, or of the peak memory, a change is not advised."""
+"""Smallest share of the step time, or of the peak memory, that a change must gain."""
 TIGHT = 0.8
-"""Above this share of the device's memory a step has no room left."""
+"""Share of the device's memory above which memory counts as scarce."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """One suggested change with its predicted gain."""
+
     code: str
     title: str
     gain_ms: float
-    """Of a step; below zero where it costs time."""
+    """Gain per step; negative if the change costs time."""
     low_ms: float | None = None
     high_ms: float | None = None
-    """The range of the gain, from the back-test of the rule on this kind of device and the noise of
-    the step; None in advice that was given without one."""
+    """Range of the gain, from the back-test of the rule on this kind of device and the noise of
+    the step; None in advice that was recorded without one."""
     ranked: bool = True
-    """The range lies above zero. A gain that the noise may hide has no rank."""
+    """The range lies above zero. A gain that may be noise has no rank."""
     gain_bytes: int = 0
     why: str
     risk: str
     lines: tuple[str, ...]
-    """What to write."""
+    """Code to write."""
     setting: dict[str, str] = {}
-    """What makes the change from outside; empty where only the program's author can make it."""
+    """Settings that apply the change from outside; empty if only the author can apply it."""
     by_author: str = ""
-    """Why only the author can."""
+    """Why only the author can apply it."""
     factor: float = 1.0
-    """By which past verifications on this device have corrected the gain."""
+    """Factor by which past verifications on this device have corrected the gain."""
 
 
 class Judged(NamedTuple):
+    """Result of a rule."""
+
     advice: Advice
     after: Facts
-    """The step with the change made."""
+    """The step with the change applied."""
 
 
 Judge = Callable[[Facts], Judged | None]
@@ -50,19 +54,21 @@ JUDGES: list[Judge] = []
 
 
 def judge(judge: Judge) -> Judge:
+    """Register a rule."""
     JUDGES.append(judge)
     return judge
 
 
 def is_faster(advice: Advice, facts: Facts) -> bool:
-    """By enough to be worth it for that alone."""
+    """Return True if the time gained alone makes the change worth it."""
     return advice.gain_ms >= WORTH * facts.step_ms
 
 
 def worth(advice: Advice, facts: Facts) -> bool:
+    """Return True if the change gains enough time or memory to be advised."""
     if is_faster(advice, facts):
         return True
     if not facts.peak_bytes or advice.gain_bytes < WORTH * facts.peak_bytes:
         return False
-    # Memory is worth time only where there is none left.
+    # Saving memory justifies extra time only when memory is scarce.
     return advice.gain_ms >= 0 or facts.is_tight(TIGHT)

@@ -1,10 +1,10 @@
-"""How long a step takes: a host that issues work and a device that does it, phase by phase.
+"""Step time from a model of two clocks: a host that launches kernels and a device that runs them.
 
-The host goes through the phases of a step and issues what belongs to each. The device begins a
-phase when its first kernel is there and ends it when all its work is done, and not before the last
-kernel was issued. Where the host waits for the device once in a step, both begin anew there; where
-it never does, it runs ahead, and the slower of the two is the step. It runs ahead no further than
-the queue of launches is long: then it stops until the device has taken one.
+The host launches the work of each phase in order. The device starts a phase when its first kernel
+has been launched and ends it when all its work is done, but not before the last kernel was
+launched. If the host waits for the device once per step, both clocks start again there. If it
+never waits, it runs ahead and the slower of the two sets the step time. It runs ahead by at most
+the length of the launch queue, then blocks until the device has taken a kernel.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import msgspec
 from stepscope.analysis.advice.facts import AT_COPIES, Facts, PhaseWork
 
 LAUNCHES_OF_OPERATOR = 3.3
-"""Host time of an operator of torch with its kernel, over that of a bare launch: 3.1 to 3.7 in the
-eager steps that an H200's host limits (`results/profile_h200.jsonl`)."""
+"""Host time of a PyTorch operator with its kernel over that of a bare launch: 3.1 to 3.7 in the
+host-bound eager steps on an H200 (`results/profile_h200.jsonl`)."""
 QUEUE_DEPTH = 1024
-"""Kernels by which a host can be ahead of its device. In the float32 forwards of xl and 2.7b on an
-H200, with 1500 to 2600 kernels, it has issued all when 1020 to 1040 are left to do."""
+"""Kernels by which the host can be ahead of the device. In the float32 forwards of xl and 2.7b on
+an H200, with 1500 to 2600 kernels, it has launched all when 1020 to 1040 are still to run."""
 _PIECES_OF_QUEUE = 16
-"""A phase goes on in pieces of that share of the queue."""
+"""A phase advances in pieces of 1/16 of the queue."""
 _STEPS = 8
-"""Of a host that never waits: the second half of so many, when the queue has settled."""
+"""Steps simulated for a host that never waits; the second half counts, with a settled queue."""
 _HOST_SHOWS = 0.03
-"""Share of the step from which on it is the host that says how long it takes."""
+"""Share of the step above which the host's launch time is visible in the step time."""
 _ROUNDING = 1e-9
 _HALVINGS = 50
 
 
 def wall_ms(facts: Facts) -> float:
+    """Predicted step time."""
     if not facts.on_gpu:
         return facts.device_ms
     work = _in_order(facts)
@@ -47,7 +48,7 @@ def wall_ms(facts: Facts) -> float:
 
 
 class _Clocks:
-    """Host and device, from a moment at which both are at rest."""
+    """Host and device clocks, starting when both are idle."""
 
     def __init__(self, work: Sequence[PhaseWork], launch_ms: float) -> None:
         self._work = work
@@ -56,10 +57,10 @@ class _Clocks:
         self._host = self._device = 0.0
         self._issued = [0.0]
         self._done = [0.0]
-        """When the device had done as many kernels as the entry beside it says."""
+        """Time at which the device had finished the kernels counted in `_issued` at that index."""
 
     def run(self, upto: int | None = None) -> float:
-        """Goes on to the end of that many pieces of work, or of all; when the device ends them."""
+        """Advance to the end of `upto` phases, or of all; return when the device finishes them."""
         for work in self._work[self._next : upto]:
             pieces = max(1, math.ceil(_PIECES_OF_QUEUE * work.launches / QUEUE_DEPTH))
             host = work.issued_ms(self._launch_ms) / pieces
@@ -86,36 +87,39 @@ class _Clocks:
 
 
 def _in_order(facts: Facts) -> list[PhaseWork]:
-    """From where the host has waited: what it does for the next batch lies at the beginning, or, if
-    it waits to copy that batch, at the end, beside what the device still does."""
+    """Phases in order from the point where the host waits.
+
+    The preparation of the next batch comes first; if the host waits to copy that batch, it comes
+    last, overlapped with the remaining device work.
+    """
     data_last = facts.waits == AT_COPIES
     return sorted(facts.phases, key=lambda work: (work.name == "outside") == data_last)
 
 
 def gain_ms(before: Facts, after: Facts) -> float:
-    """For as many samples as the step had that was measured."""
+    """Time saved per step, for as many samples as the measured step had."""
     return wall_ms(before) / before.samples - wall_ms(after) / after.samples
 
 
 def host_limits_ms(facts: Facts) -> float:
-    """How much of the step is there because the host is late."""
+    """Part of the step time that is there because the host launches too late."""
     return max(0.0, wall_ms(facts) - facts.device_ms) if facts.on_gpu else 0.0
 
 
 def with_launch_time(
     facts: Facts, launch_rate: float | None, issue_ms: float | None = None
-) -> Facts:  # fmt: skip
-    """The time of one launch that makes the step as long as it was measured.
+) -> Facts:
+    """Set the time per launch that reproduces the measured step time.
 
-    Where the device alone is as slow as the step, the host does not show: it takes what operators
-    take on such hosts (`launch_rate` is of bare launches), and never longer than the step allows.
-    `issue_ms`, where it was measured, is how long the host took for all: no less than it needs.
+    If the device alone takes as long as the step, the step time does not show the launch time. It
+    is then estimated from `launch_rate`, the rate of bare launches, and never exceeds what the
+    step allows. `issue_ms`, if measured, is the host time of all launches: an upper bound.
     """
     launches = sum(work.launches for work in facts.phases)
     if not facts.on_gpu or not launches:
         return facts
     without = _at(facts, 0.0)
-    # A hair more than measured: where the device sets the time, sums of another order round up.
+    # Slightly more than measured: if the device sets the time, another summation order rounds up.
     target = (1 + _ROUNDING) * max(facts.step_ms, wall_ms(without))
     low, high = 0.0, target / launches
     for _ in range(_HALVINGS):
@@ -124,10 +128,10 @@ def with_launch_time(
             low = middle
         else:
             high = middle
-    found = low if issue_ms is None else min(low, issue_ms / launches)
-    if wall_ms(_at(facts, found)) - wall_ms(without) < _HOST_SHOWS * target and launch_rate:
-        found = min(found, 1e3 * LAUNCHES_OF_OPERATOR / launch_rate)
-    return _at(facts, found)
+    launch_ms = low if issue_ms is None else min(low, issue_ms / launches)
+    if wall_ms(_at(facts, launch_ms)) - wall_ms(without) < _HOST_SHOWS * target and launch_rate:
+        launch_ms = min(launch_ms, 1e3 * LAUNCHES_OF_OPERATOR / launch_rate)
+    return _at(facts, launch_ms)
 
 
 def _at(facts: Facts, launch_ms: float) -> Facts:

@@ -1,7 +1,7 @@
-"""Rules that could not be judged, because a record lacks what they need to know.
+"""Rules that could not be evaluated because a record lacks an input.
 
-A rule is one of these if it says nothing of the step as it was recorded, and would with the missing
-input, whatever its value.
+A rule belongs here if it returns nothing for the recorded step but would return advice with the
+missing input, whatever its value.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from msgspec.structs import replace
 from stepscope.analysis.advice.changes import judged
 from stepscope.analysis.advice.facts import Facts
 
-RATES, BANDWIDTH, MEMORY = "matmul rates", "memory bandwidth", "account of the memory"
+RATES, BANDWIDTH, MEMORY = "matmul rates", "memory bandwidth", "memory ledger"
 _SLOW_TO_FAST = {"float32": 1.0, "tf32": 2.0, "bfloat16": 4.0, "float16": 4.0}
 _FAST_TO_SLOW = {name: 1 / rate for name, rate in _SLOW_TO_FAST.items()}
 
 
 class Unjudged(NamedTuple):
+    """A rule that could not be evaluated."""
+
     code: str
     title: str
     missing: str
-    """The input, as one of the names above."""
+    """Missing input, one of the names above."""
 
 
 def unjudged(facts: Facts) -> tuple[Unjudged, ...]:
+    """Return the rules that a missing input prevented, each with the first such input."""
     known = {one.advice.code for one in judged(facts)}
-    found: dict[str, Unjudged] = {}
+    rules: dict[str, Unjudged] = {}
     for missing, probe in _probes(facts):
         for advice, _ in judged(probe):
             if advice.code not in known:
-                found.setdefault(advice.code, Unjudged(advice.code, advice.title, missing))
-    return tuple(found.values())
+                rules.setdefault(advice.code, Unjudged(advice.code, advice.title, missing))
+    return tuple(rules.values())
 
 
 def _probes(facts: Facts) -> Iterator[tuple[str, Facts]]:
-    """The step with one missing input filled in."""
+    """Yield the step with each missing input filled in."""
     if facts.dtype not in facts.rates:
         for rates in (_SLOW_TO_FAST, _FAST_TO_SLOW):
             yield RATES, replace(facts, rates=rates)

@@ -1,1 +1,1 @@
-"""Classifies kernels and operators by their names."""
+"""Classification of kernels and operators by their names."""

@@ -1,4 +1,4 @@
-"""Whether the kernels that ran are those of the attention that a record names."""
+"""Check that the kernels that ran belong to the attention implementation a record names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OWNERS = {
 }
 _FUSED = tuple(_OWNERS.values())
 _UNFUSED = ("reference", "compiled", "tiled", "sdpa_math")
-"""Made of products and a softmax: a fused kernel among theirs is a surprise."""
+"""Implementations of matmuls and a softmax: a fused kernel among theirs is unexpected."""
 
 
 def owner(kernel: str) -> str | None:
-    """The implementation that a fused attention kernel belongs to; None for any other kernel."""
-    # What Inductor makes of FlexAttention is a template, and does not always say of what.
+    """Return the implementation a fused attention kernel belongs to; None for any other kernel."""
+    # Inductor compiles FlexAttention to a template whose name does not always say so.
     if kernel.startswith("triton_tem"):
         return "flex"
     described = describe(kernel)
@@ -32,23 +32,23 @@ def owner(kernel: str) -> str | None:
 
 
 def foreign_kernels(record: Record) -> str | None:
-    """What is wrong with the kernels that were seen; None where nothing is or none were seen."""
+    """Describe unexpected kernels; None if there are none or no kernels were recorded."""
     for attention, where, kernels in _seen(record):
-        owners = {held for kernel in kernels if (held := owner(kernel)) is not None}
+        owners = {name for kernel in kernels if (name := owner(kernel)) is not None}
         others = owners - {attention}
         if attention in (*_FUSED, *_UNFUSED) and others:
             return f"{attention} ran kernels of {', '.join(sorted(others))}{where}"
         if attention in _FUSED and not owners:
             shown = SEPARATOR.join(kernels[:3]) or "none at all"
-            return f"{attention} ran no kernel of its own{where} but {shown}"
+            return f"{attention} did not run its own kernel{where} but {shown}"
     return None
 
 
 def _seen(record: Record) -> Iterator[tuple[str, str, list[str]]]:
-    """Implementation, where it ran, and its kernels."""
-    for what, text in (record.attachment("kernels", dict[str, str]) or {}).items():
+    """Yield implementation, pass, and kernels."""
+    for key, text in (record.attachment("kernels", dict[str, str]) or {}).items():
         kernels = text.split(SEPARATOR) if text else []
-        if what in _PASSES:
-            yield str(record.config.get("attention")), f" in the {what}", kernels
+        if key in _PASSES:
+            yield str(record.config.get("attention")), f" in the {key}", kernels
         else:
-            yield what, "", kernels
+            yield key, "", kernels

@@ -1,8 +1,8 @@
-"""Names of matmuls, as cuBLAS, CUTLASS, cuDNN, Tensile, TensorRT-LLM and their like write them.
+"""Matmul kernel names of cuBLAS, CUTLASS, cuDNN, Tensile, TensorRT-LLM and other libraries.
 
-The unit is what a reader gets wrong most often: `ampere_sgemm` and `simt_sgemm` run on the FP32
-cores, `s1688` is TF32 (FP16 where the name says f16, on Turing), `s16816` is half or bfloat16.
-AMD calls its tensor cores matrix cores.
+The hardware unit is easy to misread: `ampere_sgemm` and `simt_sgemm` run on the FP32 cores, `s1688`
+is TF32 (FP16 if the name contains f16, on Turing), `s16816` is float16 or bfloat16. AMD calls its
+tensor cores matrix cores.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ INT8 = "INT8 tensor cores"
 FP64_CORES = "FP64 cores"
 FP64 = "FP64 tensor cores"
 ON_TENSOR_CORES = ("tensor cores", "matrix cores")
-"""How the units end that are made for matmuls."""
+"""Suffixes of the units that are made for matmuls."""
 
 
 class Matmul(NamedTuple):
+    """Properties of a matmul kernel that its name states."""
+
     short: str
     library: str
     unit: str = ""
@@ -46,25 +48,49 @@ _CLASSIC = re.compile(
 )
 _CUTLASS_2 = re.compile(
     r"cutlass_(?:\d+_)?(?:wmma_)?(?P<how>tensorop|simt)_(?P<body>\w*?)"
-    r"(?P<op>[sdhic]\d*)(?P<form>tf32|bf16|f16)?(?P<what>gemm|fprop|dgrad|wgrad)_(?P<rest>\w+)"
+    r"(?P<op>[sdhic]\d*)(?P<dtype>tf32|bf16|f16)?(?P<what>gemm|fprop|dgrad|wgrad)_(?P<rest>\w+)"
 )
 _TENSILE = re.compile(
     # The dtypes of A and B, or of both, before those of the output and of the accumulator.
     r"Cijk_(?P<a>Ailk|Alik)_(?P<b>Bljk|Bjlk)_(?P<types>[A-Z0-9]+)_\w*?"
     r"MT(?P<tile>\d+x\d+x\d+)(?P<rest>\w*)"
 )
-_TENSILE_TYPES = (("F8", "FP8"), ("B8", "FP8"), ("I8", "INT8"), ("4xi8", "INT8"), ("B", "BF16"),
-                  ("H", "FP16"), ("S", "FP32"), ("D", "FP64"))  # fmt: skip
+_TENSILE_TYPES = (
+    ("F8", "FP8"),
+    ("B8", "FP8"),
+    ("I8", "INT8"),
+    ("4xi8", "INT8"),
+    ("B", "BF16"),
+    ("H", "FP16"),
+    ("S", "FP32"),
+    ("D", "FP64"),
+)
 _TRTLLM = re.compile(
     r"(?:bmm|gemm)_(?P<out>\w+?)_(?P<inputs>\w+?)_(?:Fp32|Fp16)_t(?P<tile>\d+x\d+x\d+)"
 )
 _CUDNN_ENGINE = re.compile(r"(?:wgrad|dgrad)(?:2d)?(?:_alg\d)?(?:_\d+|_engine)|\w*convolve_\w*")
-_MARKS = ("gemm", "Gemm", "GEMM", "mm_", "matmul", "xmma", "nvjet", "cutlass", "cudnn", "Cijk",
-          "gemv", "dot_kernel", "reduce_1Block", "splitKreduce", "grad", "convolve",
-          "cublas")  # fmt: skip
-"""A name without any of these is not a matmul: most names are not, and this is quick to tell."""
+_MARKS = (
+    "gemm",
+    "Gemm",
+    "GEMM",
+    "mm_",
+    "matmul",
+    "xmma",
+    "nvjet",
+    "cutlass",
+    "cudnn",
+    "Cijk",
+    "gemv",
+    "dot_kernel",
+    "reduce_1Block",
+    "splitKreduce",
+    "grad",
+    "convolve",
+    "cublas",
+)
+"""Quick filter: a name without any of these is not a matmul."""
 _FRAMES = ("device_kernel", "Kernel", "Kernel2")
-"""Functions of CUTLASS whose template arguments say what they do."""
+"""CUTLASS entry points whose template arguments say what they do."""
 _WORD = re.compile(r"gemm|matmul|(?:^|_)b?mm_kernel", re.IGNORECASE)
 _TILE = re.compile(r"(?:^|_)(\d+x\d+)(?=_|$)")
 _LAYOUT = re.compile(r"_([tn]{2})(?=_|$)")
@@ -73,13 +99,13 @@ _VECTOR = ("gemv", "gemmSN", "gemmk1", "dot_kernel", "reduce_1Block_kernel", "sp
 
 
 def matmul(name: str, plain: str) -> Matmul | None:
-    """Of the full name and of its bare function; None where it is not a matmul."""
+    """Parse a full name and its bare function name; None if it is not a matmul."""
     if not any(mark in name for mark in _MARKS):
         return None
-    for read in (_xmma, _nvjet, _cutlass_2, _classic, _tensile, _trtllm):
-        found = read(name)
-        if found is not None:
-            return found
+    for parse in (_xmma, _nvjet, _cutlass_2, _classic, _tensile, _trtllm):
+        result = parse(name)
+        if result is not None:
+            return result
     if plain.startswith(_VECTOR) or "gemvx::" in name:
         return Matmul(plain if plain != "kernel" else "gemvx", "cuBLAS", FP32_CORES)
     if "deep_gemm::" in name:
@@ -102,21 +128,32 @@ def _xmma(name: str) -> Matmul | None:
     if start is None:
         return None
     short = re.match(r"\w+", name[start.start() :]).group()  # type: ignore[union-attr]
-    found = _XMMA.match(short)
+    match = _XMMA.match(short)
     library = "cuDNN" if re.match(r"sm\d+_xmma_(fprop|dgrad|wgrad)", short) else "cuBLAS"
-    if found is None:
+    if match is None:
         return Matmul(short, library)
     alignment = re.search(r"aligna(\d+)", short)
     return Matmul(
-        short, library, _xmma_unit(found["formats"]), found["tile"], found["layout"],
+        short,
+        library,
+        _xmma_unit(match["formats"]),
+        match["tile"],
+        match["layout"],
         alignment.group(1) if alignment else "",
-    )  # fmt: skip
+    )
 
 
 def _xmma_unit(formats: str) -> str:
-    """`f32f32_tf32f32_f32`: the middle part says in which format the products are made."""
-    for mark, unit in (("tf32", TF32), ("bf16", BF16), ("e4m3", FP8), ("e5m2", FP8), ("i8", INT8),
-                       ("f64", FP64), ("f16", FP16)):  # fmt: skip
+    """Return the unit: in `f32f32_tf32f32_f32` the middle part is the compute dtype."""
+    for mark, unit in (
+        ("tf32", TF32),
+        ("bf16", BF16),
+        ("e4m3", FP8),
+        ("e5m2", FP8),
+        ("i8", INT8),
+        ("f64", FP64),
+        ("f16", FP16),
+    ):
         if mark in formats:
             return unit
     return FP32_CORES
@@ -125,79 +162,86 @@ def _xmma_unit(formats: str) -> str:
 def _nvjet(name: str) -> Matmul | None:
     if not name.startswith("nvjet_"):
         return None
-    found = _NVJET.match(name)
-    if found is None:
+    match = _NVJET.match(name)
+    if match is None:
         return Matmul(name, "cuBLAS")
-    # Input, accumulator, output: t is bfloat16, h half, s single (TF32 products), q and o 8-bit.
-    unit = {"t": BF16, "h": FP16, "s": TF32, "q": FP8, "o": FP8}.get(found["letters"][0], "")
-    return Matmul(name, "cuBLAS", unit, found["tile"], (found["layout"] or "").lower())
+    # Input, accumulator, output: t is bfloat16, h half, s single (TF32), q and o 8-bit.
+    unit = {"t": BF16, "h": FP16, "s": TF32, "q": FP8, "o": FP8}.get(match["letters"][0], "")
+    return Matmul(name, "cuBLAS", unit, match["tile"], (match["layout"] or "").lower())
 
 
 def _cutlass_2(name: str) -> Matmul | None:
     if "cutlass_" not in name:
         return None
-    found = _CUTLASS_2.search(name)
-    if found is None:
+    match = _CUTLASS_2.search(name)
+    if match is None:
         return None
-    rest = found["rest"]
-    if found["how"] == "simt":
-        unit = FP64_CORES if found["op"].startswith("d") else FP32_CORES
+    rest = match["rest"]
+    if match["how"] == "simt":
+        unit = FP64_CORES if match["op"].startswith("d") else FP32_CORES
     else:
-        unit = _tensor_unit(found["body"], found["op"], found["form"] or "", rest)
-    library = "cuDNN" if found["what"] != "gemm" else "CUTLASS"
-    return Matmul(found.group(), library, unit, *_shape(rest))
+        unit = _tensor_unit(match["body"], match["op"], match["dtype"] or "", rest)
+    library = "cuDNN" if match["what"] != "gemm" else "CUTLASS"
+    return Matmul(match.group(), library, unit, *_shape(rest))
 
 
 def _classic(name: str) -> Matmul | None:
     if "gemm_" not in name and "cudnn_" not in name:
         return None
-    found = _CLASSIC.search(name)
-    if found is None:
+    match = _CLASSIC.search(name)
+    if match is None:
         return None
-    op, body, rest = found["op"] or "", found["body"], found["rest"]
+    op, body, rest = match["op"] or "", match["body"], match["rest"]
     if op in ("s", "h", "d", "c"):
         unit = {"s": FP32_CORES, "d": FP64_CORES}.get(op, "")
     else:
         unit = _tensor_unit(body, op, "", rest)
-    library = "cuBLAS" if found["what"] == "gemm" else "cuDNN"
-    return Matmul(found.group(), library, unit, *_shape(rest))
+    library = "cuBLAS" if match["what"] == "gemm" else "cuDNN"
+    return Matmul(match.group(), library, unit, *_shape(rest))
 
 
 def _tensile(name: str) -> Matmul | None:
     """hipBLASLt and rocBLAS: `Alik` is a transposed A, `Bjlk` a transposed B."""
     if not name.startswith("Cijk_"):
         return None
-    found = _TENSILE.match(name)
-    if found is None:
+    match = _TENSILE.match(name)
+    if match is None:
         return Matmul(name.partition("_MT")[0][:60], "Tensile")
-    number = next((t for mark, t in _TENSILE_TYPES if found["types"].startswith(mark)), "")
-    # A matrix instruction (MI) is what matrix cores run.
-    cores = "matrix cores" if re.match(r"_MI\d", found["rest"]) else "cores"
-    layout = ("t" if found["a"].startswith("Al") else "n") + (
-        "t" if found["b"].startswith("Bj") else "n"
+    dtype = next((t for mark, t in _TENSILE_TYPES if match["types"].startswith(mark)), "")
+    # Matrix instructions (MI) run on matrix cores.
+    cores = "matrix cores" if re.match(r"_MI\d", match["rest"]) else "cores"
+    layout = ("t" if match["a"].startswith("Al") else "n") + (
+        "t" if match["b"].startswith("Bj") else "n"
     )
     return Matmul(
-        f"Cijk_{found['a']}_{found['b']}_{found['types']}_MT{found['tile']}", "Tensile",
-        f"{number} {cores}" if number else "", found["tile"], layout,
-    )  # fmt: skip
+        f"Cijk_{match['a']}_{match['b']}_{match['types']}_MT{match['tile']}",
+        "Tensile",
+        f"{dtype} {cores}" if dtype else "",
+        match["tile"],
+        layout,
+    )
 
 
 def _trtllm(name: str) -> Matmul | None:
     if not name.startswith(("bmm_", "gemm_")):
         return None
-    found = _TRTLLM.match(name)
-    if found is None:
+    match = _TRTLLM.match(name)
+    if match is None:
         return None
-    inputs = found["inputs"]
-    unit = next(
-        (u for mark, u in (("E4m3", FP8), ("E5m2", FP8), ("E2m1", FP4), ("Bfloat16", BF16),
-                           ("Fp16", FP16)) if mark in inputs), "",
-    )  # fmt: skip
-    return Matmul(found.group(), "TensorRT-LLM", unit, found["tile"])
+    inputs = match["inputs"]
+    units = (
+        ("E4m3", FP8),
+        ("E5m2", FP8),
+        ("E2m1", FP4),
+        ("Bfloat16", BF16),
+        ("Fp16", FP16),
+    )
+    unit = next((u for mark, u in units if mark in inputs), "")
+    return Matmul(match.group(), "TensorRT-LLM", unit, match["tile"])
 
 
-def _tensor_unit(body: str, op: str, form: str, rest: str) -> str:
-    words = f"{body}_{form}"
+def _tensor_unit(body: str, op: str, dtype: str, rest: str) -> str:
+    words = f"{body}_{dtype}"
     if "bf16" in words:
         return BF16
     if "tf32" in words or "tf32" in rest:
@@ -210,7 +254,7 @@ def _tensor_unit(body: str, op: str, form: str, rest: str) -> str:
         return INT8
     if op.startswith("h") or op in ("s884", "s161616"):
         return FP16
-    # 16x8x8 without a 16-bit format is TF32; 16x8x16 is a 16-bit one that the name leaves open.
+    # 16x8x8 without a 16-bit dtype is TF32; 16x8x16 is a 16-bit dtype that the name does not give.
     return {"s1688": TF32, "s16816": "FP16/BF16 tensor cores"}.get(op, "")
 
 
@@ -224,8 +268,13 @@ def _shape(rest: str) -> tuple[str, str, str]:
 
 
 def _cute(name: str) -> str:
-    for mark, unit in (("float_e4m3", FP8), ("float_e5m2", FP8), ("bfloat16_t", BF16),
-                       ("half_t", FP16), ("tfloat32_t", TF32)):  # fmt: skip
+    for mark, unit in (
+        ("float_e4m3", FP8),
+        ("float_e5m2", FP8),
+        ("bfloat16_t", BF16),
+        ("half_t", FP16),
+        ("tfloat32_t", TF32),
+    ):
         if mark in name:
             return unit
     return ""

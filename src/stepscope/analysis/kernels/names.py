@@ -1,8 +1,8 @@
-"""What a kernel's name says: whose it is, what it computes, on which units, in which tile.
+"""Description of a kernel from its name: library, class, hardware unit, tile.
 
-Names are read as the libraries write them; nothing is guessed. What a name does not say is empty.
-`describe` takes the name of a kernel, `describe_operator` that of an operator (`aten::mm`), which
-stands in for a kernel where a trace was taken on a CPU.
+Names are parsed as the libraries write them and nothing is guessed: a field that the name does not
+contain is empty. `describe` takes the name of a kernel, `describe_operator` that of an operator
+(`aten::mm`), which stands for a kernel in a CPU trace.
 """
 
 from __future__ import annotations
@@ -19,24 +19,38 @@ from stepscope.analysis.kernels.operators import (
 from stepscope.analysis.kernels.words import demangled, library, word_class
 
 Class = Literal[
-    "matmul", "attention", "elementwise", "reduction", "softmax", "copy/cast", "optimizer",
-    "communication", "other",
-]  # fmt: skip
+    "matmul",
+    "attention",
+    "elementwise",
+    "reduction",
+    "softmax",
+    "copy/cast",
+    "optimizer",
+    "communication",
+    "other",
+]
 CLASSES: tuple[Class, ...] = (
-    "matmul", "attention", "softmax", "reduction", "elementwise", "copy/cast", "optimizer",
-    "communication", "other",
-)  # fmt: skip
+    "matmul",
+    "attention",
+    "softmax",
+    "reduction",
+    "elementwise",
+    "copy/cast",
+    "optimizer",
+    "communication",
+    "other",
+)
 MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
-"""Classes of kernels that only move memory."""
+"""Classes of memory-bound kernels."""
 FILL = "Memset"
 Role = Literal["", "forward", "backward", "dX", "dW"]
 
 
 class Description(NamedTuple):
-    """What is known of a kernel from its name; empty where the name does not say."""
+    """Properties of a kernel stated by its name; empty if the name does not contain them."""
 
     short: str
-    """A name that a person can read in a table."""
+    """Readable name for tables."""
     library: str
     kind: Class
     unit: str = ""
@@ -86,33 +100,82 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "adamw_one_kernel": ("optimizer", ""),
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
-"""Before and after the products of its backward."""
+"""Kernels before and after the matmuls of cuDNN's backward."""
 _HALF_UNITS = {"bf16": "BF16 tensor cores", "f16": "FP16 tensor cores"}
 _FLASH = re.compile(r"flash_(?:fwd|bwd)|FlashAttn(?:Fwd|Bwd)|flash::")
 _FMHA_CUTLASS = re.compile(r"fmha_cutlass([FB])_(bf16|f16|f32)_(aligned|notaligned)_(\d+x\d+)")
-_ATEN_MARKS = ("at::", "(anonymous namespace)", "<unnamed>", "cunn_", "CatArray", "cub::",
-               "thrust::")  # fmt: skip
+_ATEN_MARKS = (
+    "at::",
+    "(anonymous namespace)",
+    "<unnamed>",
+    "cunn_",
+    "CatArray",
+    "cub::",
+    "thrust::",
+)
 _ATEN: tuple[tuple[Class, tuple[str, ...]], ...] = (
     ("softmax", ("softmax", "SoftMax", "Softmax", "softMax")),
     ("optimizer", ("multi_tensor_apply", "FusedAdam", "fused_adam", "_amp_")),
-    ("copy/cast", ("CatArrayBatchedCopy", "_copy_kernel", "split_with_sizes", "index_select",
-                   "indexSelect", "gather_kernel", "scatter_gather", "index_elementwise",
-                   "index_put", "chunk_cat")),
-    ("reduction", ("reduce_kernel", "layer_norm", "rms_norm", "Rowwise", "GammaBeta", "nll_loss",
-                   "embedding_", "cross_entropy", "_norm_", "partials_per_segment",
-                   "sum_and_scatter", "tensor_kernel_scan", "_scan_", "max_pool", "avg_pool",
-                   "average_pool", "batch_norm", "groupnorm", "InternalGradients",
-                   "FusedParams")),
-    ("elementwise", ("elementwise", "triu_tril", "fill", "arange", "distribution", "dropout",
-                     "kernelPointwise")),
-)  # fmt: skip
-"""Anywhere in the name: what an elementwise kernel does is among its template arguments."""
+    (
+        "copy/cast",
+        (
+            "CatArrayBatchedCopy",
+            "_copy_kernel",
+            "split_with_sizes",
+            "index_select",
+            "indexSelect",
+            "gather_kernel",
+            "scatter_gather",
+            "index_elementwise",
+            "index_put",
+            "chunk_cat",
+        ),
+    ),
+    (
+        "reduction",
+        (
+            "reduce_kernel",
+            "layer_norm",
+            "rms_norm",
+            "Rowwise",
+            "GammaBeta",
+            "nll_loss",
+            "embedding_",
+            "cross_entropy",
+            "_norm_",
+            "partials_per_segment",
+            "sum_and_scatter",
+            "tensor_kernel_scan",
+            "_scan_",
+            "max_pool",
+            "avg_pool",
+            "average_pool",
+            "batch_norm",
+            "groupnorm",
+            "InternalGradients",
+            "FusedParams",
+        ),
+    ),
+    (
+        "elementwise",
+        (
+            "elementwise",
+            "triu_tril",
+            "fill",
+            "arange",
+            "distribution",
+            "dropout",
+            "kernelPointwise",
+        ),
+    ),
+)
+"""Searched in the full name: template arguments say what an elementwise kernel does."""
 
 
 def describe(name: str) -> Description:
-    """The description of a kernel, a copy or a fill on the device by its name."""
+    """Describe a kernel, a copy or a fill on the device by its name."""
     if name.startswith(("Memcpy", "Memset", "[CUDA mem")):
-        # Pageable memory is copied by way of a buffer, and the host waits: worth its own name.
+        # A copy from pageable memory is staged and blocks the host, so it has its own name.
         pageable = ", pageable" if "Pageable" in name else ""
         return Description(name.partition(" (")[0] + pageable, "CUDA", "copy/cast")
     plain = _readable(name)
@@ -128,17 +191,17 @@ def describe(name: str) -> Description:
 
 
 def describe_operator(name: str) -> Description:
-    """The description of an operator by its name; it stands in for a kernel in a CPU trace."""
-    found = operator_class(name)
+    """Describe an operator by its name; it stands for a kernel in a CPU trace."""
+    kind = operator_class(name)
     library = name.partition("::")[0] if "::" in name else ""
-    return Description(name, {"aten": "ATen"}.get(library, library), found or "other")
+    return Description(name, {"aten": "ATen"}.get(library, library), kind or "other")
 
 
 def linear_role(described: Description, phase: str, operator: str) -> Role:
-    """Whether a matrix product is a layer's forward, its dX or its dW.
+    """Return the role of a matmul in a linear layer: forward, dX or dW.
 
     A linear layer is x Wᵀ in row-major terms, which BLAS sees as `tn`; then dX is `nn` and dW `nt`.
-    Batched products (attention) have other layouts in every phase, so they get no role.
+    Batched matmuls (attention) have other layouts in every phase, so they get no role.
     """
     if described.kind != "matmul":
         return described.role
@@ -174,30 +237,36 @@ def _attention(name: str, plain: str) -> Description | None:
         if plain.startswith("cudnn_generated_fort_native_sdpa"):
             return _cudnn_attention(plain)
     if plain.startswith("fmha_cutlass"):
-        form = _FMHA_CUTLASS.match(plain)
-        if form is None:
+        match = _FMHA_CUTLASS.match(plain)
+        if match is None:
             return Description(plain, "CUTLASS", "attention")
         return Description(
-            plain, "CUTLASS", "attention", unit=_HALF_UNITS.get(form.group(2), ""),
-            tile=form.group(4), alignment=form.group(3),
-            role="forward" if form.group(1) == "F" else "backward",
-        )  # fmt: skip
+            plain,
+            "CUTLASS",
+            "attention",
+            unit=_HALF_UNITS.get(match.group(2), ""),
+            tile=match.group(4),
+            alignment=match.group(3),
+            role="forward" if match.group(1) == "F" else "backward",
+        )
     if ("flash" in name or "FlashAttn" in name) and _FLASH.search(name):
         tile = _FLASH_TILE.search(name)
-        form = re.search(r"cutlass::(bfloat16_t|half_t)", name)
+        dtype = re.search(r"cutlass::(bfloat16_t|half_t)", name)
         backward = re.search(r"flash_bwd|FlashAttnBwd|Bwd", name) is not None
-        unit = "" if form is None else ("BF16" if form.group(1) == "bfloat16_t" else "FP16")
+        unit = "" if dtype is None else ("BF16" if dtype.group(1) == "bfloat16_t" else "FP16")
         return Description(
-            _flash_name(name, plain), "FlashAttention", "attention",
+            _flash_name(name, plain),
+            "FlashAttention",
+            "attention",
             unit=f"{unit} tensor cores" if unit else "",
             tile=f"{tile.group(1)}x{tile.group(2)}" if tile else "",
             role="backward" if backward else "forward",
-        )  # fmt: skip
+        )
     return None
 
 
 def _by_word(name: str, plain: str) -> Description:
-    """A kernel of any other library."""
+    """Describe a kernel of any other library."""
     kind = word_class(plain) or "other"
     role: Role = ""
     if kind == "attention" and (side := re.search(r"fwd|forward|bwd|backward", plain.lower())):
@@ -209,32 +278,41 @@ def _cudnn_attention(plain: str) -> Description:
     tile = _TILE.search(plain)
     # cuDNN writes f16 for both 16-bit dtypes.
     return Description(
-        plain.removeprefix("cudnn_generated_fort_native_"), "cuDNN", "attention",
+        plain.removeprefix("cudnn_generated_fort_native_"),
+        "cuDNN",
+        "attention",
         unit="FP16/BF16 tensor cores" if "_f16_" in plain else "",
-        tile=tile.group(1) if tile else "", role="backward" if "bprop" in plain else "forward",
-    )  # fmt: skip
+        tile=tile.group(1) if tile else "",
+        role="backward" if "bprop" in plain else "forward",
+    )
 
 
 def _flash_name(name: str, plain: str) -> str:
-    found = re.search(r"flash_\w+|FlashAttn\w+", name.replace("pytorch_flash", ""))
-    return found.group() if found else plain
+    match = re.search(r"flash_\w+|FlashAttn\w+", name.replace("pytorch_flash", ""))
+    return match.group() if match else plain
 
 
 def _inductor(name: str) -> Description | None:
     if not name.startswith("triton_"):
         return None
-    found = _TRITON.match(name)
-    if found is None:
+    match = _TRITON.match(name)
+    if match is None:
         return None
-    return Description(name, "Inductor", inductor_class(found.group(1), inductor_parts(name)))
+    return Description(name, "Inductor", inductor_class(match.group(1), inductor_parts(name)))
 
 
 def _matmul(name: str, plain: str) -> Description | None:
-    found = matmul(name, plain)
-    if found is None:
+    parsed = matmul(name, plain)
+    if parsed is None:
         return None
     return Description(
-        found.short, found.library, "matmul", found.unit, found.tile, found.layout, found.alignment
+        parsed.short,
+        parsed.library,
+        "matmul",
+        parsed.unit,
+        parsed.tile,
+        parsed.layout,
+        parsed.alignment,
     )
 
 
@@ -255,17 +333,17 @@ def _aten(name: str, plain: str) -> Description | None:
 
 
 def _operation(name: str) -> str:
-    """The operation that comes first among the template arguments; empty where none is named."""
+    """Return the first operation among the template arguments; empty if none is named."""
     matches = [match for pattern in _FUNCTORS if (match := pattern.search(name)) is not None]
-    found = [(match.start(), match[1]) for match in matches]
+    operations = [(match.start(), match[1]) for match in matches]
     end = name.find(_ITERATOR)
     if end >= 0 and (match := _LAMBDA.search(name, max(0, end - 80), end)) is not None:
-        found.append((match.start(), match[1]))
-    return min(found)[1] if found else ""
+        operations.append((match.start(), match[1]))
+    return min(operations)[1] if operations else ""
 
 
 def _readable(name: str) -> str:
-    """The bare function: no return type, template arguments, scopes or parameters."""
+    """Return the bare function name: no return type, template arguments, scopes or parameters."""
     name = name.strip()
     bare = demangled(name) if name.startswith("_Z") else name
     if bare.startswith("std::enable_if"):

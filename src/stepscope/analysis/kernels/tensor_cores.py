@@ -1,4 +1,4 @@
-"""Which dtypes a device has tensor cores for, by what a trace says of it."""
+"""Dtypes for which a device has tensor cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ _BY_NAME = (
     (re.compile(r"\bT4\b|RTX 20\d\d|TITAN RTX|Quadro RTX"), "7.5"),
     (re.compile(r"P100|P40\b|P4\b|GTX 10\d\d|TITAN X"), "6.0"),
     (re.compile(r"K80|K40|M60|M40|GTX 9\d\d"), "5.0"),
-    (re.compile(r"A100|A800|A30\b|A40\b|A10\b|RTX 30\d\d|RTX A\d|L4\b|L40|RTX 40\d\d|H100|H200"
-                r"|H800|H20\b|GH200|B100|B200|B300|GB\d00|RTX 50\d\d"), "8.0"),
-)  # fmt: skip
-"""At least this capability, for records and traces that do not say it."""
+    (
+        re.compile(
+            r"A100|A800|A30\b|A40\b|A10\b|RTX 30\d\d|RTX A\d|L4\b|L40|RTX 40\d\d|H100|H200"
+            r"|H800|H20\b|GH200|B100|B200|B300|GB\d00|RTX 50\d\d"
+        ),
+        "8.0",
+    ),
+)
+"""Lower bound of the capability, for records and traces that do not contain it."""
 
 
 def is_amd(device: str) -> bool:
@@ -23,9 +28,9 @@ def is_amd(device: str) -> bool:
 
 
 def tensor_core_dtypes(device: str, capability: str) -> tuple[str, ...] | None:
-    """The dtypes, empty for a device without tensor cores; None where that is not known."""
+    """Return the dtypes, empty for a device without tensor cores; None if unknown."""
     if is_amd(device):
-        # CDNA (9.x) has matrix cores for both, RDNA from 11 on; Vega, also 9.0, has none.
+        # CDNA (9.x) and RDNA from 11 on have matrix cores for both; Vega, also 9.0, does not.
         has_them = not capability.startswith("10.") and not re.search(
             r"Vega|Radeon VII|MI25|MI50|MI60", device
         )

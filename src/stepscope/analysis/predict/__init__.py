@@ -1,1 +1,1 @@
-"""What a training step will need in memory, from its configuration alone. Loads without torch."""
+"""Prediction of a training step's memory from its configuration alone. Loads without torch."""

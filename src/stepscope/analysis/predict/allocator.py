@@ -1,8 +1,8 @@
-"""Torch's caching allocator for CUDA, as bookkeeping: which block a request gets, how large it is.
+"""Bookkeeping model of PyTorch's CUDA caching allocator: which block a request gets, and its size.
 
-A request of 25 MiB holds 26: memory comes from the driver in units of 2 MiB, and a rest of up to
-1 MiB is not split off. In a model of many equal matrices that adds up, so a peak is predicted from
-blocks and not from what was asked for. Other devices hand out what is asked for.
+A request of 25 MiB occupies 26: memory comes from the driver in units of 2 MiB, and a remainder of
+up to 1 MiB is not split off. In a model of many equal matrices that adds up, so the peak is
+predicted from blocks instead of requested bytes. Other devices allocate exactly what is requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGE_UNIT = 2 << 20
 
 
 class Block:
-    """A stretch of a segment; its neighbours within the segment are linked."""
+    """Part of a segment, linked with its neighbours within the segment."""
 
     __slots__ = ("free", "next", "number", "previous", "segment", "size", "small")
 
@@ -34,8 +34,10 @@ class Block:
 
 
 class Allocator(Protocol):
+    """Interface of an allocator."""
+
     reserved: int
-    """Bytes taken from the device."""
+    """Bytes reserved on the device."""
 
     def allocate(self, size: int) -> Block: ...
 
@@ -43,7 +45,7 @@ class Allocator(Protocol):
 
 
 class ExactAllocator:
-    """Gives what is asked for and keeps nothing."""
+    """Allocates exactly what is requested and caches nothing."""
 
     def __init__(self) -> None:
         self.reserved = 0
@@ -57,21 +59,21 @@ class ExactAllocator:
 
 
 class OutOfBlocks(Exception):  # noqa: N818
-    """No room for another segment, even after all free ones were given back."""
+    """No memory for another segment, even after all free ones were released."""
 
 
 class CachingAllocator:
-    """Best fit among free blocks, split where the rest is worth it, merged again when freed.
+    """Best fit among free blocks, split if the remainder is large enough, merged when freed.
 
-    Under a limit it gives back free segments before it gives up, as torch's does.
+    At its limit it releases free segments before it fails, as PyTorch's allocator does.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.reserved = 0
         self._limit = limit
-        self._made = 0
+        self._block_count = 0
         self._segments = 0
-        # Ordered by size; of two equal ones the older, as its address is likely the lower.
+        # Ordered by size; among equal ones the older first, as its address is likely lower.
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> Block:
@@ -93,8 +95,8 @@ class CachingAllocator:
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
         pool = self._free[small]
-        place = bisect_left(pool, wanted, key=lambda entry: entry[0])
-        return pool.pop(place)[2] if place < len(pool) else None
+        index = bisect_left(pool, wanted, key=lambda entry: entry[0])
+        return pool.pop(index)[2] if index < len(pool) else None
 
     def _new_segment(self, wanted: int, small: bool) -> Block:
         if small:
@@ -104,24 +106,24 @@ class CachingAllocator:
         else:
             size = -(-wanted // _LARGE_UNIT) * _LARGE_UNIT
         if self._limit is not None and self.reserved + size > self._limit:
-            self._give_back()
+            self._release_segments()
             if self.reserved + size > self._limit:
                 raise OutOfBlocks
         self.reserved += size
         self._segments += 1
         return self._new_block(size, small, self._segments)
 
-    def _give_back(self) -> None:
-        """Segments of which no part is in use."""
+    def _release_segments(self) -> None:
+        """Release segments without any block in use."""
         for pool in self._free.values():
-            whole = [e for e in pool if e[2].previous is None and e[2].next is None]
-            for entry in whole:
+            unused = [e for e in pool if e[2].previous is None and e[2].next is None]
+            for entry in unused:
                 pool.remove(entry)
                 self.reserved -= entry[0]
 
     def _new_block(self, size: int, small: bool, segment: int) -> Block:
-        self._made += 1
-        return Block(size, small, self._made, segment)
+        self._block_count += 1
+        return Block(size, small, self._block_count, segment)
 
     def _split(self, block: Block, wanted: int) -> None:
         rest = self._new_block(block.size - wanted, block.small, block.segment)

@@ -1,4 +1,4 @@
-"""Bytes of the gradients that an update overlapped with the backward still reads."""
+"""Gradients that an optimizer overlapped with the backward still reads."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from stepscope.analysis.predict.memory import Buffer
 
 MOST_WAITING = 1 << 30
-"""Bytes that work beside may still have to read before the first stream waits for it."""
+"""Bytes that the side stream may still have to read before the main stream waits for it."""
 
 
 class DeferredFrees:
-    """Keeps what a second stream reads, the oldest until too much waits."""
+    """Keeps buffers alive that a side stream reads; the oldest are released when too many wait."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Buffer, int]] = deque()
         self._bytes = 0
 
-    def read(self, held: Buffer, size: int) -> None:
-        """`size`: bytes of what is read, which may be a part of its buffer."""
-        self._waiting.append((held, size))
+    def read(self, buffer: Buffer, size: int) -> None:
+        """`size` is the number of bytes read, which may be part of the buffer."""
+        self._waiting.append((buffer, size))
         self._bytes += size
         while self._bytes > MOST_WAITING and len(self._waiting) > 1:
             self._bytes -= self._waiting.popleft()[1]

@@ -1,4 +1,4 @@
-"""The smallest change with which a step fits into a memory, each with its predicted peak."""
+"""Smallest changes with which a step fits into memory, each with its predicted peak."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from stepscope.kernels.activation_policy import KEEPS
 from stepscope.model.checkpointing import NONE
 
 MARGIN = 1.02
-"""What a peak may be off."""
+"""Margin for the error of a predicted peak."""
 _FUSED = ("torch-fused", "stepscope-fused", *WITHIN_BACKWARD)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A changed plan that fits."""
+
     words: str
     plan: StepPlan
     peak: int
 
 
 def fits(plan: StepPlan, peak: int, budget: int) -> bool:
-    """With the margin, and so that the allocator finds room for every block."""
+    """Return True if the peak fits with its margin and the allocator can place every block."""
     return peak * MARGIN <= budget and runs_within(plan, budget)
 
 
 def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change, ...]:
-    """Up to so many changes that fit, those that alter the step least first; none where nothing
-    fits. The order: what leaves the result as it is and costs no time, then the number format, then
-    what costs time, then a smaller batch, then several at once. Of changes to the same fields the
-    first that fits is enough."""
-    found: list[Change] = []
+    """Return up to `most` changes that fit, those that alter the step least first.
+
+    The order: changes that keep the result and cost no time, then the dtype, then changes that
+    cost time, then a smaller batch, then several at once. Of changes to the same fields only the
+    first that fits is returned.
+    """
+    fitting: list[Change] = []
     done: set[frozenset[str]] = set()
     for words, fields in _candidates(plan):
         if frozenset(fields) in done:
@@ -42,15 +46,15 @@ def changes_that_fit(plan: StepPlan, budget: int, most: int = 4) -> tuple[Change
         try:
             changed = msgspec.structs.replace(plan, **fields)
         except UsageError:
-            # Does not go with the rest of the plan.
+            # Incompatible with the rest of the plan.
             continue
         peak = predict(changed).peak.allocated
         if fits(changed, peak, budget):
-            found.append(Change(words=words, plan=changed, peak=peak))
+            fitting.append(Change(words=words, plan=changed, peak=peak))
             done.add(frozenset(fields))
-        if len(found) == most:
+        if len(fitting) == most:
             break
-    return tuple(found)
+    return tuple(fitting)
 
 
 def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -60,7 +64,7 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         fused = {}
     if plan.fused and plan.mode == "train-step" and not plan.updates_in_backward:
-        yield "updates in the backward", {"optimizer": IN_BACKWARD}
+        yield "optimizer-in-backward AdamW", {"optimizer": IN_BACKWARD}
     flash: dict[str, Any] = {}
     if plan.attention == "reference":
         flash = {"attention": "sdpa"}
@@ -77,13 +81,13 @@ def _candidates(plan: StepPlan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{with_flash} and bfloat16 autocast", flash | bf16
     if plan.joined and plan.mode != "forward" and plan.keep in KEEPS:
         for keep in KEEPS[KEEPS.index(plan.keep) + 1 :]:
-            yield f"keeping {keep} for the backward", {"keep": keep}
-    stretches = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
+            yield f"activation policy {keep}", {"keep": keep}
+    segments = [k for k in (1, 2, 4, 8, 16) if k < plan.model.n_layers]
     if plan.mode != "forward" and plan.checkpoint == NONE:
-        for k in stretches:
+        for k in segments:
             words = "each block" if k == 1 else f"every {k} blocks"
             yield f"checkpointing of {words}", {"checkpoint": str(k)}
-        for k in stretches if flash else ():
+        for k in segments if flash else ():
             words = "each block" if k == 1 else f"every {k} blocks"
             yield f"{with_flash} and checkpointing of {words}", flash | {"checkpoint": str(k)}
     smallest = {} if plan.checkpoint != NONE or plan.mode == "forward" else {"checkpoint": "1"}

@@ -1,6 +1,6 @@
-"""The fused and the joined layers of `stepscope.model` in sizes: what `model.kernels` makes, keeps.
+"""Memory of the fused layers, with separate or fused projections: buffers created and saved.
 
-A kernel makes what it returns and nothing else, so an operator here is a whole piece of a block.
+A kernel allocates only its outputs, so one operator here is an entire part of a block.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PROGRAMS_INTERPRETED = 4
 
 
 class Normed(NamedTuple):
-    """What a product reads, and the unit rows that it can be made of again."""
+    """Input of a matmul, and the unit rows from which it can be recomputed."""
 
     value: Value
     unit: Buffer | None = None
 
 
 class FusedLayers(Layers):
-    """Kernels between the products of torch."""
+    """Layers with fused kernels between PyTorch's matmuls."""
 
     processors = 132
-    """Of the device: a norm's backward has a partial sum for each program."""
+    """Streaming multiprocessors of the device: a norm's backward has a partial sum per program."""
 
     def norm(self, x: Value, weight: Value) -> Value:
         return self.normed_sum(x, None, weight)[1].value
@@ -38,7 +38,7 @@ class FusedLayers(Layers):
     def normed_sum(
         self, x: Value, branch: Value | None, weight: Value, units: bool = False
     ) -> tuple[Value, Normed]:
-        """x with the branch, where there is one, and its norm in the format of the products."""
+        """Return x plus the branch, if any, and its norm in the compute dtype."""
         ops, elements = self.ops, x.elements
         width = ops.autocast or x.width
         stream_width = max(x.width, branch.width) if branch is not None else x.width
@@ -55,18 +55,18 @@ class FusedLayers(Layers):
             grad_branch = ops.new(elements * branch_width) if split else grad_sum
             partial = ops.new(partial_bytes)
             grad_weight = ops.new(weight_bytes)
-            ops.read_beside(partial, partial_bytes)
+            ops.read_by_side_stream(partial, partial_bytes)
             return (grad_sum, *([grad_branch] if added else []), grad_weight)
 
         added = branch is not None
-        made = ops.tape.joint_operator(
+        outputs = ops.tape.joint_operator(
             "norm",
             [(normed, elements, width), *([(stream, elements, stream_width)] if added else [])],
             (x, weight) if branch is None else (x, branch, weight),
             rule,
             (stream if unit is None else unit, inverse),
         )
-        return made[1] if added else x, Normed(made[0], unit)
+        return outputs[1] if added else x, Normed(outputs[0], unit)
 
     def _partial_bytes(self) -> int:
         d, rows = self.shape.d_model, self.shape.tokens
@@ -98,31 +98,36 @@ class FusedLayers(Layers):
     def _gated(self, gate: Value, up: Value) -> Value:
         ops, size = self.ops, gate.bytes
         return ops.tape.operator(
-            "gate", ops.new(size), gate.elements, gate.width, (gate, up),
-            lambda _: (ops.new(size), ops.new(size)), (gate.buffer, up.buffer),
-        )  # fmt: skip
+            "gate",
+            ops.new(size),
+            gate.elements,
+            gate.width,
+            (gate, up),
+            lambda _: (ops.new(size), ops.new(size)),
+            (gate.buffer, up.buffer),
+        )
 
     def _rotate(self, x: Value) -> Value:
-        """Where it lies."""
+        """Rotate in place."""
         size = x.bytes
         return self.ops.tape.operator(
             "rotation", x.buffer, x.elements, x.width, (x,), lambda _: (self.ops.new(size),)
         )
 
-    def _output_joins_itself(self, heads: Value) -> bool:  # noqa: ARG002
-        """Heads are views of a projection, and attention answers in the layout of its queries."""
+    def _output_needs_no_copy(self, heads: Value) -> bool:  # noqa: ARG002
+        """Heads are views of a projection, and attention returns the layout of its queries."""
         return True
 
 
 class FusedProjectionLayers(FusedLayers):
-    """One product where several read the same input, from copies of weights that are kept."""
+    """One matmul for projections that read the same input, from stored copies of the weights."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._copies: dict[tuple[int, ...], tuple[Buffer, ...]] = {}
 
     def narrow(self, weights: Sequence[Value]) -> tuple[Buffer, ...]:
-        """What products read: one copy with all rows, or the weights themselves."""
+        """Return what matmuls read: one copy with all rows, or the weights themselves."""
         width = self.ops.autocast
         if width is None or all(weight.width == width for weight in weights):
             return tuple(weight.buffer for weight in weights)
@@ -132,75 +137,83 @@ class FusedProjectionLayers(FusedLayers):
             self._copies[key] = (self.ops.tape.memory.buffer(size, WEIGHT_COPIES),)
         return self._copies[key]
 
-    def joined_block(
+    def fused_block(
         self, x: Value, branch: Value | None, weights: Sequence[Value], keep: str
     ) -> tuple[Value, Value]:
-        """On a stream whose last branch is not yet added; gives such a stream."""
+        """Apply a block to a stream whose last branch is not yet added; return such a stream."""
         tape = self.ops.tape
         first_norm, query, key, value, output, second_norm, w1, w2, w3 = weights
         with tape.inside("norm"):
-            x, read = self._for_products(x, branch, first_norm, keep)
-        branch = self._joined_attention(read, (query, key, value), output)
+            x, read = self._matmul_input(x, branch, first_norm, keep)
+        branch = self._fused_qkv_attention(read, (query, key, value), output)
         with tape.inside("norm"):
-            x, read = self._for_products(x, branch, second_norm, keep)
+            x, read = self._matmul_input(x, branch, second_norm, keep)
         with tape.inside("feed-forward"):
-            return x, self._joined_feed_forward(read, w1, w3, w2, keep)
+            return x, self._fused_feed_forward(read, w1, w3, w2, keep)
 
-    def _for_products(
+    def _matmul_input(
         self, x: Value, branch: Value | None, weight: Value, keep: str
     ) -> tuple[Value, Normed]:
         stream, normed = self.normed_sum(x, branch, weight, units=keep != ALL)
         return stream, Normed(normed.value) if keep == NORMS else normed
 
-    def _joined_attention(self, x: Normed, weights: Sequence[Value], output: Value) -> Value:
+    def _fused_qkv_attention(self, x: Normed, weights: Sequence[Value], output: Value) -> Value:
         tape = self.ops.tape
         with tape.inside("projections"):
-            parts = self.product(x, weights)
+            parts = self.matmul(x, weights)
         with tape.inside("rotary"):
             q, k, v = self._rotated_parts(parts)
         with tape.inside("attention"):
-            heads = self._scores_form(q, k, v) if self.saves_scores else self._flash_form(q, k, v)
+            attend = self._naive_attention if self.saves_scores else self._flash_attention
+            heads = attend(q, k, v)
         with tape.inside("projections"):
-            return self.product(Normed(heads), (output,))
+            return self.matmul(Normed(heads), (output,))
 
-    def product(self, x: Normed, weights: Sequence[Value]) -> Value:
-        """x times each weight transposed, side by side."""
+    def matmul(self, x: Normed, weights: Sequence[Value]) -> Value:
+        """Return x times each transposed weight, concatenated."""
         ops, read = self.ops, x.value
         d, width = self.shape.d_model, read.width
         narrow = self.narrow(weights)
         rows = sum(weight.elements for weight in weights) // d
         elements = read.elements // d * rows
-        read_elements, remade = read.elements, x.unit is not None
+        read_elements, recomputes = read.elements, x.unit is not None
 
         def rule(_: Buffer) -> list[Buffer | None]:
-            again = ops.new(read_elements * width) if remade else None
+            recomputed = ops.new(read_elements * width) if recomputes else None
             grad_x = ops.new(read_elements * width)
             grads = self._weight_gradients(weights, width, elements, read_elements)
-            del again
+            del recomputed
             return [grad_x, *grads]
 
         return ops.tape.operator(
-            "matrix product", ops.new(elements * width), elements, width, (read, *weights), rule,
+            "matmul",
+            ops.new(elements * width),
+            elements,
+            width,
+            (read, *weights),
+            rule,
             (read.buffer if x.unit is None else x.unit, *narrow),
-        )  # fmt: skip
+        )
 
     def _weight_gradients(
         self, weights: Sequence[Value], width: int, *factors: int
     ) -> list[Buffer | None]:
-        """Parts of one, in the weights' format at once: a CPU brings both factors into that format
-        first. Whoever takes them as they are made gets them in the products'."""
+        """Return slices of one gradient in the weights' dtype; a CPU casts both factors first.
+
+        An optimizer that uses gradients as they are produced gets them in the compute dtype.
+        """
         ops, weight_width = self.ops, weights[0].width
         elements = sum(weight.elements for weight in weights)
-        if ops.hand_over is not None and width != weight_width:
-            made = ops.new(elements * width)
+        if ops.on_weight_gradient is not None and width != weight_width:
+            gradient = ops.new(elements * width)
             for weight in weights:
-                ops.hand_over(made, weight.elements * width)
+                ops.on_weight_gradient(gradient, weight.elements * width)
             return [None] * len(weights)
         widens = width != weight_width and not self.on_cuda
         wide = [ops.new(elements * weight_width) for elements in factors if widens]
-        made = ops.new(elements * weight_width)
+        gradient = ops.new(elements * weight_width)
         del wide
-        return [made] * len(weights)
+        return [gradient] * len(weights)
 
     def _rotated_parts(self, parts: Value) -> tuple[Value, ...]:
         ops, size = self.ops, parts.bytes
@@ -209,29 +222,34 @@ class FusedProjectionLayers(FusedLayers):
             "rotation", (part,) * 3, (parts,), lambda _: (ops.new(size),)
         )
 
-    def _joined_feed_forward(self, x: Normed, w1: Value, w3: Value, w2: Value, keep: str) -> Value:
+    def _fused_feed_forward(self, x: Normed, w1: Value, w3: Value, w2: Value, keep: str) -> Value:
         ops, read = self.ops, x.value
         first, second = self.narrow((w1, w3)), self.narrow((w2,))
         elements, width, hidden = read.elements, read.width, self.shape.tokens * self.shape.d_ff
         gates, gated = ops.new(2 * hidden * width), ops.new(hidden * width)
         out = ops.new(elements * width)
-        held = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
-        remade = x.unit is not None
+        saved = {ALL: (gates, gated), INPUTS: ()}.get(keep, (gates,))
+        recomputes = x.unit is not None
 
         def rule(_: Buffer) -> list[Buffer | None]:
-            again = ops.new(elements * width) if remade else None
+            recomputed = ops.new(elements * width) if recomputes else None
             grad_gated = ops.new(hidden * width)
             gates = ops.new(2 * hidden * width) if keep == INPUTS else None
             gated = ops.new(hidden * width) if keep != ALL else None
-            # Gates that were made for this alone give their room to their gradient.
+            # Recomputed gates are overwritten by their gradient.
             grad_gates = gates or ops.new(2 * hidden * width)
             grad_x = ops.new(elements * width)
             of_second = self._weight_gradients((w2,), width, elements, hidden)
             of_first = self._weight_gradients((w1, w3), width, 2 * hidden, elements)
-            del again, grad_gated, gated, grad_gates
+            del recomputed, grad_gated, gated, grad_gates
             return [grad_x, *of_first, *of_second]
 
         return ops.tape.operator(
-            "feed-forward", out, elements, width, (read, w1, w3, w2), rule,
-            (read.buffer if x.unit is None else x.unit, *first, *second, *held),
-        )  # fmt: skip
+            "feed-forward",
+            out,
+            elements,
+            width,
+            (read, w1, w3, w2),
+            rule,
+            (read.buffer if x.unit is None else x.unit, *first, *second, *saved),
+        )

@@ -1,4 +1,4 @@
-"""The layers of `stepscope.model` in sizes: the same operators in the same order."""
+"""Memory of the layers of `stepscope.model`: the same operators in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.attention.registry import implementation
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one layer over one batch."""
+    """Shape of one layer over one batch."""
 
     batch: int
     context: int
@@ -31,7 +31,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layers:
-    """Norm, attention and feed-forward on values; `device` and `written_out` change operators."""
+    """Norm, attention and feed-forward; `device` and `written_out` change the operators."""
 
     def __init__(
         self, ops: Operators, shape: Shape, attention: str, device: str, written_out: bool
@@ -42,7 +42,7 @@ class Layers:
         self.saves_scores = implementation(attention).saves_scores
         self.on_cuda = device == "cuda"
         self.written_out = written_out
-        """Softmax and SiLU out of elementary operators, as in the course's reference model."""
+        """Softmax and SiLU as elementary operators, as in the course's reference model."""
 
     def block(self, x: Value, weights: Sequence[Value]) -> Value:
         tape = self.ops.tape
@@ -69,8 +69,8 @@ class Layers:
     def _gate(self, x: Value, w1: Value) -> Value:
         gate = self.ops.linear(x, w1, self.shape.d_ff)
         if self.written_out:
-            return self.ops.multiply(gate, self.ops.keeps_output(gate, "sigmoid"))
-        return self.ops.keeps_input(gate, "SiLU")
+            return self.ops.multiply(gate, self.ops.saves_output(gate, "sigmoid"))
+        return self.ops.saves_input(gate, "SiLU")
 
     def attention(self, x: Value, query: Value, key: Value, value: Value, output: Value) -> Value:
         ops, d_model = self.ops, self.shape.d_model
@@ -79,17 +79,18 @@ class Layers:
         with ops.tape.inside("rotary"):
             q, k = self._rotate(q), self._rotate(k)
         with ops.tape.inside("attention"):
-            heads = self._scores_form(q, k, v) if self.saves_scores else self._flash_form(q, k, v)
+            attend = self._naive_attention if self.saves_scores else self._flash_attention
+            heads = attend(q, k, v)
         with ops.tape.inside("projections"):
-            joined = heads if self._output_joins_itself(heads) else ops.scaled(heads, "copy")
-            return ops.linear(joined, output, d_model)
+            merged = heads if self._output_needs_no_copy(heads) else ops.scaled(heads, "copy")
+            return ops.linear(merged, output, d_model)
 
     def _rotate(self, x: Value) -> Value:
         ops = self.ops
         wide = ops.cast(x, FLOAT32)
         half = wide.bytes // 2
 
-        def turned_pair() -> Buffer:
+        def rotated_pair() -> Buffer:
             first, second = ops.new(half), ops.new(half)
             out = ops.new(half)
             del first, second
@@ -104,14 +105,16 @@ class Layers:
             del parts, second
             return (out,)
 
-        left, right = turned_pair(), turned_pair()
-        turned = ops.tape.operator("rotation", ops.new(size), wide.elements, FLOAT32, (wide,), rule)
+        left, right = rotated_pair(), rotated_pair()
+        rotated = ops.tape.operator(
+            "rotation", ops.new(size), wide.elements, FLOAT32, (wide,), rule
+        )
         del left, right
-        return ops.cast(turned, x.width)
+        return ops.cast(rotated, x.width)
 
-    def _scores_form(self, q: Value, k: Value, v: Value) -> Value:
+    def _naive_attention(self, q: Value, k: Value, v: Value) -> Value:
         ops, shape = self.ops, self.shape
-        scores = ops.batched_product(q, k, shape.scores)
+        scores = ops.batched_matmul(q, k, shape.scores)
         scores = ops.scaled(scores, "scale")
         everything = ops.new(shape.context**2)
         mask = ops.new(shape.context**2)
@@ -119,16 +122,16 @@ class Layers:
         scores = ops.scaled(scores, "mask", (mask,))
         weights = self._softmax(scores)
         narrow = ops.cast(weights, q.width) if weights.width != q.width else weights
-        return ops.batched_product(narrow, ops.scaled(v, "copy"), q.elements)
+        return ops.batched_matmul(narrow, ops.scaled(v, "copy"), q.elements)
 
     def _softmax(self, scores: Value) -> Value:
         ops = self.ops
-        # Autocast for CUDA has softmax in float32; the one for the CPU has not.
+        # Autocast on CUDA runs softmax in float32; autocast on the CPU does not.
         in_float32 = ops.autocast is not None and self.on_cuda
         if not self.written_out:
             return self._fused_softmax(ops.cast(scores, FLOAT32) if in_float32 else scores)
         shifted = ops.scaled(scores, "shift")
-        raised = ops.keeps_output(
+        raised = ops.saves_output(
             ops.cast(shifted, FLOAT32) if in_float32 else shifted, "exponential"
         )
         del shifted
@@ -147,7 +150,7 @@ class Layers:
         ops, size = self.ops, scores.bytes
 
         def rule(_: Buffer) -> tuple[Buffer]:
-            # The kernel for CUDA multiplies gradient and output before it starts.
+            # The CUDA kernel multiplies gradient and output before it starts.
             product = ops.new(size) if self.on_cuda else None
             out = ops.new(size)
             del product
@@ -158,12 +161,12 @@ class Layers:
             "softmax", out, scores.elements, scores.width, (scores,), rule, (out,)
         )
 
-    def _flash_form(self, q: Value, k: Value, v: Value) -> Value:
-        """Keeps q, k, v, the output and the log-sum-exp of each row."""
+    def _flash_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """Saves q, k, v, the output and the log-sum-exp of each row."""
         ops, size = self.ops, q.bytes
         out = ops.new(size)
         log_sum_exp = ops.new(self.shape.scores // self.shape.context * FLOAT32)
-        rows = log_sum_exp.asked
+        rows = log_sum_exp.requested
 
         def rule(_: Buffer) -> list[Buffer]:
             delta, accumulated = ops.new(rows), ops.new(size // q_width * FLOAT32)
@@ -173,12 +176,17 @@ class Layers:
 
         q_width = q.width
         return ops.tape.operator(
-            "flash", out, q.elements, q.width, (q, k, v), rule,
+            "flash",
+            out,
+            q.elements,
+            q.width,
+            (q, k, v),
+            rule,
             (q.buffer, k.buffer, v.buffer, out, log_sum_exp),
-        )  # fmt: skip
+        )
 
-    def _output_joins_itself(self, heads: Value) -> bool:
-        """Torch's memory-efficient kernel, its choice for float32 on CUDA, writes the layout that
+    def _output_needs_no_copy(self, heads: Value) -> bool:
+        """PyTorch's memory-efficient kernel, its choice for float32 on CUDA, writes the layout that
         the output projection reads."""
         if not self.on_cuda:
             return False

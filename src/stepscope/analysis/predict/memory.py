@@ -1,4 +1,4 @@
-"""A device's memory while a step is played through: what is live, for what, and the peak of it."""
+"""Simulated device memory: live buffers by ledger line, and their peak."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stepscope.records.memory import SAVED, TEMPORARIES
 
 
 class Buffer:
-    """One storage. It is freed when nothing in the play refers to it any more."""
+    """One storage. It is freed when nothing in the simulation refers to it any more."""
 
-    __slots__ = ("__weakref__", "asked", "block", "line", "memory", "saved_as")
+    __slots__ = ("__weakref__", "block", "line", "memory", "requested", "saved_as")
 
-    def __init__(self, memory: Memory, asked: int, block: Block, line: str) -> None:
+    def __init__(self, memory: Memory, requested: int, block: Block, line: str) -> None:
         self.memory = memory
-        self.asked = asked
+        self.requested = requested
         self.block = block
         self.line = line
         self.saved_as = ""
@@ -27,18 +27,18 @@ class Buffer:
 
 
 class MemoryState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory held at one moment, by line."""
+    """Contents of the memory at one moment, by line."""
 
     phase: str
     allocated: int
     reserved: int
     lines: dict[str, int]
     largest: tuple[str, int]
-    """The largest single buffer that was live, and its bytes."""
+    """Largest live buffer, and its bytes."""
 
 
 class Memory:
-    """Counts as it is used; `watched` events leave a `MemoryState` behind."""
+    """Counts allocations; `watched` events record a `MemoryState`."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Memory:
     ) -> None:
         self.allocator = allocator
         self.overrun: MemoryState | None = None
-        """The first moment at which more than the limit was held."""
+        """First moment at which more than the limit was allocated."""
         self._limit = limit
         self.allocated = 0
         self.events = 0
         self.phase = ""
         self.unnamed = TEMPORARIES
-        """The line of buffers that are made for no line of their own."""
+        """Line of buffers that are created without a line."""
         self.peaks: dict[str, tuple[int, int]] = {}
-        """Of each phase: bytes, and the event at which they were reached."""
+        """Peak bytes of each phase, and the event at which they were reached."""
         self.ends: dict[str, int] = {}
         self.moments: dict[int, MemoryState] = {}
         self._watched = watched
@@ -70,18 +70,18 @@ class Memory:
     def end(self) -> None:
         self.ends[self.phase] = self.allocated
 
-    def buffer(self, asked: int, line: str = "") -> Buffer:
-        held = Buffer(self, asked, self.allocator.allocate(asked), line or self.unnamed)
-        # Weakly, so that the play alone keeps it alive.
-        self._live[id(held)] = weakref.ref(held)
-        self.allocated += held.block.size
+    def buffer(self, requested: int, line: str = "") -> Buffer:
+        buffer = Buffer(self, requested, self.allocator.allocate(requested), line or self.unnamed)
+        # A weak reference, so that only the simulation keeps the buffer alive.
+        self._live[id(buffer)] = weakref.ref(buffer)
+        self.allocated += buffer.block.size
         self._event()
-        return held
+        return buffer
 
-    def freed(self, held: Buffer) -> None:
-        del self._live[id(held)]
-        self.allocated -= held.block.size
-        self.allocator.release(held.block)
+    def freed(self, buffer: Buffer) -> None:
+        del self._live[id(buffer)]
+        self.allocated -= buffer.block.size
+        self.allocator.release(buffer.block)
 
     def _event(self) -> None:
         self.events += 1
@@ -93,23 +93,26 @@ class Memory:
             self.overrun = self._moment()
 
     def _moment(self) -> MemoryState:
-        live = [held for held in (glance() for glance in self._live.values()) if held is not None]
+        live = [
+            buffer
+            for buffer in (reference() for reference in self._live.values())
+            if buffer is not None
+        ]
         lines: dict[str, int] = {}
-        for held in live:
-            lines[line_of(held)] = lines.get(line_of(held), 0) + held.block.size
-        largest = max(live, key=lambda held: held.block.size, default=None)
+        for buffer in live:
+            lines[line_of(buffer)] = lines.get(line_of(buffer), 0) + buffer.block.size
+        largest = max(live, key=lambda buffer: buffer.block.size, default=None)
         return MemoryState(
             phase=self.phase,
             allocated=self.allocated,
             reserved=self.allocator.reserved,
             lines=lines,
-            largest=("", 0) if largest is None else (line_of(largest), largest.asked),
+            largest=("", 0) if largest is None else (line_of(largest), largest.requested),
         )
 
 
-def line_of(held: Buffer) -> str:
-    """Its line in the account: what is saved for backward and has no line of its own is named by
-    who saved it."""
-    if held.line == TEMPORARIES and held.saved_as:
-        return SAVED + held.saved_as
-    return held.line
+def line_of(buffer: Buffer) -> str:
+    """Return the buffer's ledger line: saved tensors without a line are named by their saver."""
+    if buffer.line == TEMPORARIES and buffer.saved_as:
+        return SAVED + buffer.saved_as
+    return buffer.line

@@ -1,4 +1,4 @@
-"""What to predict: a training step before it exists."""
+"""Description of a training step whose memory is predicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARDINGS = ("none", "optimizer", "full")
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step that no compiler saw; the batch is that of one rank."""
+    """One step without torch.compile; the batch is that of one rank."""
 
     model: ModelConfig
     batch: int = 4
@@ -37,34 +37,34 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = "reference"
     mode: str = "train-step"
     optimizer: str = "torch"
-    """AdamW: `torch` (its default, which works on all parameters at once), `torch-fused`,
-    `stepscope` (one parameter after the other), `stepscope-fused` (in one launch),
-    `stepscope-in-backward` (each as soon as its gradient is there, which then goes), `course` (one
-    after the other, its moments computed anew)."""
+    """AdamW: `torch` (its default, for all parameters at once), `torch-fused`, `stepscope` (one
+    parameter after the other), `stepscope-fused` (in one launch), `stepscope-in-backward` (each
+    parameter as soon as its gradient is computed, which is then freed), `course` (one after the
+    other, its moments recomputed)."""
     checkpoint: str = NONE
-    """Blocks that run again in the backward, as `model.checkpointing` names it."""
+    """Checkpointed blocks, as `model.checkpointing` names them."""
     loss: Literal["plain", "fused"] = "plain"
-    """From all logits, or by chunks of rows."""
+    """From all logits, or in chunks of rows."""
     fused: bool = False
-    """Our kernels between the products."""
+    """Fused kernels between the matmuls."""
     joined: bool = False
-    """One product where several read the same input, from kept copies of weights."""
+    """Fused projections (QKV, gate/up), from stored copies of the weights."""
     keep: str = ALL
-    """What each block keeps for the backward, as `model.memory` names it."""
+    """Activation policy: what blocks save for backward; names of `kernels.activation_policy`."""
     graph: bool = False
-    """As CUDA graphs: what is live is the same, on streams that have work spaces of their own."""
+    """As CUDA graphs: the live tensors are the same, on streams with their own workspaces."""
     ranks: int = 1
     sharding: Literal["none", "optimizer", "full"] = "none"
-    """What the ranks divide among themselves: nothing, the optimizer state, or everything."""
+    """Sharded among the ranks: nothing, the optimizer state, or everything."""
     device: Literal["cuda", "cpu"] = "cuda"
     interpreted: bool = False
-    """On a CPU: our kernels run in Triton's interpreter, and not what stands in for them."""
+    """On a CPU: the kernels run in Triton's interpreter instead of their PyTorch fallbacks."""
     written_out: bool = False
-    """Softmax and SiLU out of elementary operators, as the course's reference model has them."""
+    """Softmax and SiLU as elementary operators, as in the course's reference model."""
     workspace: int = 32 << 20
-    """Bytes that cuBLAS takes for each thread that multiplies: 32 MiB on Hopper, 8 before."""
+    """Workspace bytes of cuBLAS for each thread that runs matmuls: 32 MiB on Hopper, 8 before."""
     used_before: bool = False
-    """The process has run a backward already, so that its thread's work space is there."""
+    """The process has run a backward already, so its thread's workspace exists."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "ranks"):
@@ -80,12 +80,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise unknown_name(kind, value, known)
         implementation(self.attention)
         precision(self.dtype)
-        self.stretches()
-        self.kept()
+        self.segments()
+        self.policies()
         check_layer_options(self.fused, self.joined, self.keep)
-        self._refuse_what_is_not_known()
+        self._refuse_unpredictable()
 
-    def _refuse_what_is_not_known(self) -> None:
+    def _refuse_unpredictable(self) -> None:
         if self.attention in _UNKNOWN_ATTENTIONS:
             raise UsageError(
                 f"the memory of attention {self.attention} {_UNKNOWN_ATTENTIONS[self.attention]}",
@@ -93,46 +93,46 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.attention == "sdpa_math" and precision(self.dtype).compute in _HALF:
             raise UsageError(
-                f"attention sdpa_math computes in float32 whatever the format: what it holds in"
+                "attention sdpa_math computes in float32 whatever the dtype: its memory in"
                 f" {self.dtype} is not known",
                 "predict sdpa or reference instead, or float32",
             )
         if self.fused and not self.has_kernels:
             raise UsageError(
-                "fused layers are predicted for a GPU: without it plain ones take their place",
+                "fused layers are predicted for a GPU: without one, plain layers replace them",
                 "leave out --fused, or --device cpu",
             )
         if self.fused and (self.written_out or implementation(self.attention).saves_scores):
             raise UsageError(
-                "fused layers are predicted with attention that keeps no scores",
+                "fused layers are predicted only with attention that does not save its scores",
                 "such as --attention sdpa, and without --written-out",
             )
         if self.fused and self.sharding == "full":
             raise UsageError(
-                "fused layers are not predicted where ranks divide their weights",
+                "fused layers are not predicted with sharded weights",
                 "--sharding optimizer or none",
             )
         if self.graph and (self.device != "cuda" or self.dtype == "float16"):
             raise UsageError(
-                f"no CUDA graph is made of a step in {self.dtype} on {self.device}",
+                f"a step in {self.dtype} on {self.device} cannot be captured as a CUDA graph",
                 "leave out --graph",
             )
         if self.graph and self.mode == "train-step" and self.optimizer not in _CAPTURED:
             raise UsageError(
-                f"a graph with the optimizer {self.optimizer} is not predicted",
+                f"a CUDA graph with the optimizer {self.optimizer} is not predicted",
                 f"--optimizer {' or '.join(_CAPTURED)}",
             )
         if self.optimizer not in WITHIN_BACKWARD:
             return
         if self.ranks > 1:
             raise UsageError(
-                f"{self.optimizer} uses gradients before ranks could add theirs",
-                "with --ranks take stepscope-fused",
+                f"{self.optimizer} uses gradients before they can be reduced across ranks",
+                "with --ranks use stepscope-fused",
             )
         if precision(self.dtype).compute == "float16":
             raise UsageError(
-                f"{self.dtype} needs all gradients before one may be used",
-                f"with {self.dtype} take stepscope-fused",
+                f"{self.dtype} needs all gradients before one can be used",
+                f"with {self.dtype} use stepscope-fused",
             )
 
     @property
@@ -141,9 +141,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workspaces(self) -> int:
-        """That cuBLAS takes before the backward: for the forward, and for the backward's thread
-        where one ran before. A graph is warmed up on a stream of its own and captured on another:
-        there both have theirs on each."""
+        """Number of cuBLAS workspaces before the backward: the forward's, and the backward's if one
+        ran before. A graph is warmed up on one stream and captured on another, and each of them has
+        both."""
         before = 2 if self.used_before else 0
         return before + 4 if self.graph else max(1, before)
 
@@ -153,12 +153,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_gradients_as_made(self) -> bool:
-        """The kernels of an update read the format of a joined product."""
+        """The optimizer's kernels read gradients in the dtype of the fused projections."""
         return self.updates_in_backward and self.optimizer == AS_MADE and self.has_kernels
 
-    def kept(self) -> tuple[str, ...]:
-        """What each block keeps for the backward."""
+    def policies(self) -> tuple[str, ...]:
+        """Return the activation policy of each block."""
         return policy_per_layer(self.keep, self.model.n_layers)
 
-    def stretches(self) -> tuple[int, ...]:
+    def segments(self) -> tuple[int, ...]:
+        """Return the blocks per checkpointed segment of each level, outermost first."""
         return stretches(self.checkpoint, self.model.n_layers)

@@ -1,4 +1,4 @@
-"""A whole step played through in sizes: model, forward, loss, backward, optimizer."""
+"""Simulation of a step's memory: model, forward, loss, backward, optimizer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMI
 _INT64 = 8
 _WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _TEMPORARIES = {"torch": 2, "torch-fused": 0, "stepscope": 1, "course": 3}
-"""Of the size of a parameter, while an optimizer updates it alone."""
+"""Temporaries of a parameter's size while an optimizer updates it alone."""
 _STEPS = 2
-"""The first makes the optimizer state, the second is like all that follow."""
+"""The first step creates the optimizer state, the second is like all that follow."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each phase its peak, itemised, and what is left at its end."""
+    """Itemised peak of each phase, and the bytes allocated at its end."""
 
     plan: StepPlan
     phases: tuple[MemoryState, ...]
@@ -41,11 +41,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(plan: StepPlan) -> Prediction:
-    """Played twice: the first time to learn when the peaks are, the second to itemise them."""
-    first = Play(plan, frozenset())
+    """Simulate twice: first to learn when the peaks occur, then to itemise them."""
+    first = StepSimulation(plan, frozenset())
     first.run()
     watched = frozenset(event for _, event in first.memory.peaks.values())
-    second = Play(plan, watched)
+    second = StepSimulation(plan, watched)
     second.run()
     return Prediction(
         plan=plan,
@@ -55,23 +55,23 @@ def predict(plan: StepPlan) -> Prediction:
 
 
 def overrun(plan: StepPlan, limit: int) -> MemoryState | None:
-    """What is held when the step first needs more than the limit; None if it never does."""
-    play = Play(plan, limit=limit)
-    play.run()
-    return play.memory.overrun
+    """Return the memory when the step first needs more than the limit; None if it never does."""
+    simulation = StepSimulation(plan, limit=limit)
+    simulation.run()
+    return simulation.memory.overrun
 
 
 def runs_within(plan: StepPlan, limit: int) -> bool:
-    """Whether the allocator finds room for every request without taking more than the limit."""
-    play = Play(plan, limit=limit, enforced=True)
+    """Return True if the allocator serves every request within the limit."""
+    simulation = StepSimulation(plan, limit=limit, enforced=True)
     try:
-        play.run()
+        simulation.run()
     except OutOfBlocks:
         return False
-    return play.memory.overrun is None
+    return simulation.memory.overrun is None
 
 
-class Play:
+class StepSimulation:
     """The step of `studies.transformer_step.TransformerStep`, operator by operator."""
 
     def __init__(
@@ -83,29 +83,32 @@ class Play:
         enforced: bool = False,
     ) -> None:
         self.plan = plan
-        form = precision(plan.dtype)
-        self.width, self.stream_width = _WIDTHS[form.weights], _WIDTHS[form.stream]
-        self.master = form.master
+        dtypes = precision(plan.dtype)
+        self.width, self.stream_width = _WIDTHS[dtypes.weights], _WIDTHS[dtypes.stream]
+        self.master = dtypes.master
         blocks = CachingAllocator(limit if enforced else None)
         self.memory = Memory(blocks if plan.device == "cuda" else ExactAllocator(), watched, limit)
         self.tape = Tape(self.memory)
-        self.ops = Operators(self.tape, _WIDTHS[form.compute] if form.autocast else None)
+        self.ops = Operators(self.tape, _WIDTHS[dtypes.compute] if dtypes.autocast else None)
         model = plan.model
         self.shape = Shape(
-            batch=plan.batch, context=plan.context, d_model=model.d_model, d_ff=model.d_ff,
+            batch=plan.batch,
+            context=plan.context,
+            d_model=model.d_model,
+            d_ff=model.d_ff,
             heads=model.n_heads,
-        )  # fmt: skip
+        )
         kind = FusedProjectionLayers if plan.joined else FusedLayers if plan.fused else Layers
         self.layers = kind(self.ops, self.shape, plan.attention, plan.device, plan.written_out)
-        self.keeps = plan.kept()
+        self.policies = plan.policies()
         self.state: list[Buffer] = []
-        self.beside = DeferredFrees()
+        self.deferred = DeferredFrees()
         if plan.updates_in_backward:
-            self.tape.take = self._update_at_once
+            self.tape.on_gradient = self._update_now
             if plan.device == "cuda":
-                self.ops.read_beside = self.beside.read
+                self.ops.read_by_side_stream = self.deferred.read
             if plan.takes_gradients_as_made:
-                self.ops.hand_over = self._update_by_kernel
+                self.ops.on_weight_gradient = self._update_by_kernel
 
     def run(self) -> None:
         self._build()
@@ -126,21 +129,23 @@ class Play:
         self.memory.end()
 
     def _weight(self, rows: int, columns: int = 1) -> Value:
-        """Ranks divide a matrix by whole rows, and have vectors each."""
+        """Create a parameter; ranks shard matrices by rows and replicate vectors."""
         matrix = columns > 1
         ranks = self.plan.ranks if self.plan.sharding == "full" and matrix else 1
-        kept = -(-rows // ranks) * columns
-        buffer = self.memory.buffer(kept * self.width, PARAMETERS)
+        local_elements = -(-rows // ranks) * columns
+        buffer = self.memory.buffer(local_elements * self.width, PARAMETERS)
         if matrix:
-            # Drawn at random in float32; vectors are ones.
-            self.memory.buffer(kept * FLOAT32)
-        return Value(buffer, rows * columns, self.width, kept=kept)
+            # Initialised at random in float32; vectors are ones.
+            self.memory.buffer(local_elements * FLOAT32)
+        return Value(buffer, rows * columns, self.width, local_elements=local_elements)
 
     def _parameters(self) -> list[Value]:
         return [
-            self.embedding, *(weight for block in self.blocks for weight in block),
-            self.norm, self.head,
-        ]  # fmt: skip
+            self.embedding,
+            *(weight for block in self.blocks for weight in block),
+            self.norm,
+            self.head,
+        ]
 
     def _step(self, first: bool) -> None:
         memory, plan = self.memory, self.plan
@@ -155,7 +160,7 @@ class Play:
             self.ops.leave_autocast()
             memory.end()
         else:
-            logits = self._make_logits(last)
+            logits = self._logits(last)
             del last, branch
             memory.end()
             if plan.mode == "forward":
@@ -165,7 +170,7 @@ class Play:
             memory.end()
         memory.begin("backward")
         if first and plan.workspaces == 1:
-            # The backward runs in a thread of its own.
+            # The backward runs in its own thread.
             self._take_workspace(1)
         assert loss.node is not None
         self.tape.backward(loss.node, memory.buffer(FLOAT32))
@@ -184,45 +189,49 @@ class Play:
     def _with_weights(
         self, x: Value, weights: list[Value], body: Callable[[Value, list[Value]], Value]
     ) -> Value:
-        """Run `body` with whole weights: where ranks divide them, they are gathered for it, and
-        again for its backward."""
+        """Run `body` with full weights: sharded weights are gathered for it, and again for its
+        backward."""
         if self.plan.sharding != "full":
             return body(x, weights)
-        # As many rows of each rank: the last ones may have fewer, and the rest is padding.
+        # Equal rows for each rank: the last rank may have fewer, and the rest is padding.
         sizes = [
-            weight.kept * self.plan.ranks * (self.ops.autocast or weight.width)
+            weight.local_elements * self.plan.ranks * (self.ops.autocast or weight.width)
             for weight in weights
-            if weight.kept < weight.elements
+            if weight.local_elements < weight.elements
         ]
         gathered: list[Buffer] = []
 
         def gather() -> None:
             gathered.extend(self.memory.buffer(size, GATHERED) for size in sizes)
 
-        x = self.ops.around(x, gathered.clear)
+        x = self.ops.with_backward_hook(x, gathered.clear)
         gather()
         out = body(x, weights)
         gathered.clear()
-        return self.ops.around(out, gather)
+        return self.ops.with_backward_hook(out, gather)
 
     def _forward(self) -> Sequence[Value]:
-        """What the head reads, and the last branch: a variable of the model holds it until then."""
+        """Return the head's input, and the last branch, which the model's code keeps alive."""
         tape = self.tape
         stream = self.shape.tokens * self.shape.d_model
         table = self.embedding.bytes
         with tape.inside("embedding"):
             x = tape.operator(
-                "lookup", self.memory.buffer(stream * self.width), stream, self.width,
-                (self.embedding,), lambda _: (self.memory.buffer(table),),
-            )  # fmt: skip
+                "lookup",
+                self.memory.buffer(stream * self.width),
+                stream,
+                self.width,
+                (self.embedding,),
+                lambda _: (self.memory.buffer(table),),
+            )
             x = self.ops.cast(x, self.stream_width)
-        x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.stretches())
+        x, *branch = self._through_blocks([x], 0, len(self.blocks), self.plan.segments())
         with tape.inside("norm"):
             if isinstance(self.layers, FusedProjectionLayers):
                 return self.layers.normed_sum(x, branch[0], self.norm)[1].value, *branch
             return (self.layers.norm(x, self.norm),)
 
-    def _make_logits(self, x: Value) -> Value:
+    def _logits(self, x: Value) -> Value:
         ops = self.ops
         with self.tape.inside("head"):
             logits = self._with_weights(
@@ -235,7 +244,7 @@ class Play:
     def _through_blocks(
         self, stream: Sequence[Value], first: int, end: int, levels: tuple[int, ...]
     ) -> Sequence[Value]:
-        """The stream, and where products are joined the branch that is still to be added to it."""
+        """Return the stream and, with fused projections, the branch still to be added to it."""
         if not levels:
             for number in range(first, end):
                 stream = self._through(number, *stream)
@@ -253,78 +262,84 @@ class Play:
     def _through(self, number: int, x: Value, branch: Value | None = None) -> Sequence[Value]:
         layers, weights = self.layers, self.blocks[number]
         if isinstance(layers, FusedProjectionLayers):
-            return layers.joined_block(x, branch, weights, self.keeps[number])
+            return layers.fused_block(x, branch, weights, self.policies[number])
         return (self._with_weights(x, weights, layers.block),)
 
     def _loss(self, logits: Value) -> Value:
         ops = self.ops
         with self.tape.inside("loss"):
             wide = ops.cast(logits, FLOAT32)
-            probabilities = ops.keeps_output(wide, "log-softmax")
+            probabilities = ops.saves_output(wide, "log-softmax")
             size, total_weight = probabilities.bytes, self.memory.buffer(FLOAT32)
             return self.tape.operator(
-                "mean", self.memory.buffer(FLOAT32), 1, FLOAT32, (probabilities,),
-                lambda _: (self.memory.buffer(size),), (probabilities.buffer, total_weight),
-            )  # fmt: skip
+                "mean",
+                self.memory.buffer(FLOAT32),
+                1,
+                FLOAT32,
+                (probabilities,),
+                lambda _: (self.memory.buffer(size),),
+                (probabilities.buffer, total_weight),
+            )
 
-    def _update_at_once(self, parameter: Value, gradient: Buffer) -> None:
-        """In the backward, as soon as a gradient is there."""
+    def _update_now(self, parameter: Value, gradient: Buffer) -> None:
+        """Update a parameter in the backward, as soon as its gradient is computed."""
         if not self.plan.has_kernels:
             size = self._updated_bytes(parameter)
-            self._update_alone(size, _TEMPORARIES["stepscope"], self._first, alike=self.master)
+            self._update_alone(size, _TEMPORARIES["stepscope"], self._first, one_by_one=self.master)
         else:
             self._update_by_kernel(gradient, parameter.bytes)
 
     def _update_by_kernel(self, gradient: Buffer, size: int) -> None:
-        """`size`: bytes of the gradient, which may be a part of its buffer."""
+        """`size` is the bytes of the gradient, which may be part of its buffer."""
         if not self.state:
             sizes = self._own_sizes()
             self.state = [*self._masters(sizes), *self._moments(sizes)]
         if self.plan.device == "cuda":
-            self.beside.read(gradient, size)
+            self.deferred.read(gradient, size)
 
     def _optimize(self, first: bool) -> None:
         memory, plan = self.memory, self.plan
         if plan.updates_in_backward:
-            self.beside.join()
+            self.deferred.join()
             return
         optimizer = plan.optimizer
         if optimizer == "stepscope-fused":
-            # One launch, or where its kernel does not run the rule written out.
+            # One launch, or the eager update rule if the kernel does not run.
             optimizer = "torch-fused" if plan.has_kernels else "stepscope"
-        # Torch works on all parameters at once on CUDA only.
+        # PyTorch updates all parameters at once on CUDA only.
         on_all = optimizer == "torch" and plan.device == "cuda"
         temporaries = 0 if on_all else _TEMPORARIES[optimizer]
         sizes = self._own_sizes()
-        # Ours knows of master weights. Around any other all are made, and all gradients widened.
-        alike = self.master and plan.optimizer == "stepscope-fused"
-        around = self.master and not alike
-        if first and (around or not temporaries):
+        # Stepscope's optimizer handles master weights itself. Around any other optimizer all
+        # master weights are created, and all gradients widened.
+        one_by_one = self.master and plan.optimizer == "stepscope-fused"
+        wrapped = self.master and not one_by_one
+        if first and (wrapped or not temporaries):
             self.state = self._masters(sizes)
-        wide = [memory.buffer(size) for size in sizes] if around else []
+        wide = [memory.buffer(size) for size in sizes] if wrapped else []
         if first and not temporaries:
             self.state += self._moments(sizes)
         if on_all:
-            # The roots of the second moments.
+            # Square roots of the second moments.
             roots = [memory.buffer(size) for size in sizes]
             del roots
         last = None
         for size in sizes if temporaries else ():
-            made = self._update_alone(size, temporaries, first, alike=alike)
-            # A variable of torch's loop: the divisor stays until there is the next one.
-            last = made[-1] if optimizer == "torch" else None
-            del made
+            temporary_buffers = self._update_alone(size, temporaries, first, one_by_one=one_by_one)
+            # A loop variable of PyTorch's code: the divisor lives until the next one replaces it.
+            last = temporary_buffers[-1] if optimizer == "torch" else None
+            del temporary_buffers
         del wide, last
         for parameter in self._parameters():
             parameter.gradient = None
 
     def _update_alone(
-        self, size: int, temporaries: int, first: bool, *, alike: bool = False
+        self, size: int, temporaries: int, first: bool, *, one_by_one: bool = False
     ) -> list[Buffer]:
-        """`alike`: the master copy is made as the moments are, and one gradient widened."""
+        """`one_by_one`: the master copy is created with the moments, and one gradient widened."""
         if first:
-            self.state += [*(self._masters([size]) if alike else ()), *self._moments([size])]
-        return [self.memory.buffer(size) for _ in range(temporaries + int(alike))]
+            self.state += [*(self._masters([size]) if one_by_one else ()), *self._moments([size])]
+        return [self.memory.buffer(size) for _ in range(temporaries + int(one_by_one))]
 
     def _masters(self, sizes: Sequence[int]) -> list[Buffer]:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes] if self.master else []
@@ -333,10 +348,10 @@ class Play:
         return [self.memory.buffer(size, OPTIMIZER) for size in sizes for _ in "mv"]
 
     def _updated_bytes(self, parameter: Value) -> int:
-        return parameter.kept * (FLOAT32 if self.master else parameter.width)
+        return parameter.local_elements * (FLOAT32 if self.master else parameter.width)
 
     def _own_sizes(self) -> list[int]:
-        """Bytes of what this rank updates, parameters or their float32 copies: of all ranks the one
+        """Bytes that this rank updates, parameters or their float32 copies; of all ranks, the one
         with the most."""
         sizes = [self._updated_bytes(parameter) for parameter in self._parameters()]
         if self.plan.sharding != "optimizer":
@@ -344,13 +359,13 @@ class Play:
         model, loads = self.plan.model, [0] * self.plan.ranks
         block = [shape[0] for shape in _block_shapes(model)]
         rows = [model.vocab, *block * model.n_layers, model.d_model, model.vocab]
-        things = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
-        pieces = share_out(things, loads)
+        tensors = [Rows(n, size // n) for n, size in zip(rows, sizes, strict=True)]
+        pieces = share_out(tensors, loads)
         most = loads.index(max(loads))
-        return [(p.end - p.begin) * things[p.place].bytes for p in pieces if p.owner == most]
+        return [(p.end - p.begin) * tensors[p.place].bytes for p in pieces if p.owner == most]
 
 
 def _block_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Norm, the four of attention, norm, the three of the feed-forward; as the model has them."""
+    """Shapes of norm, four attention weights, norm, three feed-forward weights, in model order."""
     d, wide = model.d_model, model.d_ff
     return [(d,), *[(d, d)] * 4, (d,), (wide, d), (d, wide), (wide, d)]

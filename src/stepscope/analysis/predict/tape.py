@@ -1,9 +1,10 @@
-"""Autograd in sizes: which operator makes and keeps how many bytes, and when they are let go.
+"""Autograd in bytes: how many bytes each operator allocates and saves, and when they are freed.
 
-A value is a buffer and the operator that made it. The backward takes operators from the last to
-the first, as torch's engine does; an operator's saved buffers are let go right after it ran. Inside
-of a checkpointed stretch nothing is saved: when the backward comes to the first operator that needs
-something, the stretch is played again up to the last buffer that is needed, as torch does it.
+A value is a buffer and the operator that produced it. The backward runs operators from the last to
+the first, as PyTorch's engine does; an operator's saved buffers are freed right after it ran.
+Inside a checkpointed segment nothing is saved: when the backward reaches the first operator that
+needs a saved buffer, the segment is recomputed up to the last buffer that is needed, as PyTorch
+does.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from stepscope.records.memory import GRADIENTS, KEPT_INPUT, PARAMETERS, RECOMPUT
 
 Gradients = Sequence["Buffer | None"]
 Rule = Callable[[Buffer], Gradients]
-"""From the gradient of an operator's output to those of its inputs."""
+"""Maps the gradient of an operator's output to those of its inputs."""
 JointRule = Callable[[dict[int, Buffer]], Gradients]
-"""The same for several outputs: their gradients by place, where there are any."""
+"""The same for several outputs: their gradients by output index, as far as they exist."""
 Output = tuple[Buffer, int, int]
-"""A buffer, its elements and the bytes of each."""
+"""A buffer, its number of elements and the bytes per element."""
 
 
 class Value:
     """An activation or a parameter: `width` is the bytes of one element."""
 
-    __slots__ = ("buffer", "elements", "gradient", "kept", "node", "place", "width")
+    __slots__ = ("buffer", "elements", "gradient", "index", "local_elements", "node", "width")
 
     def __init__(
         self,
@@ -35,17 +36,17 @@ class Value:
         elements: int,
         width: int,
         node: Node | None = None,
-        kept: int | None = None,
-        place: int = 0,
+        local_elements: int | None = None,
+        index: int = 0,
     ) -> None:
         self.buffer = buffer
         self.elements = elements
         self.width = width
         self.node = node
-        self.place = place
-        """Which output of its operator it is."""
-        self.kept = elements if kept is None else kept
-        """Elements that this rank keeps, where parameters are divided among ranks."""
+        self.index = index
+        """Index among the outputs of its operator."""
+        self.local_elements = elements if local_elements is None else local_elements
+        """Elements stored by this rank, if parameters are sharded."""
         self.gradient: Buffer | None = None
 
     @property
@@ -54,9 +55,9 @@ class Value:
 
 
 class Node:
-    """An operator with what it keeps for its backward."""
+    """An operator with the buffers it saves for backward."""
 
-    __slots__ = ("inputs", "number", "rule", "saved", "stretch")
+    __slots__ = ("inputs", "number", "rule", "saved", "segment")
 
     def __init__(
         self,
@@ -67,32 +68,32 @@ class Node:
     ) -> None:
         self.number = number
         self.inputs = inputs
-        """Of each input the operator that made it and as which output, or the parameter itself, or
-        neither."""
+        """For each input the operator that produced it and the output index, or the parameter
+        itself, or None."""
         self.saved: Sequence[Buffer] = saved
         self.rule: JointRule | None = rule
-        self.stretch: CheckpointedSegment | None = None
-        """The checkpointed stretch that will bring back what it saved."""
+        self.segment: CheckpointedSegment | None = None
+        """The checkpointed segment that will recompute the saved buffers."""
 
 
 class CheckpointedSegment:
-    """A checkpointed stretch: its inputs are what it keeps, itself or in the stretch around it."""
+    """A checkpointed segment. Its inputs are saved, by itself or by the segment around it."""
 
-    __slots__ = ("again", "outer", "places", "saved")
+    __slots__ = ("outer", "recompute", "saved", "savers")
 
     def __init__(
-        self, again: Callable[[Sequence[Buffer]], object], outer: CheckpointedSegment | None
+        self, recompute: Callable[[Sequence[Buffer]], object], outer: CheckpointedSegment | None
     ) -> None:
-        self.again: Callable[[Sequence[Buffer]], object] | None = again
-        """Plays it again from its inputs."""
+        self.recompute: Callable[[Sequence[Buffer]], object] | None = recompute
+        """Runs the segment again from its inputs."""
         self.outer = outer
         self.saved: Sequence[Buffer] = ()
-        self.places: list[Node | CheckpointedSegment] = []
-        """Who saved something, in order."""
+        self.savers: list[Node | CheckpointedSegment] = []
+        """Operators and segments that saved something, in order."""
 
 
-class _AllIsBack(Exception):  # noqa: N818
-    """Raised when the last buffer that a stretch must bring back is there."""
+class _AllRestored(Exception):  # noqa: N818
+    """Raised when the last buffer that a segment must restore is available."""
 
 
 class Tape:
@@ -102,14 +103,14 @@ class Tape:
         self.memory = memory
         self.module = ""
         self.after_replay: Callable[[], None] = lambda: None
-        """Called when a stretch was played again."""
-        self.take: Callable[[Value, Buffer], None] | None = None
-        """Gets the gradient of each parameter in place of the parameter, where somebody uses it at
+        """Called after a segment was recomputed."""
+        self.on_gradient: Callable[[Value, Buffer], None] | None = None
+        """Takes the gradient of each parameter instead of storing it, if the optimizer uses it at
         once."""
         self._count = 0
-        self._stretch: CheckpointedSegment | None = None
-        self._bringing_back: Iterator[Node | CheckpointedSegment] | None = None
-        self._left = 0
+        self._segment: CheckpointedSegment | None = None
+        self._restoring: Iterator[Node | CheckpointedSegment] | None = None
+        self._missing = 0
         self._recording = True
 
     @contextmanager
@@ -130,11 +131,11 @@ class Tape:
         rule: Rule,
         saved: Sequence[Buffer] = (),
     ) -> Value:
-        """The value in `output`; its operator is recorded with what it saves."""
-        (made,) = self.joint_operator(
+        """Return the value in `output`; its operator is recorded with what it saves."""
+        (value,) = self.joint_operator(
             name, ((output, elements, width),), inputs, lambda gradients: rule(gradients[0]), saved
         )
-        return made
+        return value
 
     def joint_operator(
         self,
@@ -144,127 +145,127 @@ class Tape:
         rule: JointRule,
         saved: Sequence[Buffer] = (),
     ) -> tuple[Value, ...]:
-        """The same with several outputs, which may lie in one buffer."""
-        if self._bringing_back is not None and saved:
-            self._bring(saved)
-        if self._bringing_back is not None or not self._recording:
+        """Record an operator with several outputs, which may share one buffer."""
+        if self._restoring is not None and saved:
+            self._restore(saved)
+        if self._restoring is not None or not self._recording:
             return tuple(Value(*output) for output in outputs)
         self._count += 1
         sources = [
-            None if value is None else (value if value.node is None else (value.node, value.place))
+            None if value is None else (value if value.node is None else (value.node, value.index))
             for value in inputs
         ]
         node = Node(self._count, sources, saved, rule)
-        if self._stretch is not None and saved:
-            node.saved, node.stretch = (), self._stretch
-            self._stretch.places.append(node)
+        if self._segment is not None and saved:
+            node.saved, node.segment = (), self._segment
+            self._segment.savers.append(node)
         for buffer in node.saved:
             buffer.saved_as = buffer.saved_as or f"{self.module}, {name}"
-        return tuple(Value(*output, node=node, place=place) for place, output in enumerate(outputs))
+        return tuple(Value(*output, node=node, index=index) for index, output in enumerate(outputs))
 
     def checkpointed(
         self, inputs: Sequence[Value], body: Callable[[Sequence[Value]], Sequence[Value]]
     ) -> Sequence[Value]:
-        """`body` of the inputs, of which nothing but these is kept for the backward."""
-        if self._bringing_back is not None or not self._recording:
+        """Return `body` of the inputs; only the inputs are saved for backward."""
+        if self._restoring is not None or not self._recording:
             return self._within_replay(inputs, body)
-        shapes, outer = [(x.elements, x.width) for x in inputs], self._stretch
-        stretch = CheckpointedSegment(
-            lambda kept: body(
-                [Value(buffer, *shape) for buffer, shape in zip(kept, shapes, strict=True)]
+        shapes, outer = [(x.elements, x.width) for x in inputs], self._segment
+        segment = CheckpointedSegment(
+            lambda buffers: body(
+                [Value(buffer, *shape) for buffer, shape in zip(buffers, shapes, strict=True)]
             ),
             outer,
         )
         if outer is None:
-            stretch.saved = tuple(x.buffer for x in inputs)
-            for buffer in stretch.saved:
+            segment.saved = tuple(x.buffer for x in inputs)
+            for buffer in segment.saved:
                 buffer.saved_as = buffer.saved_as or KEPT_INPUT
         else:
-            outer.places.append(stretch)
-        self._stretch = stretch
+            outer.savers.append(segment)
+        self._segment = segment
         try:
             return body(inputs)
         finally:
-            self._stretch = outer
+            self._segment = outer
 
     def _within_replay(
         self, inputs: Sequence[Value], body: Callable[[Sequence[Value]], Sequence[Value]]
     ) -> Sequence[Value]:
-        """An inner stretch while an outer one is played again: its inputs are brought back, what it
-        saved comes when the backward is there."""
-        places, recording = self._bringing_back, self._recording
-        if places is not None:
-            self._bring(tuple(x.buffer for x in inputs))
-        self._bringing_back, self._recording = None, False
+        """Run an inner segment while an outer one is recomputed: its inputs are restored now, its
+        saved buffers when the backward reaches it."""
+        savers, recording = self._restoring, self._recording
+        if savers is not None:
+            self._restore(tuple(x.buffer for x in inputs))
+        self._restoring, self._recording = None, False
         try:
             return body(inputs)
         finally:
-            self._bringing_back, self._recording = places, recording
+            self._restoring, self._recording = savers, recording
 
-    def _bring(self, saved: Sequence[Buffer]) -> None:
-        assert self._bringing_back is not None
-        next(self._bringing_back).saved = saved
-        self._left -= 1
-        if not self._left:
-            raise _AllIsBack
+    def _restore(self, saved: Sequence[Buffer]) -> None:
+        assert self._restoring is not None
+        next(self._restoring).saved = saved
+        self._missing -= 1
+        if not self._missing:
+            raise _AllRestored
 
-    def _play_again(self, stretch: CheckpointedSegment) -> None:
-        again, stretch.again = stretch.again, None
-        if again is None:
+    def _recompute(self, segment: CheckpointedSegment) -> None:
+        recompute, segment.recompute = segment.recompute, None
+        if recompute is None:
             return
-        if stretch.outer is not None:
-            self._play_again(stretch.outer)
-        self._bringing_back, self._left = iter(stretch.places), len(stretch.places)
+        if segment.outer is not None:
+            self._recompute(segment.outer)
+        self._restoring, self._missing = iter(segment.savers), len(segment.savers)
         self.memory.unnamed = RECOMPUTED
         try:
-            again(stretch.saved)
-        except _AllIsBack:
+            recompute(segment.saved)
+        except _AllRestored:
             pass
         finally:
-            self._bringing_back, stretch.places = None, []
-            if stretch.outer is not None:
-                # Brought back for this replay alone.
-                stretch.saved = ()
+            self._restoring, segment.savers = None, []
+            if segment.outer is not None:
+                # Restored for this recomputation alone.
+                segment.saved = ()
             self.memory.unnamed = TEMPORARIES
             self.after_replay()
 
     def backward(self, last: Node, gradient: Buffer) -> None:
-        """Run all operators behind `last`; gradients stay in the values that no operator made."""
+        """Run all operators behind `last`; gradients are stored in the leaves."""
         pending: dict[int, dict[int, Buffer]] = {last.number: {0: gradient}}
         waiting = [(-last.number, last)]
         del gradient
         while waiting:
             _, node = heapq.heappop(waiting)
             assert node.rule is not None
-            if node.stretch is not None:
-                self._play_again(node.stretch)
+            if node.segment is not None:
+                self._recompute(node.segment)
             grads = node.rule(pending.pop(node.number))
-            node.rule, node.saved, node.stretch = None, (), None
+            node.rule, node.saved, node.segment = None, (), None
             for source, grad in zip(node.inputs, grads, strict=True):
                 if source is None or grad is None:
                     continue
                 if isinstance(source, Value):
                     self._accumulate(source, grad)
                     continue
-                maker, place = source
+                maker, index = source
                 if maker.number not in pending:
                     pending[maker.number] = {}
                     heapq.heappush(waiting, (-maker.number, maker))
-                # A second one is added in place: by now nobody else holds the earlier.
-                pending[maker.number].setdefault(place, grad)
+                # A second gradient is added in place: nothing else refers to the earlier one.
+                pending[maker.number].setdefault(index, grad)
                 del maker
             node.inputs = ()
             del grads, grad, source, node
 
     def _accumulate(self, leaf: Value, gradient: Buffer) -> None:
-        if self.take is not None:
+        if self.on_gradient is not None:
             gradient.line = GRADIENTS
-            self.take(leaf, gradient)
+            self.on_gradient(leaf, gradient)
             return
         if leaf.gradient is not None:
             return
-        if leaf.kept < leaf.elements:
-            gradient = self.memory.buffer(leaf.kept * leaf.width)
+        if leaf.local_elements < leaf.elements:
+            gradient = self.memory.buffer(leaf.local_elements * leaf.width)
         leaf.gradient = gradient
         if leaf.buffer.line == PARAMETERS:
             gradient.line = GRADIENTS

@@ -1,1 +1,1 @@
-"""One device's backward, replayed for ranks that one does not have. Pure: no torch, no group."""
+"""Replay of one device's backward for more ranks than are available. Pure: no torch, no group."""

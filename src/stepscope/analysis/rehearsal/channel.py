@@ -1,11 +1,10 @@
-"""A channel between ranks that exist, as it was measured.
+"""Measured channel between existing ranks.
 
-Two curves. `alone`: a reduction by itself. `queued`: how much later the last of several is done for
-each one before it, when all are issued at once. They differ where a backend works on more than one
-at a time (gloo has two threads), or where the second fills the waits of the first. Between two
-sizes that were measured a curve is a line: latency and bandwidth of that stretch. One line over all
-sizes is what is reported; it misses single sizes by a third where buffers of the network take small
-messages for nothing.
+Two curves. `alone`: the time of a single reduction. `queued`: how much later the last of several is
+done for each one before it, when all are issued at once. They differ if a backend works on more
+than one at a time (gloo has two threads), or if the second fills the waits of the first. A curve is
+linear between two measured sizes: latency and bandwidth of that range. One line over all sizes is
+reported; it misses single sizes by a third where network buffers absorb small messages.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from stepscope.analysis.links import Link, fit_link
 
 
 class Curve(NamedTuple):
+    """Piecewise linear time by message size."""
+
     sizes: tuple[float, ...]
     times: tuple[float, ...]
-    """In ms, none below the one before."""
+    """In ms, non-decreasing."""
 
     @classmethod
     def through(cls, points: Mapping[int, float]) -> Curve:
@@ -32,7 +33,7 @@ class Curve(NamedTuple):
         return cls(tuple(float(size) for size, _ in ordered), tuple(rising))
 
     def at(self, size: float) -> float:
-        """Beyond the largest size the last stretch goes on; below the smallest it is that one's."""
+        """Extrapolate the last range beyond the largest size; clamp below the smallest."""
         if size <= self.sizes[-1]:
             return float(np.interp(size, self.sizes, self.times))
         (x0, x1), (t0, t1) = self.sizes[-2:], self.times[-2:]
@@ -40,10 +41,12 @@ class Curve(NamedTuple):
 
 
 class MeasuredChannel(NamedTuple):
+    """Times of single and of queued reductions."""
+
     alone_curve: Curve
     queued_curve: Curve
     line: Link
-    """One latency and one bandwidth for a reduction alone, by least squares."""
+    """One latency and one bandwidth for a single reduction, by least squares."""
 
     def alone(self, size: float) -> float:
         return self.alone_curve.at(size)
@@ -55,9 +58,10 @@ class MeasuredChannel(NamedTuple):
 def measured_channel(
     alone: Mapping[int, float], bursts: Mapping[tuple[int, int], float]
 ) -> MeasuredChannel | None:
-    """From times in ms by size, and of so many messages of a size at once; None if they say none.
+    """Build a channel from times in ms by size, and from bursts of messages of one size.
 
-    A burst of k ends k-1 gaps after its first message would have ended alone.
+    None if the times do not grow with the size. A burst of k messages ends k-1 gaps after its first
+    message would have ended alone.
     """
     line = fit_link(list(alone), list(alone.values()))
     if line is None:

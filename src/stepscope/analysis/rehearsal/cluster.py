@@ -1,11 +1,10 @@
-"""A cluster as a few numbers, and what a collective takes on it.
+"""Cost model of a cluster, and the time of a collective on it.
 
-A link is α + β·bytes: what a hop costs, and what a byte costs. An all-reduce of n bytes among N
-ranks takes 2(N-1) hops of n/N bytes around a ring, or up and down a tree in 2·log2(N) hops at 2n
-bytes of traffic; the faster is taken, as NCCL does. Reduce-scatter and all-gather are half a ring.
-Where ranks sit in nodes, a message is first reduced inside the node, then each rank reduces its
-share with its counterparts in other nodes over a network port of its own, then it is gathered
-inside.
+A link is α + β·bytes: the cost of a hop and of a byte. An all-reduce of n bytes among N ranks takes
+2(N-1) hops of n/N bytes around a ring, or up and down a tree in 2·log2(N) hops at 2n bytes of
+traffic; the faster is used, as in NCCL. Reduce-scatter and all-gather are half a ring. If ranks
+share nodes, a message is first reduced inside the node, then each rank reduces its share with its
+counterparts in other nodes over its own network port, then it is gathered inside the node.
 """
 
 from __future__ import annotations
@@ -19,46 +18,48 @@ Collective = Literal["all-reduce", "reduce-scatter", "all-gather"]
 
 
 class Wire(NamedTuple):
-    """What one rank can send to its neighbour."""
+    """Link from one rank to its neighbour."""
 
     latency_ms: float
     bytes_per_ms: float
 
 
 class Cluster(NamedTuple):
+    """Ranks in nodes with two kinds of links."""
+
     name: str
     ranks: int
     per_node: int
-    """Ranks that share a node; 1 where the network is the only link."""
+    """Ranks that share a node; 1 if the network is the only link."""
     inside: Wire
     between: Wire
     start_ms: float = 0.0
-    """What a collective costs before its first byte."""
+    """Cost of a collective before its first byte."""
 
     def time(self, collective: Collective, size: float) -> float:
-        """Of one collective whose whole message has that many bytes, in ms."""
+        """Time in ms of one collective with a message of this many bytes in total."""
         if self.ranks == 1:
             return 0.0
         local = min(self.per_node, self.ranks)
         nodes = math.ceil(self.ranks / local)
-        # The last node may have fewer ranks, and as many ports.
+        # The last node may have fewer ranks, and so fewer ports.
         ports = self.ranks - (nodes - 1) * local
         if collective == "all-reduce" and local == 1:
             return self.start_ms + all_reduce_ms(self.between, nodes, size)
         inside = ring_half_ms(self.inside, local, size)
         if collective != "all-reduce":
             return self.start_ms + inside + ring_half_ms(self.between, nodes, size / ports)
-        # Inside one node there is no second level to save: ring or tree as well.
+        # Inside one node there is no second level: ring or tree as well.
         split = 2 * inside + all_reduce_ms(self.between, nodes, size / ports)
-        whole = all_reduce_ms(self.inside, local, size) if nodes == 1 else split
-        return self.start_ms + min(split, whole)
+        direct = all_reduce_ms(self.inside, local, size) if nodes == 1 else split
+        return self.start_ms + min(split, direct)
 
     def channel(self, collective: Collective) -> SharedLinks:
         return SharedLinks(self, collective)
 
 
 class SharedLinks(NamedTuple):
-    """Collectives of one kind on a cluster: each has the links for itself until it is done."""
+    """Collectives of one kind on a cluster: each uses the links alone until it is done."""
 
     cluster: Cluster
     collective: Collective
@@ -88,7 +89,7 @@ LARGEST_NVLINK = 72
 
 # Bandwidths are one direction of the data sheet: NVLink 4 has 18 links of 25 GB/s, NDR InfiniBand
 # 400 Gb/s, both per GPU. Latencies per hop and the start are those of NCCL's own cost model for its
-# bandwidth protocol (3.4 µs, 14 µs, 8.4 µs); the Ethernet's, through a host's TCP, is assumed.
+# bandwidth protocol (3.4 µs, 14 µs, 8.4 µs); that of Ethernet, through the host's TCP, is assumed.
 NVLINK = Wire(3.4e-3, 450e6)
 INFINIBAND = Wire(14e-3, 50e6)
 ETHERNET = Wire(30e-3, 12.5e6)
@@ -102,7 +103,7 @@ LINKS = {
 
 
 def make_cluster(link: str, ranks: int) -> Cluster:
-    """A preset by name."""
+    """Return a preset cluster by name."""
     if link not in LINKS:
         raise unknown_name("link", link, LINKS)
     _require_ranks(ranks)
@@ -115,7 +116,7 @@ def make_cluster(link: str, ranks: int) -> Cluster:
 def custom_cluster(
     ranks: int, latency_us: float, bandwidth_gbs: float, per_node: int = 1, start_us: float = 0.0
 ) -> Cluster:
-    """Links of one's own numbers; with `per_node`, NVLink inside the nodes."""
+    """Return a cluster with user-defined links; with `per_node`, NVLink inside the nodes."""
     _require_ranks(ranks)
     if not (math.isfinite(latency_us) and latency_us >= 0):
         raise UsageError(f"latency_us is {latency_us:g}", "it must be 0 or above")

@@ -1,4 +1,4 @@
-"""What was recorded of one step on one device: when each gradient was ready, and the rest."""
+"""Recording of one step on one device: when each gradient was ready, and the phase times."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part, Record, Series
 
 NOTE = "recording"
-"""Under this name a record keeps the gradients."""
+"""Name of the record attachment with the gradients."""
 PHASES = ("forward", "backward", "optimizer")
 
 
 class ReadyTimes(Part, frozen=True):
-    """A gradient as it was recorded, in the order of the model's parameters."""
+    """Recorded ready times of a gradient, in the order of the model's parameters."""
 
     name: str
     elements: Int64
     element_bytes: Int64
     kind: str
-    """Format and device: what the gradients of a bucket must share."""
+    """Dtype and device, which all gradients of a bucket must share."""
     ready_ms: tuple[float, ...]
-    """From the start of the backward until it was there, in each recorded step."""
+    """Time from the start of the backward until it was ready, in each recorded step."""
 
 
 class Gradient(Part, frozen=True):
+    """A gradient with its median ready time."""
+
     item: Item
     ready: float
     """Median over the recorded steps, in ms from the start of the backward."""
@@ -51,19 +53,18 @@ class Recording(Part, frozen=True):
 
     @classmethod
     def of_samples(cls, series: Sequence[Series], times: Sequence[ReadyTimes]) -> Recording:
+        """Build a recording from the medians of the samples."""
         taken = {
-            held.name: median(held.values)
-            for held in series
-            if held.name in PHASES and not held.variant
+            one.name: median(one.values) for one in series if one.name in PHASES and not one.variant
         }
         gradients = tuple(
             Gradient(
-                item=Item(held.name, held.elements, held.element_bytes, held.kind),
-                ready=median(held.ready_ms),
+                item=Item(one.name, one.elements, one.element_bytes, one.kind),
+                ready=median(one.ready_ms),
             )
-            for held in times
+            for one in times
         )
-        # Medians of different samples may cross by a little; the backward ends last.
+        # Medians of different samples may differ slightly; the backward ends last.
         last = max((gradient.ready for gradient in gradients), default=0.0)
         return cls(
             forward_ms=taken["forward"],
@@ -82,24 +83,24 @@ class Recording(Part, frozen=True):
 
     @property
     def order(self) -> list[int]:
-        """Places of the gradients in the order in which they were ready."""
-        return sorted(range(len(self.gradients)), key=lambda place: self.gradients[place].ready)
+        """Indices of the gradients in the order in which they were ready."""
+        return sorted(range(len(self.gradients)), key=lambda index: self.gradients[index].ready)
 
     def half_ready(self) -> float:
-        """The share of the backward after which half of the gradients' bytes were ready."""
-        held = 0
-        for place in self.order:
-            held += self.gradients[place].bytes
-            if 2 * held >= self.gradient_bytes:
-                return self.gradients[place].ready / self.backward_ms
+        """Share of the backward after which half of the gradients' bytes were ready."""
+        ready_bytes = 0
+        for index in self.order:
+            ready_bytes += self.gradients[index].bytes
+            if 2 * ready_bytes >= self.gradient_bytes:
+                return self.gradients[index].ready / self.backward_ms
         return 1.0
 
     def with_batch(self, factor: float) -> Recording:
-        """As if the batch were so many times as large: the optimizer's time does not change."""
+        """Scale to a batch `factor` times as large; the optimizer's time does not change."""
         return self._scaled(factor, 1.0)
 
     def on_faster_device(self, factor: float) -> Recording:
-        """As if everything were computed so many times as fast."""
+        """Scale to a device that is `factor` times as fast."""
         return self._scaled(1 / factor, 1 / factor)
 
     def _scaled(self, passes: float, update: float) -> Recording:
@@ -112,7 +113,7 @@ class Recording(Part, frozen=True):
 
 
 def recording_of(record: Record) -> Recording | None:
-    """The recording that a record holds."""
+    """Return the recording in a record, if it has one."""
     if record.status != "ok" or NOTE not in record.attachments:
         return None
     try:
@@ -120,5 +121,5 @@ def recording_of(record: Record) -> Recording | None:
         return Recording.of_samples(record.series, times)
     except (StepscopeError, KeyError, StatisticsError) as error:
         raise StepscopeError(
-            f"record {record.id} holds no whole recording: {in_one_line(error)}"
+            f"record {record.id} has no complete recording: {in_one_line(error)}"
         ) from error

@@ -1,11 +1,11 @@
-"""A recorded step played again with the reductions of a strategy in it.
+"""Replay of a recorded step with the reductions of a data-parallel strategy.
 
-The rules are those of `parallel/reducer.py`. Gradients become ready in the recorded order; what the
-host or the device must do for each (scaling it into its bucket) and for each message (issuing it)
-delays everything after it. Where that work and messages under way need the same cores, it takes
-longer and they are late. Messages leave in the order of the plan and share one channel. At the end
-of the backward the ranks exchange a small message, which runs beside reductions in flight; what has
-not left yet leaves after it; the optimizer starts when the last reduction is done.
+The rules are those of `parallel/reducer.py`. Gradients become ready in the recorded order. The work
+for each gradient (scaling it into its bucket) and for each message (issuing it) delays everything
+after it. If that work and messages in flight need the same cores, it takes longer and they are
+late. Messages are sent in the order of the plan and share one channel. At the end of the backward
+the ranks exchange a small message, concurrently with reductions in flight; messages not sent yet
+follow it; the optimizer starts when the last reduction is done.
 """
 
 from __future__ import annotations
@@ -21,54 +21,58 @@ STRATEGIES = ("naive", "flat", "overlap", "bucketed")
 
 
 class Channel(Protocol):
-    """What a reduction takes, in ms."""
+    """Cost of a reduction in ms."""
 
     def alone(self, size: float) -> float:
-        """From its start to its end."""
+        """Return the time from its start to its end."""
 
     def queued(self, size: float) -> float:
-        """From its start until the next one can start."""
+        """Return the time from its start until the next one can start."""
 
 
 class Upkeep(NamedTuple):
-    """What data parallelism costs beside the transfers, in ms."""
+    """Cost of data parallelism besides the transfers, in ms."""
 
     pack: float = 0.0
-    """For each gradient."""
+    """Cost per gradient."""
     pack_byte: float = 0.0
-    """For each byte of a gradient that is written into its bucket."""
+    """Cost per byte of a gradient that is written into its bucket."""
     issue: float = 0.0
-    """To send a message."""
+    """Cost of sending a message."""
     agree: float = 0.0
-    """The exchange at the end of a backward."""
+    """Exchange at the end of a backward."""
     slowed: float = 1.0
-    """How many times as long packing and sending take while a message is under way."""
+    """Slowdown of packing and sending while a message is in flight."""
     drag: float = 0.0
-    """By how much a ms of such work (as it is without messages) delays those under way."""
+    """Delay of messages in flight per ms of such work (measured without messages)."""
 
 
 class Message(NamedTuple):
+    """One reduction in time."""
+
     bytes: int
     ready: float
-    """When it could leave, from the start of the step in ms."""
+    """Earliest time it could be sent, in ms from the start of the step."""
     start: float
     end: float
 
 
 class Replay(NamedTuple):
+    """Timeline of one replayed step."""
+
     strategy: str
     messages: tuple[Message, ...]
     forward_end: float
     backward_end: float
     synchronized: float
-    """When every gradient is averaged."""
+    """Time at which all gradients are averaged."""
     step_ms: float
     exposed_ms: float
-    """What the step takes longer than what a rank computes in it."""
+    """Step time beyond what a rank computes."""
 
     @property
     def communication_ms(self) -> float:
-        """How long at least one reduction was under way."""
+        """Time during which at least one reduction was in flight."""
         total, until = 0.0, 0.0
         for message in sorted(self.messages, key=lambda message: message.start):
             total += max(0.0, message.end - max(message.start, until))
@@ -81,21 +85,21 @@ class Replay(NamedTuple):
 
 
 class Line:
-    """The links as a queue of one message after the other."""
+    """Links as a queue that sends one message after the other."""
 
     def __init__(self) -> None:
         self._free = 0.0
         self.sent: list[Message] = []
 
     def send(self, size: int, at: float, channel: Channel) -> float:
-        """When it is done."""
+        """Send a message and return when it is done."""
         start = max(at, self._free)
         self._free = start + channel.queued(size)
         self.sent.append(Message(size, at, start, start + channel.alone(size)))
         return self.sent[-1].end
 
-    def beside(self, at: float, work: float, upkeep: Upkeep) -> float:
-        """How long this work takes from `at` on; messages under way end later for it."""
+    def concurrent_work(self, at: float, work: float, upkeep: Upkeep) -> float:
+        """Return how long this work takes from `at` on; it delays messages in flight."""
         if all(message.end <= at for message in self.sent):
             return work
         late = upkeep.drag * work
@@ -116,8 +120,9 @@ def replay(
     bucket_mb: float = 25.0,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
 ) -> Replay:
+    """Replay the step with the reductions of one strategy."""
     buckets = plan(recording, strategy, bucket_mb)
-    sizes = [sum(recording.gradients[place].bytes for place in b.items) for b in buckets]
+    sizes = [sum(recording.gradients[index].bytes for index in b.items) for b in buckets]
     line = Line()
     eager = strategy in ("overlap", "bucketed")
     delay = _backward(recording, buckets, sizes, line, channel, upkeep) if eager else 0.0
@@ -133,9 +138,14 @@ def replay(
     synchronized = max(now, *(message.end for message in line.sent))
     step = synchronized + recording.optimizer_ms
     return Replay(
-        name_of(strategy, bucket_mb), tuple(line.sent), forward_end, backward_end, synchronized,
-        step, step - recording.compute_ms,
-    )  # fmt: skip
+        name_of(strategy, bucket_mb),
+        tuple(line.sent),
+        forward_end,
+        backward_end,
+        synchronized,
+        step,
+        step - recording.compute_ms,
+    )
 
 
 def _backward(
@@ -146,24 +156,25 @@ def _backward(
     channel: Channel,
     upkeep: Upkeep,
 ) -> float:
-    """Send what fills during the backward; by how much that delays its end."""
-    bucket_of = {place: n for n, bucket in enumerate(buckets) for place in bucket.items}
+    """Send the buckets that fill during the backward; return by how much that delays its end."""
+    bucket_of = {index: n for n, bucket in enumerate(buckets) for index in bucket.items}
     left = [len(bucket.items) for bucket in buckets]
     following, delay = 0, 0.0
-    for place in recording.order:
-        gradient = recording.gradients[place]
+    for index in recording.order:
+        gradient = recording.gradients[index]
         ready = recording.forward_ms + gradient.ready
         packing = upkeep.pack + gradient.bytes * upkeep.pack_byte
-        delay += line.beside(ready + delay, packing, upkeep)
-        left[bucket_of[place]] -= 1
+        delay += line.concurrent_work(ready + delay, packing, upkeep)
+        left[bucket_of[index]] -= 1
         while following < len(buckets) and left[following] == 0:
-            delay += line.beside(ready + delay, upkeep.issue, upkeep)
+            delay += line.concurrent_work(ready + delay, upkeep.issue, upkeep)
             line.send(sizes[following], ready + delay, channel)
             following += 1
     return delay
 
 
 def plan(recording: Recording, strategy: str, bucket_mb: float) -> tuple[Bucket, ...]:
+    """Assign the gradients to the buckets of a strategy."""
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
     if not bucket_mb > 0:

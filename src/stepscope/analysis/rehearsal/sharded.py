@@ -1,11 +1,11 @@
-"""The replay of a step in which ranks divide the optimizer's state, or everything.
+"""Replay of a step in which ranks shard the optimizer's state, or everything.
 
 `sharded`: gradients are reduce-scattered in buckets during the backward, each rank updates its
 share, and the updated weights are gathered after it.
 
 `fsdp`: weights are gathered before use, one unit ahead, in the forward and again in the backward;
 gradients are reduce-scattered as units finish. A unit is a bucket of weights. The recording has no
-marks inside the forward, so a unit's share of it is taken to be its share of the backward.
+marks inside the forward, so a unit's share of it is assumed to be its share of the backward.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def replay_sharded(
     bucket_mb: float = 25.0,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
 ) -> Replay:
+    """Replay with a sharded optimizer (ZeRO stage 1)."""
     scattered = replay(recording, "bucketed", cluster.channel("reduce-scatter"), bucket_mb, upkeep)
     updated = scattered.synchronized + recording.optimizer_ms / cluster.ranks
     line = Line()
@@ -36,39 +37,45 @@ def replay_sharded(
 
 
 def replay_fsdp(recording: Recording, cluster: Cluster, unit_mb: float = 25.0) -> Replay:
+    """Replay with fully sharded parameters."""
     units = plan(recording, "bucketed", unit_mb)
-    sizes = [sum(recording.gradients[place].bytes for place in unit.items) for unit in units]
-    ends = [max(recording.gradients[place].ready for place in unit.items) for unit in units]
+    sizes = [sum(recording.gradients[index].bytes for index in unit.items) for unit in units]
+    ends = [max(recording.gradients[index].ready for index in unit.items) for unit in units]
     # A unit that finishes out of order delays the ones after it, not itself.
-    for place in range(1, len(ends)):
-        ends[place] = max(ends[place], ends[place - 1])
+    for index in range(1, len(ends)):
+        ends[index] = max(ends[index], ends[index - 1])
     backward = [end - begin for begin, end in pairwise([0.0, *ends])]
     rest = recording.backward_ms - ends[-1]
     forward = [recording.forward_ms * took / ends[-1] if ends[-1] else 0.0 for took in backward]
     line, gather = Line(), cluster.channel("all-gather")
-    now, coming = 0.0, line.send(sizes[-1], 0.0, gather)
-    for place in reversed(range(len(units))):
-        now = max(now, coming)
-        if place:
-            coming = line.send(sizes[place - 1], now, gather)
-        now += forward[place]
+    now, gathered_at = 0.0, line.send(sizes[-1], 0.0, gather)
+    for index in reversed(range(len(units))):
+        now = max(now, gathered_at)
+        if index:
+            gathered_at = line.send(sizes[index - 1], now, gather)
+        now += forward[index]
     forward_end = now
-    coming = line.send(sizes[0], now, gather)
-    for place in range(len(units)):
-        now = max(now, coming)
-        if place + 1 < len(units):
-            coming = line.send(sizes[place + 1], now, gather)
-        now += backward[place]
-        line.send(sizes[place], now, cluster.channel("reduce-scatter"))
+    gathered_at = line.send(sizes[0], now, gather)
+    for index in range(len(units)):
+        now = max(now, gathered_at)
+        if index + 1 < len(units):
+            gathered_at = line.send(sizes[index + 1], now, gather)
+        now += backward[index]
+        line.send(sizes[index], now, cluster.channel("reduce-scatter"))
     now += rest
     synchronized = max(now, *(message.end for message in line.sent))
     step = synchronized + recording.optimizer_ms / cluster.ranks
     return Replay(
-        "fsdp", tuple(line.sent), forward_end, now, synchronized, step,
+        "fsdp",
+        tuple(line.sent),
+        forward_end,
+        now,
+        synchronized,
+        step,
         step - _computed(recording, cluster.ranks),
-    )  # fmt: skip
+    )
 
 
 def _computed(recording: Recording, ranks: int) -> float:
-    """What a rank computes: it updates its share of the parameters alone."""
+    """Compute time of a rank, which updates only its share of the parameters."""
     return recording.forward_ms + recording.backward_ms + recording.optimizer_ms / ranks

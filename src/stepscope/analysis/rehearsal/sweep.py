@@ -1,4 +1,4 @@
-"""Many replays: every strategy, bucket size and number of ranks, and what follows from them."""
+"""Sweeps of replays over strategies, bucket sizes and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from stepscope.analysis.rehearsal.sharded import replay_fsdp, replay_sharded
 
 BUCKETS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 AS_GOOD = 1.01
-"""Bucket sizes within this of the best are not told apart."""
+"""Factor of the best step time within which bucket sizes count as equal."""
 ALL = (*STRATEGIES, "sharded", "fsdp")
 
 
 class BucketSweep(NamedTuple):
+    """Replays at several bucket sizes."""
+
     steps: dict[float, Replay]
-    """By bucket size in MiB."""
+    """Replays by bucket size in MiB."""
 
     @property
     def best(self) -> float:
-        """The smallest step; of equal ones the largest bucket, which has the fewest messages."""
-        least = min(held.step_ms for held in self.steps.values())
-        return max(size for size, held in self.steps.items() if held.step_ms <= least * (1 + 1e-9))
+        """Bucket size of the fastest step; among equal ones the largest, with fewest messages."""
+        least = min(one.step_ms for one in self.steps.values())
+        return max(size for size, one in self.steps.items() if one.step_ms <= least * (1 + 1e-9))
 
     @property
     def as_good(self) -> tuple[float, float]:
-        """The sizes between which the step is as short up to a hundredth."""
+        """Range of sizes whose step is within a hundredth of the best."""
         least = self.steps[self.best].step_ms
-        good = [size for size, held in self.steps.items() if held.step_ms <= AS_GOOD * least]
+        good = [size for size, one in self.steps.items() if one.step_ms <= AS_GOOD * least]
         return min(good), max(good)
 
 
@@ -40,6 +42,7 @@ def sweep_buckets(
     sizes_mb: Iterable[float] = BUCKETS_MB,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
 ) -> BucketSweep:
+    """Replay at every bucket size."""
     return BucketSweep(
         {size: replay(recording, "bucketed", channel, size, upkeep) for size in sorted(sizes_mb)}
     )
@@ -52,6 +55,7 @@ def replay_any(
     bucket_mb: float,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
 ) -> Replay:
+    """Replay with any strategy."""
     if strategy == "sharded":
         return replay_sharded(recording, cluster, bucket_mb, upkeep)
     if strategy == "fsdp":
@@ -63,22 +67,23 @@ class Scaling(NamedTuple):
     """Steps at growing numbers of ranks, each with its best bucket size."""
 
     kept: dict[int, Replay]
-    """By ranks, of which each has the recorded batch."""
+    """Replays by number of ranks, each with the recorded batch."""
     divided: dict[int, Replay]
-    """By ranks that share the recorded batch, one sequence each at least. A share takes its share
-    of the time, which flatters: small batches use a device less well."""
+    """Replays by number of ranks that share the recorded batch, at least one sequence each. A share
+    is assumed to take its share of the time, which is optimistic: small batches use a device less
+    efficiently."""
 
     def stops_paying(self, above: float) -> int | None:
-        """The ranks from which on exposed communication is more than that share of the step."""
+        """Ranks from which on exposed communication is more than this share of the step."""
         first = None
-        for ranks, held in self.kept.items():
-            over = held.exposed_share > above
+        for ranks, one in self.kept.items():
+            over = one.exposed_share > above
             first = (first or ranks) if over else None
         return first
 
     @property
     def fastest(self) -> int:
-        """The fewest ranks on which the recorded batch is done soonest."""
+        """Fewest ranks with the shortest time for the recorded batch."""
         return min(self.divided, key=lambda ranks: (self.divided[ranks].step_ms, ranks))
 
 
@@ -90,6 +95,8 @@ def sweep_ranks(
     sizes_mb: Sequence[float] = BUCKETS_MB,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
 ) -> Scaling:
+    """Replay at every number of ranks, each with its best bucket size."""
+
     def best(taken: Recording, count: int) -> Replay:
         channel = cluster_of(count).channel("all-reduce")
         sweep = sweep_buckets(taken, channel, sizes_mb, upkeep)
@@ -102,7 +109,7 @@ def sweep_ranks(
 
 
 def doublings(most: int) -> tuple[int, ...]:
-    """1, 2, 4, … and `most` itself."""
+    """Return 1, 2, 4, … and `most` itself."""
     powers: list[int] = []
     while (power := 2 ** len(powers)) < most:
         powers.append(power)

@@ -1,1 +1,1 @@
-"""Traces of a program's steps: read, attributed to what launched what, and added up."""
+"""Reading of profiler traces, attribution of kernels to operators, and time ledgers."""

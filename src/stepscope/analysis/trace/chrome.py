@@ -1,8 +1,8 @@
-"""Chrome traces as torch.profiler writes them, decoded by the fields that are needed.
+"""Reader of Chrome traces as torch.profiler writes them; decodes only the fields it needs.
 
-Times are microseconds with a fraction; they become whole nanoseconds. Counters, the drawing
-instructions of the viewer and Python frames are skipped, except for long frames and the calls of
-modules that `with_stack=True` records. A file that breaks off is read up to the break.
+Times are fractional microseconds and become integer nanoseconds. Counters, drawing instructions of
+the viewer and Python frames are skipped, except for long frames and the module calls that
+`with_stack=True` records. A truncated file is read up to the break.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from stepscope.analysis.trace.model import (
-    NO_ARROWS,
+    NO_FLOWS,
     NO_NUMBER,
-    Arrows,
     Calls,
+    Flows,
     Frames,
     Ints,
     Names,
@@ -34,9 +34,9 @@ from stepscope.analysis.trace.pieces import open_end, possible_cuts, without_tai
 from stepscope.errors import StepscopeError
 
 MOST_OBJECTS = 12_000_000
-"""An event is one, and its arguments are another."""
+"""Limit of JSON objects: an event is one, its arguments are another."""
 _LATEST_US = 9.0e15
-"""Beyond this a time in nanoseconds does not fit into 64 bits."""
+"""Limit of times: beyond it nanoseconds do not fit into 64 bits."""
 
 Identity = int | str | None
 
@@ -85,20 +85,27 @@ _FIELDS: dict[str, _Fields] = {
     "range": _SPAN,
     "frame": (("tid",), ()),
 }
-"""What is kept of each kind beside its times and name: of the event, and of its arguments."""
+"""Columns of each kind besides times and name: fields of the event, and of its arguments."""
 _End = tuple[str, Identity | float, Identity, float]
 _KINDS = {
-    "kernel": "kernel", "gpu_memcpy": "kernel", "gpu_memset": "kernel",
-    "Kernel": "kernel", "Memcpy": "kernel", "Memset": "kernel",
-    "cuda_runtime": "call", "cuda_driver": "call", "Runtime": "call",
-    "cpu_op": "operator", "Operator": "operator",
+    "kernel": "kernel",
+    "gpu_memcpy": "kernel",
+    "gpu_memset": "kernel",
+    "Kernel": "kernel",
+    "Memcpy": "kernel",
+    "Memset": "kernel",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    "Runtime": "call",
+    "cpu_op": "operator",
+    "Operator": "operator",
     "user_annotation": "range",
-}  # fmt: skip
-_ARROW = "fwdbwd"
+}
+_FLOW = "fwdbwd"
 _PYTHON = "python_function"
 _MODULE = "nn.Module: "
 _LONG_FRAME_US = 500.0
-"""Shorter Python frames cannot fill half of a long gap."""
+"""Minimum length of Python frames: shorter ones cannot fill half of a long gap."""
 _MODULE_NUMBER = re.compile(r"_(\d+)$")
 _MARK = re.compile(r"ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)")
 """Ranges of the profiler itself, which older versions write as operators."""
@@ -107,7 +114,7 @@ _LIST = msgspec.json.Decoder(list[_Event])
 
 
 def read_chrome(data: bytes | bytearray, where: str) -> Trace:
-    """The trace in these bytes; `where` names them in an error."""
+    """Decode the trace in these bytes; `where` names them in an error."""
     if _objects(data) > MOST_OBJECTS:
         raise StepscopeError(
             f"{where} has more than {MOST_OBJECTS // 2:,} events", "trace fewer steps"
@@ -118,18 +125,18 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
             if not events.count("kernel") and not events.count("operator"):
                 raise StepscopeError(
                     f"{where} has no kernels and no operators",
-                    "was the profiler told to record CPU or CUDA activities?",
+                    "was the profiler set up to record CPU or CUDA activities?",
                 )
             return events.trace(device)
         except (ValueError, OverflowError, TypeError) as error:
-            raise StepscopeError(f"{where} has a time or number that is none: {error}") from error
+            raise StepscopeError(f"{where} has an invalid time or number: {error}") from error
 
 
 def _objects(data: bytes | bytearray) -> int:
-    """How many objects begin in these bytes, at most: braces inside of names count too."""
-    whole = np.frombuffer(data, np.uint8)
+    """Upper bound of the number of objects in these bytes: braces inside names count too."""
+    everything = np.frombuffer(data, np.uint8)
     step = 1 << 20
-    parts = (whole[at : at + step] for at in range(0, len(whole), step))
+    parts = (everything[at : at + step] for at in range(0, len(everything), step))
     return sum(int(np.count_nonzero(part == ord("{"))) for part in parts)
 
 
@@ -137,7 +144,7 @@ _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
-    """None where the file is not laid out for it, or has a fault that the whole will show."""
+    """Decode piece by piece; None if the layout does not allow it, or a piece is invalid."""
     for cut in possible_cuts(data):
         try:
             inside, device = _decoded(cut.around())
@@ -155,8 +162,8 @@ def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
     return None
 
 
-def _up_to_the_break(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
-    """The events of a file that breaks off; None where it is broken before its end."""
+def _up_to_break(data: bytes | bytearray) -> tuple[_Events, _Device] | None:
+    """Decode the events of a truncated file; None if it is damaged before its end."""
     cut = open_end(data)
     if cut is None:
         return None
@@ -186,11 +193,11 @@ def _at_once(data: bytes | bytearray, where: str) -> tuple[_Events, _Device]:
     except msgspec.ValidationError as error:
         raise StepscopeError(f"{where} is not a trace of torch.profiler: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = _up_to_the_break(data)
-        if found is not None:
-            return found
+        decoded_part = _up_to_break(data)
+        if decoded_part is not None:
+            return decoded_part
         raise StepscopeError(
-            f"{where} is not JSON to its end: {error}", "was the trace written to its end?"
+            f"{where} is not complete JSON: {error}", "was the trace written completely?"
         ) from error
     events = _Events()
     events.add(decoded)
@@ -205,7 +212,7 @@ def _decoded(data: bytes | bytearray) -> tuple[list[_Event], _Device]:
 
 
 class _Events:
-    """Columns of what is needed of each kind of event."""
+    """Columns of the needed fields, by kind of event."""
 
     def __init__(self, *, truncated: bool = False) -> None:
         self._truncated = truncated
@@ -218,79 +225,95 @@ class _Events:
         return sum(len(part[0]) for part in self._parts[kind])
 
     def add(self, events: list[_Event]) -> None:
-        held: dict[str, list[_Event]] = {kind: [] for kind in self._parts}
-        keep = {category: held[kind].append for category, kind in _KINDS.items()}.get
+        by_kind: dict[str, list[_Event]] = {kind: [] for kind in self._parts}
+        appender = {category: by_kind[kind].append for category, kind in _KINDS.items()}.get
         for event in events:
-            add = keep(event.cat)
-            if add is not None:
+            append = appender(event.cat)
+            if append is not None:
                 if event.ph == "X":
-                    add(event)
-            elif event.cat == _ARROW:
+                    append(event)
+            elif event.cat == _FLOW:
                 self._ends.append((event.ph, event.id, event.tid, event.ts))
             elif event.cat == _PYTHON and event.ph == "X":
                 if event.name.startswith(_MODULE):
-                    # `nn.Module: Linear_3` is the module that is numbered 3 among the Linear.
+                    # `nn.Module: Linear_3` is the Linear module with the number 3.
                     event.name = _MODULE_NUMBER.sub(r" \1", event.name.removeprefix(_MODULE))
-                    held["range"].append(event)
+                    by_kind["range"].append(event)
                 elif event.dur >= _LONG_FRAME_US:
-                    held["frame"].append(event)
-        for kind, members in held.items():
+                    by_kind["frame"].append(event)
+        for kind, members in by_kind.items():
             if members:
                 self._parts[kind].append(self._columns(members, *_FIELDS[kind]))
 
     def _columns(
-        self, events: list[_Event], own: Sequence[str], arguments: Sequence[str]
+        self, events: list[_Event], fields: Sequence[str], arguments: Sequence[str]
     ) -> list[Ints]:
-        nothing = _Arguments()
-        given = [event.args or nothing for event in events]
+        no_arguments = _Arguments()
+        event_args = [event.args or no_arguments for event in events]
         start = _moments([event.ts for event in events])
         return [
             start,
             start + np.maximum(_moments([event.dur for event in events]), 0),
             self._names.numbers([event.name for event in events]),
-            *(self._identity.numbers(list(map(attrgetter(name), events))) for name in own),
-            *(self._identity.numbers(list(map(attrgetter(name), given))) for name in arguments),
+            *(self._identity.numbers(list(map(attrgetter(name), events))) for name in fields),
+            *(
+                self._identity.numbers(list(map(attrgetter(name), event_args)))
+                for name in arguments
+            ),
         ]
 
-    def _joined(self, *kinds: str) -> tuple[Ints, ...]:
+    def _concatenated(self, *kinds: str) -> tuple[Ints, ...]:
         parts = [part for kind in kinds for part in self._parts[kind]]
         if not parts:
             return (ints(),) * (3 + sum(map(len, _FIELDS[kinds[0]])))
         return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
     def trace(self, gpu: _Device) -> Trace:
-        start, end, name, correlation, device, stream = self._joined("kernel")
+        start, end, name, correlation, device, stream = self._concatenated("kernel")
         kernels = ordered_kernels(
             name=name, start=start, end=end, device=device, stream=stream, correlation=correlation
         )
-        start, end, name, thread, correlation = self._joined("call")
+        start, end, name, thread, correlation = self._concatenated("call")
         calls = Calls(name, start, end, thread, correlation)
-        start, end, name, thread, sequence, back = self._joined("operator", "range")
-        frames = Frames(*self._joined("frame"))
+        start, end, name, thread, sequence, back = self._concatenated("operator", "range")
+        frames = Frames(*self._concatenated("frame"))
         is_range = np.arange(len(start)) >= self.count("operator")
         names = self._names.all()
         marks = [n for n in np.unique(name[~is_range]).tolist() if _MARK.match(names[n])]
         spans = ordered_spans(
-            name=name, start=start, end=end, thread=thread,
-            is_range=is_range | np.isin(name, marks), sequence=sequence, in_backward=back > 0,
-        )  # fmt: skip
+            name=name,
+            start=start,
+            end=end,
+            thread=thread,
+            is_range=is_range | np.isin(name, marks),
+            sequence=sequence,
+            in_backward=back > 0,
+        )
         return Trace(
-            "torch.profiler", names, kernels, calls, spans, gpu.name, self._arrows(),
-            capability=gpu.capability(), truncated=self._truncated, frames=frames,
-        )  # fmt: skip
+            "torch.profiler",
+            names,
+            kernels,
+            calls,
+            spans,
+            gpu.name,
+            self._flows(),
+            capability=gpu.capability(),
+            truncated=self._truncated,
+            frames=frames,
+        )
 
-    def _arrows(self) -> Arrows:
+    def _flows(self) -> Flows:
         tails = {number: (thread, ts) for ph, number, thread, ts in self._ends if ph == "s"}
-        whole = [
+        pairs = [
             (*tails[number], thread, ts)
             for ph, number, thread, ts in self._ends
             if ph == "f" and number in tails
         ]
-        if not whole:
-            return NO_ARROWS
-        tail_thread, tail, thread, start = zip(*whole, strict=True)
+        if not pairs:
+            return NO_FLOWS
+        tail_thread, tail, thread, start = zip(*pairs, strict=True)
         numbers = self._identity.numbers
-        return Arrows(_moments(tail), numbers(tail_thread), _moments(start), numbers(thread))
+        return Flows(_moments(tail), numbers(tail_thread), _moments(start), numbers(thread))
 
 
 def _moments(microseconds: Sequence[float]) -> Ints:
@@ -301,7 +324,8 @@ def _moments(microseconds: Sequence[float]) -> Ints:
 
 
 class _Identities:
-    """Numbers as they are; words (`stream 7`) by their last number, or one of their own."""
+    """Maps identifiers to numbers: integers unchanged, strings (`stream 7`) by their last number or
+    a new one."""
 
     def __init__(self) -> None:
         self._own: dict[Any, int] = {}
@@ -323,7 +347,7 @@ class _Identities:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A large trace is a million objects that all live to the end: nothing to collect."""
+    """Disable garbage collection: all of the million objects of a large trace stay alive."""
     was_on = gc.isenabled()
     gc.disable()
     try:

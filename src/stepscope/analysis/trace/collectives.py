@@ -1,7 +1,7 @@
-"""When ranks came to their collectives: who comes last is whom the others wait for.
+"""Arrival of ranks at their collectives: the others wait for the rank that arrives last.
 
-Ranks of one machine have one clock. Every rank makes the same collectives in the same order, so the
-first of one rank is compared with the first of the others, and so on.
+Ranks on one machine share one clock. Every rank issues the same collectives in the same order, so
+the first collective of one rank is compared with the first of the others, and so on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.statistics import instances
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.work import DeviceWork, device_work
@@ -21,32 +21,34 @@ _COMMUNICATION = CLASSES.index("communication")
 
 
 def collective_starts(trace: Trace) -> tuple[tuple[int, ...], ...]:
-    """For each step, when each of its collectives began, in nanoseconds."""
+    """Return the start of each collective of each step, in nanoseconds."""
     work = device_work(trace)
     steps = find_steps(work)
-    held = instances(work, steps)
-    own = np.flatnonzero(held.kind == _COMMUNICATION)
+    entries = instances(work, steps)
+    own = np.flatnonzero(entries.kind == _COMMUNICATION)
     if not work.on_device:
-        spans = set(work.span[held.index[own]].tolist())
-        own = own[[not _within(work, int(work.span[held.index[i]]), spans) for i in own.tolist()]]
-    found: list[list[int]] = [[] for _ in steps]
-    for place in own.tolist():
-        found[held.step[place]].append(int(work.start[held.index[place]]))
-    return tuple(tuple(sorted(starts)) for starts in found)
+        spans = set(work.span[entries.index[own]].tolist())
+        own = own[
+            [not _within(work, int(work.span[entries.index[i]]), spans) for i in own.tolist()]
+        ]
+    starts: list[list[int]] = [[] for _ in steps]
+    for index in own.tolist():
+        starts[entries.step[index]].append(int(work.start[entries.index[index]]))
+    return tuple(tuple(sorted(times)) for times in starts)
 
 
 def _within(work: DeviceWork, span: int, others: set[int]) -> bool:
-    """On a CPU a collective that calls another counts once, as the outer one."""
+    """Return True if a span is inside another collective: on a CPU only the outer one counts."""
     above = int(work.host.parent[span])
-    while above != NOBODY and above not in others:
+    while above != NO_SPAN and above not in others:
         above = int(work.host.parent[above])
-    return above != NOBODY
+    return above != NO_SPAN
 
 
 def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, float]:
-    """By rank: how long after the first rank it came to a collective, in the mean.
+    """Mean delay of each rank behind the first rank at a collective.
 
-    Empty where the ranks did not make the same collectives.
+    Empty if the ranks did not issue the same collectives.
     """
     times = _together(starts)
     if times is None:
@@ -56,7 +58,7 @@ def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, floa
 
 
 def times_last(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, int]:
-    """By rank: to how many collectives it came last. Empty where `lateness_ms` is."""
+    """Number of collectives at which each rank arrived last. Empty if `lateness_ms` is."""
     times = _together(starts)
     if times is None:
         return {}
@@ -65,8 +67,8 @@ def times_last(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, int]:
 
 
 def _together(starts: Mapping[int, Sequence[Sequence[int]]]) -> Ints | None:
-    """A row for each rank, a column for each collective; None where they are not the same ones."""
+    """Return a row per rank and a column per collective; None if the collectives differ."""
     shapes = {tuple(len(step) for step in of_rank) for of_rank in starts.values()}
     if len(starts) < 2 or len(shapes) != 1 or not sum(next(iter(shapes))):
         return None
-    return np.array([[t for step in held for t in step] for held in starts.values()], np.int64)
+    return np.array([[t for step in steps for t in step] for steps in starts.values()], np.int64)

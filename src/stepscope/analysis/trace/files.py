@@ -1,7 +1,7 @@
-"""Which file is a trace, and how much of it may come into memory.
+"""Detection of trace files, and limits on what is read into memory.
 
-A trace comes from anywhere, so its size is bounded before it is decoded: of the file, of what a
-compressed one grows to, and of how many times larger than itself that is.
+A trace may come from anywhere, so sizes are bounded before it is decoded: that of the file, that of
+the unpacked data, and the compression ratio.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class Limits(NamedTuple):
+    """Largest accepted sizes."""
+
     file_bytes: int = 1 << 30
-    """Of the file itself; an sqlite file is read in parts and may be eight times as large."""
+    """Size of the file; an sqlite file is read in parts and may be eight times as large."""
     unpacked_bytes: int = 1 << 30
     ratio: float = 200.0
-    """A trace of torch.profiler shrinks to a tenth or a thirtieth."""
+    """Compression ratio. A trace of torch.profiler compresses 10 to 30 times."""
     ratio_from_bytes: int = 8 << 20
-    """Below this size any ratio is harmless."""
+    """Size below which any ratio is harmless."""
 
 
 def read_trace(path: Path, limits: Limits | None = None) -> Trace:
-    """A Chrome trace (.json, .json.gz) or an Nsight Systems export (.sqlite), told by its bytes."""
+    """Read a Chrome trace (.json, .json.gz) or an Nsight Systems export (.sqlite), detected by
+    content."""
     limits = limits or Limits()
     if not path.is_file():
         raise no_such_file(path)
@@ -39,15 +42,15 @@ def read_trace(path: Path, limits: Limits | None = None) -> Trace:
         head = file.read(len(SQLITE_MAGIC))
     size = path.stat().st_size
     if not size:
-        raise StepscopeError(f"{path} is empty", "was the trace written to its end?")
+        raise StepscopeError(f"{path} is empty", "was the trace written completely?")
     if head == SQLITE_MAGIC:
         _refuse_above(path, size, 8 * limits.file_bytes)
         return read_nsight(path)
     _refuse_above(path, size, limits.file_bytes)
     if head.startswith(b"QDSTRM") or path.suffix in (".nsys-rep", ".qdrep"):
         raise StepscopeError(
-            f"{path} is a report of Nsight Systems, which only it can read",
-            f"make an sqlite file of it: nsys export --type sqlite {path.name}",
+            f"{path} is an Nsight Systems report, which only Nsight Systems can read",
+            f"export it as sqlite: nsys export --type sqlite {path.name}",
         )
     data = _unpacked(path, limits) if head.startswith(GZIP_MAGIC) else path.read_bytes()
     return read_chrome(data, str(path))
@@ -56,13 +59,13 @@ def read_trace(path: Path, limits: Limits | None = None) -> Trace:
 def _refuse_above(path: Path, size: int, most: int) -> None:
     if size > most:
         raise StepscopeError(
-            f"{path} has {size / 2**20:,.0f} MiB, at most {most / 2**20:,.0f} are read",
+            f"{path} has {size / 2**20:,.0f} MiB; the limit is {most / 2**20:,.0f} MiB",
             "trace fewer steps",
         )
 
 
 def _unpacked(path: Path, limits: Limits) -> bytearray:
-    """The bytes of all members of a gzip file; of one that is cut off, those up to there."""
+    """Unpack all members of a gzip file; of a truncated one, everything before the break."""
     packed_bytes = path.stat().st_size
     data = bytearray()
     member = zlib.decompressobj(_GZIP)
@@ -71,13 +74,13 @@ def _unpacked(path: Path, limits: Limits) -> bytearray:
             while packed := member.unconsumed_tail or member.unused_data or file.read(_CHUNK):
                 if member.eof:
                     member = zlib.decompressobj(_GZIP)
-                    packed = packed.lstrip(b"\0")  # A file may be padded.
+                    packed = packed.lstrip(b"\0")  # A file may be padded with zeros.
                 data += member.decompress(packed, _CHUNK)
                 _refuse_growth(path, len(data), packed_bytes, limits)
     except zlib.error as error:
         raise StepscopeError(f"{path} is damaged: {error}", "copy it again") from error
     if not data:
-        raise StepscopeError(f"{path} is cut off", "was it written to its end?")
+        raise StepscopeError(f"{path} is truncated", "was it written completely?")
     return data
 
 
@@ -89,5 +92,5 @@ def _refuse_growth(path: Path, size: int, packed: int, limits: Limits) -> None:
         )
     if size > limits.ratio_from_bytes and size > limits.ratio * packed:
         raise StepscopeError(
-            f"{path} unpacks to more than {limits.ratio:.0f} times its size: no trace does"
+            f"{path} unpacks to more than {limits.ratio:.0f} times its size, unlike any trace"
         )

@@ -1,7 +1,7 @@
-"""The longest stretches of a step in which the device is idle, and what the host did meanwhile.
+"""Longest idle gaps of the device in a step, and what the host did during them.
 
 Many short gaps come from launches that are slower than the kernels; fewer launches remove them. A
-long gap has a reason of its own: an allocation, a compilation, a batch that is not ready.
+long gap has its own cause: an allocation, a compilation, a batch that is not ready.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from stepscope.analysis.trace.summary import Gap
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 LONG_NS = 1_000_000
-"""Far above the time that a host takes to launch a kernel."""
+"""Minimum length of a long gap, far above the time to launch a kernel."""
 _MOST = 5
 _EVERY = -1
 
 
 def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[Gap, ...]]:
-    """Milliseconds of a step in long gaps that the host causes, and the longest gaps of all."""
+    """Return milliseconds per step in long gaps that the host causes, and the longest gaps."""
     if not work.on_device or not steps:
         return 0.0, ()
     waiting = waits(work)
     long_host = 0
-    found: list[tuple[int, int, int]] = []
+    edges: list[tuple[int, int, int]] = []
     for number, step in enumerate(steps):
         first = int(np.searchsorted(work.latest_end, step.start, side="right"))
         last = int(np.searchsorted(work.start, step.end, side="left"))
@@ -39,10 +39,10 @@ def long_gaps(work: DeviceWork, steps: tuple[Step, ...]) -> tuple[float, tuple[G
         is_long = length >= LONG_NS
         idle = idle[0][is_long], idle[1][is_long]
         long_host += int(gap_causes(work, idle, waiting)["host"].sum())
-        found += zip(*(moments.tolist() for moments in idle), [number] * len(idle[0]), strict=True)
-    found.sort(key=lambda gap: gap[0] - gap[1])
-    told = tuple(_gap(work, steps[number], *edges) for *edges, number in found[:_MOST])
-    return long_host / 1e6 / len(steps), told
+        edges += zip(*(moments.tolist() for moments in idle), [number] * len(idle[0]), strict=True)
+    edges.sort(key=lambda gap: gap[0] - gap[1])
+    longest = tuple(_gap(work, steps[number], *gap) for *gap, number in edges[:_MOST])
+    return long_host / 1e6 / len(steps), longest
 
 
 def _gap(work: DeviceWork, step: Step, start: int, end: int) -> Gap:
@@ -64,8 +64,8 @@ def _gap(work: DeviceWork, step: Step, start: int, end: int) -> Gap:
 
 
 def _host_activity(work: DeviceWork, start: int, end: int, thread: int) -> str:
-    """The call and the innermost operator or range that last for half of the gap; without any, the
-    innermost Python function; or nothing."""
+    """Return the call and the innermost operator or range that fill half of the gap; without any,
+    the innermost Python function; or an empty string."""
     trace = work.trace
     half = (end - start) / 2
     calls, spans = trace.calls, trace.spans
@@ -86,7 +86,7 @@ def _host_activity(work: DeviceWork, start: int, end: int, thread: int) -> str:
 def _filling(
     start: Ints, end: Ints, of_thread: Ints, thread: int, first: int, last: int, enough: float
 ) -> Ints:
-    """Which of these cover enough of the time, the shortest first."""
+    """Return the indices that cover enough of the time, shortest first."""
     within = np.minimum(end, last) - np.maximum(start, first)
     own = np.flatnonzero((within >= enough) & ((of_thread == thread) | (thread == _EVERY)))
     return own[np.argsort((end - start)[own], kind="stable")]

@@ -1,4 +1,4 @@
-"""What the host's spans say of the work they launch: phase, named ranges, forward of a backward."""
+"""Attribution of host spans: phase, named ranges, and the forward of each backward."""
 
 from __future__ import annotations
 
@@ -11,108 +11,126 @@ from numpy.typing import NDArray
 
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.model import Ints, Trace
-from stepscope.analysis.trace.nesting import NOBODY, nearest, parents
+from stepscope.analysis.trace.nesting import NO_SPAN, nearest, parents
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "outside", "graph", ""]
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer", "outside", "graph", "")
-"""`outside` is the training loop around the model: data, copies, clipping, logging. `graph` is what
-a CUDA graph replays in one launch, of which its kernels say no phase. The empty one stands for work
-that nothing says the phase of."""
+"""`outside` is the training loop around the model: data, copies, clipping, logging. `graph` is a
+CUDA graph replayed in one launch, whose kernels carry no phase. The empty phase is work whose phase
+is unknown."""
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER, OUTSIDE, GRAPH, UNKNOWN = range(7)
-_SAYS_NONE = -1
+_NO_PHASE = -1
 STEP_EDGE = re.compile(r"^StepEdge#\d+$")
-"""A moment at which one step ends and the next begins; a program that is only watched has no
-range around its step."""
+"""Moment at which one step ends and the next begins; used if the program has no range around its
+step."""
 OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#")
 STEP_MARK = re.compile(r"^(?:ProfilerStep#|step )\d+$")
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER_MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
 _MACHINERY = (
-    "## ", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph",
+    "## ",
+    "Torch-Compiled Region",
+    "TorchDynamo",
+    "AOTDispatcher",
+    "Pregraph",
     "DistributedDataParallel.forward",
-)  # fmt: skip
-"""Ranges that torch.compile and DDP put around what they run: they name no part of the model."""
-_LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss",
-           "aten::binary_cross_entropy_with_logits", "aten::kl_div"}  # fmt: skip
-_PHASE_RANGES = {"forward": FORWARD, "loss": LOSS, "backward": BACKWARD, "optimizer": OPTIMIZER,
-                 "outside": OUTSIDE}  # fmt: skip
+)
+"""Ranges that torch.compile and DDP put around what they run; they name no part of the model."""
+_LOSSES = {
+    "aten::cross_entropy_loss",
+    "aten::nll_loss_nd",
+    "aten::mse_loss",
+    "aten::binary_cross_entropy_with_logits",
+    "aten::kl_div",
+}
+_PHASE_RANGES = {
+    "forward": FORWARD,
+    "loss": LOSS,
+    "backward": BACKWARD,
+    "optimizer": OPTIMIZER,
+    "outside": OUTSIDE,
+}
 
 
 @dataclass(frozen=True)
 class Host:
-    """One entry for every span of a trace."""
+    """Attributes of every span of a trace, one entry per span."""
 
     parent: Ints
     phase: Ints
-    says_phase: NDArray[np.bool_]
-    """Whether it or a span around it says so; without one, the phase is taken for granted."""
+    phase_known: NDArray[np.bool_]
+    """True if the span or an ancestor determines the phase; False if it is assumed."""
     path: Ints
-    """The named ranges around it, as a number of `paths`."""
+    """Index in `paths` of the named ranges around the span."""
     paths: tuple[tuple[str, ...], ...]
     forward_of: Ints
-    """The forward span that made the backward which this span is part of."""
+    """Forward span that created the backward this span belongs to."""
     steps: tuple[int, ...]
-    """The spans that mark steps, in order of time."""
+    """Spans that mark steps, in order of time."""
     edges: tuple[int, ...] = ()
-    """The spans that mark where one step ends and the next begins, in order of time."""
+    """Spans that mark where one step ends and the next begins, in order of time."""
 
 
 def read_host(trace: Trace) -> Host:
+    """Attribute every span of a trace."""
     spans, names = trace.spans, trace.names
     parent = parents(spans)
-    said = _said_by_name(trace)
+    by_name = _phase_by_name(trace)
     ranges = np.flatnonzero(spans.is_range)
     ranges = ranges[np.argsort(spans.start[ranges], kind="stable")]
     named = np.unique(spans.name[ranges]).tolist()
     steps = [number for number in named if STEP_MARK.match(names[number])]
     edges = [number for number in named if STEP_EDGE.match(names[number])]
-    phase, says_phase = _phases(trace, parent, said, watched=bool(edges))
+    phase, phase_known = _phases(trace, parent, by_name, watched=bool(edges))
     modules = [
         number
         for number in named
-        if said[number] in (_SAYS_NONE, LOSS) and not names[number].startswith(_MACHINERY)
+        if by_name[number] in (_NO_PHASE, LOSS) and not names[number].startswith(_MACHINERY)
     ]
     path, paths = _paths(trace, parent, np.setdiff1d(modules, steps + edges))
     return Host(
-        parent, phase, says_phase, path, paths, forward_of(trace, parent, phase == BACKWARD),
+        parent,
+        phase,
+        phase_known,
+        path,
+        paths,
+        forward_of(trace, parent, phase == BACKWARD),
         steps=tuple(ranges[np.isin(spans.name[ranges], steps)].tolist()),
         edges=tuple(ranges[np.isin(spans.name[ranges], edges)].tolist()),
-    )  # fmt: skip
+    )
 
 
-def _said_by_name(trace: Trace) -> Ints:
-    """The phase that each name of a span says."""
-    said = np.full(max(1, len(trace.names)), _SAYS_NONE, np.int64)
+def _phase_by_name(trace: Trace) -> Ints:
+    """Return the phase that each span name determines."""
+    phase = np.full(max(1, len(trace.names)), _NO_PHASE, np.int64)
     for number in np.unique(trace.spans.name).tolist():
         own = _own_phase(trace.names[number])
         if own is not None:
-            said[number] = own
-    return said
+            phase[number] = own
+    return phase
 
 
 def _phases(
     trace: Trace, parent: Ints, by_name: Ints, *, watched: bool
 ) -> tuple[Ints, NDArray[np.bool_]]:
-    """The phase of every span, and whether it is said; one that says none is of that around it."""
+    """Return the phase of every span, inherited from its ancestors, and if it is known."""
     spans = trace.spans
-    said = np.where(spans.in_backward, BACKWARD, by_name[spans.name])
-    holder = nearest(parent, said != _SAYS_NONE)
+    own_phase = np.where(spans.in_backward, BACKWARD, by_name[spans.name])
+    holder = nearest(parent, own_phase != _NO_PHASE)
     marked = bool((by_name[spans.name[spans.is_range]] == FORWARD).any())
     default = (OUTSIDE if watched else UNKNOWN) if marked else FORWARD
-    # A range that only says `forward` does not turn a recomputation within backward around.
-    for index in np.flatnonzero((said >= 0) & (said < BACKWARD)).tolist():
-        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
-        if above != NOBODY and said[above] == BACKWARD:
-            said[index] = BACKWARD
-    return np.where(holder == NOBODY, default, said[holder]), holder != NOBODY
+    # A range named `forward` inside the backward is a recomputation: it stays in the backward.
+    for index in np.flatnonzero((own_phase >= 0) & (own_phase < BACKWARD)).tolist():
+        above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
+        if above != NO_SPAN and own_phase[above] == BACKWARD:
+            own_phase[index] = BACKWARD
+    return np.where(holder == NO_SPAN, default, own_phase[holder]), holder != NO_SPAN
 
 
-def _paths(
-    trace: Trace, parent: Ints, modules: Ints
-) -> tuple[Ints, tuple[tuple[str, ...], ...]]:  # fmt: skip
-    """The ranges with names of modules around every span as a number, and what each stands for."""
+def _paths(trace: Trace, parent: Ints, modules: Ints) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
+    """Return the index of the module ranges around every span, and the list of these paths."""
     spans, names = trace.spans, trace.names
     named = spans.is_range & np.isin(spans.name, modules)
     holder = nearest(parent, named)
@@ -120,12 +138,12 @@ def _paths(
     numbers: dict[tuple[str, ...], int] = {(): 0}
     listed: list[tuple[str, ...]] = [()]
     for index in np.flatnonzero(named).tolist():
-        above = holder[parent[index]] if parent[index] != NOBODY else NOBODY
-        longer = (*listed[path[above] if above != NOBODY else 0], names[spans.name[index]])
+        above = holder[parent[index]] if parent[index] != NO_SPAN else NO_SPAN
+        longer = (*listed[path[above] if above != NO_SPAN else 0], names[spans.name[index]])
         path[index] = numbers.setdefault(longer, len(listed))
         if path[index] == len(listed):
             listed.append(longer)
-    return np.where(holder == NOBODY, 0, path[holder]), tuple(listed)
+    return np.where(holder == NO_SPAN, 0, path[holder]), tuple(listed)
 
 
 def _own_phase(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Intervals that overlap, each moment counted once."""
+"""Operations on overlapping intervals that count each moment once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stepscope.analysis.trace.model import Ints, ints
 
 
 def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """The same moments as intervals that do not touch, in order."""
+    """Merge into disjoint intervals, in order."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):
@@ -21,28 +21,26 @@ def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 def length_before(start: Ints, end: Ints, moment: Ints) -> Ints:
-    """How much of a union lies before each moment."""
+    """Return how much of a union lies before each moment."""
     if not len(start):
         return np.zeros(len(moment), np.int64)
-    whole = np.concatenate((ints([0]), np.cumsum(end - start)))
-    place = np.searchsorted(start, moment, side="right") - 1
-    inside = np.minimum(moment, end[np.maximum(place, 0)]) - start[np.maximum(place, 0)]
-    return np.where(place < 0, 0, whole[np.maximum(place, 0)] + inside)
+    lengths = np.concatenate((ints([0]), np.cumsum(end - start)))
+    index = np.searchsorted(start, moment, side="right") - 1
+    inside = np.minimum(moment, end[np.maximum(index, 0)]) - start[np.maximum(index, 0)]
+    return np.where(index < 0, 0, lengths[np.maximum(index, 0)] + inside)
 
 
-def overlap(
-    start: Ints, end: Ints, union_start: Ints, union_end: Ints
-) -> Ints:  # fmt: skip
-    """How much of each interval a union covers."""
+def overlap(start: Ints, end: Ints, union_start: Ints, union_end: Ints) -> Ints:
+    """Return how much of each interval a union covers."""
     after = length_before(union_start, union_end, end)
     return after - length_before(union_start, union_end, start)
 
 
 def own_lengths(start: Ints, end: Ints, tier: Ints) -> Ints:
-    """The part of the time that each interval is given, so that all parts add up to the union.
+    """Divide the union among the intervals, so that all parts add up to it.
 
-    A moment goes to the lowest tier that is running then, and within it to whoever began first;
-    intervals come in order of their start.
+    A moment goes to the lowest tier that is running then, and within it to the interval that began
+    first; intervals come in order of their start.
     """
     own = np.zeros(len(start), np.int64)
     taken_start, taken_end = ints(), ints()
@@ -60,7 +58,7 @@ def own_lengths(start: Ints, end: Ints, tier: Ints) -> Ints:
 
 
 def gaps(union_start: Ints, union_end: Ints, first: int, last: int) -> tuple[Ints, Ints]:
-    """What of the window the union leaves out; the union lies within the window."""
+    """Return the parts of the window outside the union, which lies within the window."""
     start = np.concatenate((ints([first]), union_end))
     end = np.concatenate((union_start, ints([last])))
     keep = end > start

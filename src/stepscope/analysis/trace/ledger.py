@@ -1,16 +1,16 @@
-"""The time ledger of a step: lines that add up to its wall time, each moment counted once.
+"""Time ledger of a step: lines that add up to its wall time, each moment counted once.
 
-A moment in which something runs goes to its phase and class; the optimizer gets it only while
-nothing of the model runs beside it, and communication only while nothing else does. A moment in
-which nothing runs is a gap, and a gap has a cause only where the trace proves it:
+A moment in which something runs goes to its phase and class. The optimizer gets it only while no
+other part of the model runs, and communication only while nothing else does. A moment in which
+nothing runs is a gap, and a gap has a cause only if the trace proves it:
 
-- queue: the next kernel's launch was done before the gap began, whatever the host did meanwhile;
-  the device took its time between two kernels,
+- queue: the next kernel was launched before the gap began, whatever the host did meanwhile; the
+  device took its time between two kernels,
 - synchronisation: it was not, and the host was inside a call that waits,
 - host: it was not, and the host did not wait, so there was nothing to run,
 - between operators, on a CPU: no operator ran.
 
-What is left, and what runs without a known phase, is the residual.
+The rest, and work without a known phase, is the residual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stepscope.analysis.trace.steps import Step, find_steps
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 CLOSES_BELOW = 0.02
-"""Above this share the residual means that the ledger does not close."""
+"""Share of the residual above which the ledger does not close."""
 
 _WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy\w*H_?v?\d*$")
 _TIERS = np.array([{"optimizer": 1, "communication": 2}.get(kind, 0) for kind in CLASSES])
@@ -40,7 +40,7 @@ class Ledger:
 
     wall: int
     work: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By phase and class; optimizer and communication are what nothing else covers."""
+    """Time by phase and class; optimizer and communication only while nothing else runs."""
     host: int = 0
     synchronisation: int = 0
     queue: int = 0
@@ -48,9 +48,9 @@ class Ledger:
     no_phase: int = 0
     no_launch: int = 0
     waited: int = 0
-    """How long the host was seen waiting, whatever the device did; no part of the sum."""
+    """Time the host spent waiting, whatever the device did; not part of the sum."""
     waited_busy: int = 0
-    """The part of that in which the device worked; no part of the sum."""
+    """The part of `waited` in which the device worked; not part of the sum."""
     steps: int = 1
 
     @property
@@ -70,23 +70,21 @@ class Ledger:
         return self.residual <= CLOSES_BELOW * self.wall
 
     def doubt(self) -> str:
-        """Why it does not close; empty where it does."""
+        """Return why the ledger does not close; empty if it does."""
         if self.closes:
             return ""
         causes = []
         if self.no_phase >= self.no_launch:
-            causes.append("kernels that no operator or range says the phase of")
+            causes.append("kernels whose phase no operator or range determines")
         else:
             causes.append("gaps before kernels whose launch is not in the trace")
         return f"{self.residual / self.wall:.1%} of the time is {causes[0]}"
 
     def lines(self) -> list[tuple[str, str, int]]:
-        """Every line as phase, class or cause, and nanoseconds; they add up to the wall time."""
-        order: dict[str, int] = {kind: place for place, kind in enumerate(CLASSES)}
-        phases: dict[str, int] = {phase: place for place, phase in enumerate(PHASES)}
-        ranked = sorted(
-            self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]])
-        )  # fmt: skip
+        """Return lines of phase, class or cause, and nanoseconds; they sum to the wall time."""
+        order: dict[str, int] = {kind: number for number, kind in enumerate(CLASSES)}
+        phases: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+        ranked = sorted(self.work.items(), key=lambda item: (phases[item[0][0]], order[item[0][1]]))
         lines = [(phase, kind, length) for (phase, kind), length in ranked if length]
         for cause, length in (
             ("host: nothing was launched", self.host),
@@ -100,25 +98,34 @@ class Ledger:
 
 
 def ledgers(work: DeviceWork, steps: tuple[Step, ...] | None = None) -> tuple[Ledger, ...]:
-    """One for every step."""
+    """Return the ledger of every step."""
     waiting = waits(work)
     return tuple(_ledger(work, step, waiting) for step in (steps or find_steps(work)))
 
 
 def total(parts: tuple[Ledger, ...]) -> Ledger:
-    """The sum of several steps."""
+    """Sum the ledgers of several steps."""
     work: dict[tuple[str, str], int] = {}
     for part in parts:
         for key, length in part.work.items():
             work[key] = work.get(key, 0) + length
-    names = ("wall", "host", "synchronisation", "queue", "between_operators", "no_phase",
-             "no_launch", "waited", "waited_busy")  # fmt: skip
+    names = (
+        "wall",
+        "host",
+        "synchronisation",
+        "queue",
+        "between_operators",
+        "no_phase",
+        "no_launch",
+        "waited",
+        "waited_busy",
+    )
     sums = {name: sum(getattr(part, name) for part in parts) for name in names}
     return Ledger(work=work, steps=len(parts), **sums)
 
 
 def waits(work: DeviceWork) -> tuple[Ints, Ints]:
-    """When a thread that launches kernels was inside a call that waits."""
+    """Return the intervals in which a thread that launches kernels was inside a waiting call."""
     calls, names = work.trace.calls, work.trace.names
     waiting = [n for n in np.unique(calls.name).tolist() if _WAITS.search(names[n])]
     launching = np.unique(calls.thread[work.call[work.call != NO_CALL]])
@@ -156,8 +163,8 @@ def _ledger(work: DeviceWork, step: Step, waiting: tuple[Ints, Ints]) -> Ledger:
 
 def gap_causes(
     work: DeviceWork, gap: tuple[Ints, Ints], waiting: tuple[Ints, Ints]
-) -> dict[str, Ints]:  # fmt: skip
-    """For every gap, how much of it comes from each cause."""
+) -> dict[str, Ints]:
+    """Return how much of every gap comes from each cause."""
     start, end = gap
     length = end - start
     if not work.on_device:

@@ -1,6 +1,6 @@
-"""A trace in memory: columns of numbers, times in whole nanoseconds.
+"""In-memory trace: integer columns, times in integer nanoseconds.
 
-Names are kept once and referred to by number. Whole nanoseconds make a ledger add up exactly.
+Names are stored once and referred to by number. Integer nanoseconds make a ledger add up exactly.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
 NO_NUMBER = -1
-"""Stands for a correlation or sequence number that an event does not have."""
+"""Placeholder for a correlation or sequence number that an event does not have."""
 
 EVERY_THREAD = -1
-"""The thread of a range that holds for the whole process, whichever thread launches in it."""
+"""Thread of a range that applies to the entire process, whichever thread launches in it."""
 
 
 def ints(values: Iterable[int] = ()) -> Ints:
@@ -28,7 +28,7 @@ def ints(values: Iterable[int] = ()) -> Ints:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What ran on a device: kernels, copies, fills; ordered by start."""
+    """Device work ordered by start: kernels, copies, fills."""
 
     name: Ints
     start: Ints
@@ -43,7 +43,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of the CUDA runtime or driver by a host thread."""
+    """Calls of the CUDA runtime or driver by host threads."""
 
     name: Ints
     start: Ints
@@ -57,9 +57,9 @@ class Calls:
 
 @dataclass(frozen=True)
 class Spans:
-    """What the host did between two moments of one thread: operators, and ranges that a user named.
+    """Host spans: operators, and ranges named by the user.
 
-    Ordered by thread, start, and the longer one first, so that a parent comes before its children.
+    Ordered by thread and start, the longer one first, so that a parent comes before its children.
     """
 
     name: Ints
@@ -68,28 +68,28 @@ class Spans:
     thread: Ints
     is_range: NDArray[np.bool_]
     sequence: Ints
-    """The number that ties a backward operator to the forward operator that made it."""
+    """Number that links a backward operator to the forward operator that created its node."""
     in_backward: NDArray[np.bool_]
-    """Whether the profiler says that the autograd engine ran it for a forward of some thread."""
+    """True if the profiler reports that the autograd engine ran the span."""
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 @dataclass(frozen=True)
-class Arrows:
-    """What the profiler draws from a forward operator to the backward operator that it made."""
+class Flows:
+    """Flow events of the profiler, from a forward operator to the backward operator it created."""
 
     tail: Ints
-    """When the forward operator began."""
+    """Start of the forward operator."""
     tail_thread: Ints
     start: Ints
-    """When the backward operator began."""
+    """Start of the backward operator."""
     thread: Ints
 
 
 class Frames(NamedTuple):
-    """Python functions that ran long, where the profiler recorded stacks."""
+    """Long-running Python functions, if the profiler recorded stacks."""
 
     start: Ints
     end: Ints
@@ -98,23 +98,25 @@ class Frames(NamedTuple):
 
 
 NO_FRAMES = Frames(ints(), ints(), ints(), ints())
-NO_ARROWS = Arrows(ints(), ints(), ints(), ints())
+NO_FLOWS = Flows(ints(), ints(), ints(), ints())
 
 
 @dataclass(frozen=True)
 class Trace:
+    """One decoded trace file."""
+
     source: str
-    """Who wrote it: `torch.profiler` or `Nsight Systems`."""
+    """Writer of the file: `torch.profiler` or `Nsight Systems`."""
     names: tuple[str, ...]
     kernels: Kernels
     calls: Calls
     spans: Spans
     device_name: str = ""
-    arrows: Arrows = NO_ARROWS
+    flows: Flows = NO_FLOWS
     capability: str = ""
-    """The compute capability that the file gives for the device, as `9.0`."""
+    """Compute capability that the file gives for the device, such as `9.0`."""
     truncated: bool = False
-    """The file breaks off: events that were to follow are missing."""
+    """The file is truncated: its last events are missing."""
     frames: Frames = NO_FRAMES
 
     @property
@@ -122,22 +124,22 @@ class Trace:
         return len(self.kernels) > 0
 
     def window(self) -> tuple[int, int]:
-        """From the first event to the last."""
+        """Return the time of the first event and of the end of the last."""
         parts = [part for part in (self.kernels, self.calls, self.spans) if len(part)]
         return min(int(p.start.min()) for p in parts), max(int(p.end.max()) for p in parts)
 
 
 @dataclass
 class Names:
-    """Hands out a number for every name."""
+    """Assigns a number to every name."""
 
-    held: defaultdict[str, int] = field(default_factory=lambda: defaultdict(count().__next__))
+    number_of: defaultdict[str, int] = field(default_factory=lambda: defaultdict(count().__next__))
 
     def numbers(self, names: Sequence[str]) -> Ints:
-        return np.fromiter(map(self.held.__getitem__, names), np.int64, len(names))
+        return np.fromiter(map(self.number_of.__getitem__, names), np.int64, len(names))
 
     def all(self) -> tuple[str, ...]:
-        return tuple(self.held)
+        return tuple(self.number_of)
 
 
 def ordered_kernels(**columns: Ints) -> Kernels:

@@ -1,7 +1,7 @@
-"""Traces of Nsight Systems, as `nsys export --type sqlite` writes them.
+"""Reader of Nsight Systems traces, as `nsys export --type sqlite` writes them.
 
-By the documented schema; tables and columns that a version lacks are done without. The file is
-opened for reading only and nothing in it is run: no views are followed, no extensions loaded.
+Follows the documented schema; tables and columns that a version lacks are optional. The file is
+opened read-only and nothing in it is executed: no views are followed, no extensions loaded.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _KERNELS, _COPIES, _FILLS = (
 _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _RANGES = "NVTX_EVENTS"
 _PUSH_POP, _START_END = 59, 60
-"""NVTX event types: a range of one thread, and one that any thread may end."""
+"""NVTX event types: a range of one thread, and a range that any thread may end."""
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 _VERSION = re.compile(r"_v\d+$")
 
 
 def read_nsight(path: Path) -> Trace:
+    """Read an sqlite export of Nsight Systems."""
     try:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     except sqlite3.Error as error:
@@ -55,20 +56,20 @@ def read_nsight(path: Path) -> Trace:
         return _read(_Tables(connection), str(path))
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
         raise StepscopeError(
-            f"{path} is a damaged export of Nsight Systems: {error}",
-            "make it again: nsys export --type sqlite",
+            f"{path} is a damaged Nsight Systems export: {error}",
+            "export it again: nsys export --type sqlite",
         ) from error
     finally:
         connection.close()
 
 
 class _Tables:
-    """Columns by name out of tables that may lack some."""
+    """Columns by name from tables that may lack some of them."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.names = {str(name) for (name,) in found}
+        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        self.names = {str(name) for (name,) in rows}
 
     def columns(self, table: str) -> set[str]:
         if table not in self.names:
@@ -76,11 +77,11 @@ class _Tables:
         return {str(row[1]) for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
 
     def rows(self, table: str, wanted: Mapping[str, str]) -> Iterator[Sequence[Any]]:
-        """`wanted` maps each column to the SQL that stands for it where the table lacks it."""
-        there = self.columns(table)
-        if not {"start"} <= there:
+        """Yield rows; `wanted` maps each column to the SQL used if the table lacks it."""
+        present = self.columns(table)
+        if not {"start"} <= present:
             return
-        chosen = ", ".join(f'"{c}"' if c in there else other for c, other in wanted.items())
+        chosen = ", ".join(f'"{c}"' if c in present else other for c, other in wanted.items())
         query = f'SELECT {chosen} FROM "{table}" LIMIT {MOST_ROWS + 1}'
         for count, row in enumerate(self._connection.execute(query)):
             if count >= MOST_ROWS:
@@ -95,11 +96,11 @@ class _Tables:
         }
 
     def device(self) -> tuple[str, str]:
-        """Its name and its compute capability; empty where the file does not say."""
+        """Return the device's name and compute capability; empty if the file has neither."""
         wanted = ("name", "computeMajor", "computeMinor")
-        there = self.columns("TARGET_INFO_GPU")
-        chosen = ", ".join(column if column in there else "NULL" for column in wanted)
-        if not there:
+        present = self.columns("TARGET_INFO_GPU")
+        chosen = ", ".join(column if column in present else "NULL" for column in wanted)
+        if not present:
             return "", ""
         row = self._connection.execute(f"SELECT {chosen} FROM TARGET_INFO_GPU LIMIT 1").fetchone()
         name, major, minor = row or (None, None, None)
@@ -110,20 +111,20 @@ class _Tables:
 def _read(tables: _Tables, where: str) -> Trace:
     if not tables.names & {_KERNELS, _CALLS, _RANGES}:
         raise StepscopeError(
-            f"{where} is an sqlite file, but not one of Nsight Systems",
-            "make one with: nsys export --type sqlite",
+            f"{where} is an sqlite file, but not an Nsight Systems export",
+            "create one with: nsys export --type sqlite",
         )
     strings, names = tables.strings(), Names()
     kernels = _kernels(tables, strings, names)
     if not len(kernels):
         raise StepscopeError(
-            f"{where} has no kernels", "was it taken with `nsys profile --trace cuda,nvtx`?"
+            f"{where} has no kernels", "was it recorded with `nsys profile --trace cuda,nvtx`?"
         )
     calls, spans = _calls(tables, strings, names), _spans(tables, strings, names)
     device, capability = tables.device()
     return Trace(
         "Nsight Systems", names.all(), kernels, calls, spans, device, capability=capability
-    )  # fmt: skip
+    )
 
 
 def _kernels(tables: _Tables, strings: dict[int, str], names: Names) -> Kernels:
@@ -139,9 +140,13 @@ def _kernels(tables: _Tables, strings: dict[int, str], names: Names) -> Kernels:
         return NO_KERNELS
     start, end, device, stream, correlation = _numbers([row[:5] for _, row in rows], 5)
     return ordered_kernels(
-        name=names.numbers([name for name, _ in rows]), start=start, end=end, device=device,
-        stream=stream, correlation=correlation,
-    )  # fmt: skip
+        name=names.numbers([name for name, _ in rows]),
+        start=start,
+        end=end,
+        device=device,
+        stream=stream,
+        correlation=correlation,
+    )
 
 
 def _calls(tables: _Tables, strings: dict[int, str], names: Names) -> Calls:
@@ -153,17 +158,27 @@ def _calls(tables: _Tables, strings: dict[int, str], names: Names) -> Calls:
     return Calls(
         # `cudaLaunchKernel_v7000` is cudaLaunchKernel.
         name=names.numbers([_VERSION.sub("", strings.get(row[4], "")) for row in rows]),
-        start=start, end=end, thread=thread, correlation=correlation,
-    )  # fmt: skip
+        start=start,
+        end=end,
+        thread=thread,
+        correlation=correlation,
+    )
 
 
 def _spans(tables: _Tables, strings: dict[int, str], names: Names) -> Spans:
-    wanted = {"start": "0", "end": "NULL", "globalTid": "0", "eventType": str(_PUSH_POP),
-              "text": "NULL", "textId": "NULL"}  # fmt: skip
+    wanted = {
+        "start": "0",
+        "end": "NULL",
+        "globalTid": "0",
+        "eventType": str(_PUSH_POP),
+        "text": "NULL",
+        "textId": "NULL",
+    }
     rows = [
-        row for row in tables.rows(_RANGES, wanted)
+        row
+        for row in tables.rows(_RANGES, wanted)
         if row[1] is not None and row[3] in (_PUSH_POP, _START_END)
-    ]  # fmt: skip
+    ]
     if not rows:
         return NO_SPANS
     start, end, thread = _numbers([row[:3] for row in rows], 3)
@@ -182,6 +197,6 @@ def _spans(tables: _Tables, strings: dict[int, str], names: Names) -> Spans:
 
 def _numbers(rows: Sequence[Sequence[Any]], width: int) -> tuple[Ints, ...]:
     return tuple(
-        ints(NO_NUMBER if row[place] is None else int(row[place]) for row in rows)
-        for place in range(width)
+        ints(NO_NUMBER if row[column] is None else int(row[column]) for row in rows)
+        for column in range(width)
     )

@@ -1,8 +1,8 @@
-"""Instances that took far longer than their peers, with what was different about them.
+"""Kernel instances that took far longer than their peers, with what was different about them.
 
-Peers are the instances of the same kernel that the same operator launches as the first, second, …
-of its kind for the same part of the model, in other blocks and in other steps: they have the same
-shapes. Where no range names the part of the model nothing says who are peers, and none is listed.
+Peers are instances of the same kernel, launched by the same operator in the same order for the same
+part of the model, in other blocks and in other steps: they have the same shapes. Without ranges
+that name the parts of the model peers are unknown, and no outliers are listed.
 """
 
 from __future__ import annotations
@@ -20,59 +20,62 @@ _SHARE_OF_STEP = 0.001
 MOST = 20
 
 
-def outliers(held: Instances) -> tuple[Outlier, ...]:
-    """The worst first; an excess below a thousandth of a step is not worth a line."""
-    if not held.steps or not len(held.index):
+def outliers(entries: Instances) -> tuple[Outlier, ...]:
+    """Return the worst outliers first; an excess below a thousandth of a step is not listed."""
+    if not entries.steps or not len(entries.index):
         return ()
-    worth = _SHARE_OF_STEP * sum(step.length for step in held.steps) / len(held.steps)
-    operator = held.work.operator[held.index]
-    nowhere = held.modules[0].index("")
-    path = held.work.path[held.index]
-    turn = occurrence(held.step, held.name, held.phase, path, operator)
-    of = group(held.name, held.phase, held.module, operator, turn)
-    length = held.length
+    worth = _SHARE_OF_STEP * sum(step.length for step in entries.steps) / len(entries.steps)
+    operator = entries.work.operator[entries.index]
+    nowhere = entries.modules[0].index("")
+    path = entries.work.path[entries.index]
+    order = occurrence(entries.step, entries.name, entries.phase, path, operator)
+    of = group(entries.name, entries.phase, entries.module, operator, order)
+    length = entries.length
     median = of.median(length)[of.of_entry]
     deviation = 1.4826 * of.median(np.abs(length - median))[of.of_entry]
     excess = length - median
     far = (
-        (of.count[of.of_entry] >= _FEWEST_PEERS) & (held.module != nowhere) & (excess > worth)
-        & (length > _FACTOR * median) & (excess > _DEVIATIONS * deviation)
-    )  # fmt: skip
+        (of.count[of.of_entry] >= _FEWEST_PEERS)
+        & (entries.module != nowhere)
+        & (excess > worth)
+        & (length > _FACTOR * median)
+        & (excess > _DEVIATIONS * deviation)
+    )
     worst = sorted(((float(excess[i]), i) for i in np.flatnonzero(far).tolist()), reverse=True)
     return tuple(
-        _outlier(held, place, float(median[place]), int(of.count[of.of_entry[place]]))
-        for _, place in worst[:MOST]
+        _outlier(entries, position, float(median[position]), int(of.count[of.of_entry[position]]))
+        for _, position in worst[:MOST]
     )
 
 
-def _outlier(held: Instances, place: int, median: float, peers: int) -> Outlier:
-    work = held.work
-    index = int(held.index[place])
+def _outlier(entries: Instances, position: int, median: float, peers: int) -> Outlier:
+    work = entries.work
+    index = int(entries.index[position])
     return Outlier(
-        kernel=held.describe(int(held.name[place])).short,
+        kernel=entries.describe(int(entries.name[position])).short,
         where="/".join(work.host.paths[work.path[index]]),
-        step=held.steps[held.step[place]].name,
-        us=float(held.length[place]) / 1e3,
+        step=entries.steps[entries.step[position]].name,
+        us=float(entries.length[position]) / 1e3,
         median_us=median / 1e3,
         peers=peers - 1,
-        different=tuple(_differences(held, place)),
+        different=tuple(_differences(entries, position)),
     )
 
 
-def _differences(held: Instances, place: int) -> list[str]:
-    work, index = held.work, int(held.index[place])
-    told = []
-    if held.work.on_device:
-        beside = _overlapping(work.start, work.end, index, work.stream)
-        if len(beside):
-            kinds = dict.fromkeys(held.describe(int(work.name[i])).short for i in beside[:3])
-            told.append(f"on another stream ran {', '.join(kinds)}")
-    if place == int(np.flatnonzero(held.name == held.name[place])[0]):
-        told.append("the first of its kind in the trace")
-    around = _slowness_around(held, place)
+def _differences(entries: Instances, position: int) -> list[str]:
+    work, index = entries.work, int(entries.index[position])
+    reasons = []
+    if entries.work.on_device:
+        concurrent = _overlapping(work.start, work.end, index, work.stream)
+        if len(concurrent):
+            kinds = dict.fromkeys(entries.describe(int(work.name[i])).short for i in concurrent[:3])
+            reasons.append(f"concurrent with {', '.join(kinds)} on another stream")
+    if position == int(np.flatnonzero(entries.name == entries.name[position])[0]):
+        reasons.append("the first of its kind in the trace")
+    around = _slowness_around(entries, position)
     if around is not None and around > 1.2:
-        told.append(f"its neighbours took {around:.1f} times their median too")
-    return told
+        reasons.append(f"its neighbours also took {around:.1f} times their median")
+    return reasons
 
 
 def _overlapping(start: Ints, end: Ints, index: int, stream: Ints) -> Ints:
@@ -83,13 +86,19 @@ def _overlapping(start: Ints, end: Ints, index: int, stream: Ints) -> Ints:
     return others
 
 
-def _slowness_around(held: Instances, place: int) -> float | None:
-    """How much longer than usual the four instances before and after it took."""
-    near = [i for i in range(place - 4, place + 5) if 0 <= i < len(held.length) and i != place]
+def _slowness_around(entries: Instances, position: int) -> float | None:
+    """Median slowdown of the four instances before and the four after it."""
+    near = [
+        i
+        for i in range(position - 4, position + 5)
+        if 0 <= i < len(entries.length) and i != position
+    ]
     ratios = []
     for i in near:
-        same = held.length[(held.name == held.name[i]) & (held.module == held.module[i])]
+        same = entries.length[
+            (entries.name == entries.name[i]) & (entries.module == entries.module[i])
+        ]
         median = float(np.median(same))
         if median > 0:
-            ratios.append(float(held.length[i]) / median)
+            ratios.append(float(entries.length[i]) / median)
     return float(np.median(ratios)) if ratios else None

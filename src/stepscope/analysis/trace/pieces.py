@@ -1,7 +1,7 @@
-"""The events of a large trace in pieces, so that the objects of one are gone before the next.
+"""Splitting of the events of a large trace into pieces, so that each can be freed before the next.
 
-A cut is made where one object ends and the next begins. Whether that is between two events, and
-not within one, shows when the pieces are decoded: half an event is no JSON.
+A cut is made between two objects. If it falls inside an event instead of between two events, the
+pieces fail to decode: half an event is not valid JSON.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ _MOST_BRACES = 256
 
 
 class Cut(NamedTuple):
-    """Where the list of events is in these bytes."""
+    """Position of the list of events in these bytes."""
 
     data: bytes | bytearray
     start: int
     end: int
     bare: bool = False
-    """The file is the list, without an object around it."""
+    """The file is a bare list, without an object around it."""
 
     def around(self) -> bytes:
-        """The rest of the file with an empty list in its place."""
+        """Return the rest of the file with an empty list of events."""
         return bytes(self.data[: self.start] + self.data[self.end :])
 
     def pieces(self) -> Iterator[bytes]:
-        """Lists of events; an event is in one of them as a whole."""
+        """Yield lists of events; no event is split between two of them."""
         return (piece for piece, _ in self.pieces_and_last())
 
     def pieces_and_last(self) -> Iterator[tuple[bytes, bool]]:
-        """Each piece, and whether nothing follows it."""
-        whole = memoryview(self.data)
+        """Yield each piece, and True for the last one."""
+        view = memoryview(self.data)
         at = self.start
         while at < self.end:
-            found = _BETWEEN.search(self.data, min(at + PIECE_BYTES, self.end), self.end)
-            last, after = (found.start() + 1, found.end()) if found else (self.end, self.end)
-            yield b"".join((b"[", whole[at:last], b"]")), after >= self.end
+            match = _BETWEEN.search(self.data, min(at + PIECE_BYTES, self.end), self.end)
+            last, after = (match.start() + 1, match.end()) if match else (self.end, self.end)
+            yield b"".join((b"[", view[at:last], b"]")), after >= self.end
             at = after
 
 
 def open_end(data: bytes | bytearray) -> Cut | None:
-    """The list of events of a file that breaks off, up to the break."""
+    """Return the list of events of a truncated file, up to the break."""
     bare = _BARE_LIST.match(data)
     opened = bare or _LIST_OF_EVENTS.search(data, 0, _MOST_HEAD)
     return None if opened is None else Cut(data, opened.end(), len(data), bare is not None)
 
 
 def without_tail(piece: bytes) -> Iterator[bytes]:
-    """The piece up to each of its last closing braces: an event that breaks off has a few,
-    and more where its name holds some."""
+    """Yield the piece up to each of its last closing braces, from the end: a truncated event has a
+    few, and more if its name contains some."""
     end = len(piece)
     for _ in range(_MOST_BRACES):
         end = piece.rfind(b"}", 0, end)
@@ -67,7 +67,7 @@ def without_tail(piece: bytes) -> Iterator[bytes]:
 
 
 def possible_cuts(data: bytes | bytearray) -> Iterator[Cut]:
-    """Where the list may be: it ends with one of the last brackets."""
+    """Yield candidate positions of the list, which ends with one of the last brackets."""
     opened = _BARE_LIST.match(data) or _LIST_OF_EVENTS.search(data, 0, _MOST_HEAD)
     if opened is None:
         return

@@ -1,4 +1,4 @@
-"""Kernels grouped by name, phase and part of the model, with the statistics of each group."""
+"""Kernels grouped by name, phase and part of the model, with statistics of each group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepscope.analysis.kernels.names import CLASSES, Description, linear_role
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.model import Ints
-from stepscope.analysis.trace.nesting import NOBODY
+from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.steps import Step, step_of
 from stepscope.analysis.trace.summary import KernelRow, Use
 from stepscope.analysis.trace.work import DeviceWork
@@ -26,12 +26,12 @@ _GROUP = re.compile(r"group \d+(/|$)")
 
 @dataclass(frozen=True)
 class Instances:
-    """Every kernel, or every call of an operator with its own time, that began within a step."""
+    """Every kernel (or operator call, with its self time) that began within a step."""
 
     work: DeviceWork
     steps: tuple[Step, ...]
     index: Ints
-    """Of the work it is, or begins with."""
+    """Index of the instance in the work; for operators, of its first piece."""
     length: Ints
     step: Ints
 
@@ -41,7 +41,7 @@ class Instances:
 
     @cached_property
     def kernel(self) -> Ints:
-        """One number for all names that read the same once their template arguments are gone."""
+        """Return one number for all names that are equal without their template arguments."""
         first: dict[str, int] = {}
         same = np.zeros(len(self.work.trace.names), np.int64)
         for name, about in self.work.descriptions.items():
@@ -58,14 +58,14 @@ class Instances:
 
     @cached_property
     def module(self) -> Ints:
-        """The number of the path without its numbers."""
+        """Index of the path without its numbers."""
         return self.modules[1][self.work.path[self.index]]
 
     @cached_property
     def modules(self) -> tuple[list[str], Ints]:
-        """Paths without their numbers, and which of them each path is."""
+        """Paths without their numbers, and the index of each path among them."""
         texts = [_without_numbers("/".join(path)) for path in self.work.host.paths]
-        numbers = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         return list(numbers), np.array([numbers[text] for text in texts], np.int64)
 
     def describe(self, name: int) -> Description:
@@ -73,11 +73,12 @@ class Instances:
 
 
 def instances(work: DeviceWork, steps: tuple[Step, ...]) -> Instances:
+    """Collect the instances of the work that began within these steps."""
     step = step_of(work, steps)
     length = work.end - work.start
     index = np.flatnonzero(step >= 0)
     if not work.on_device and len(index):
-        # An operator that calls others has several stretches of its own.
+        # An operator that calls others has several intervals of self time.
         spans, first, group = np.unique(work.span[index], return_index=True, return_inverse=True)
         length = np.bincount(group, weights=length[index], minlength=len(spans)).astype(np.int64)
         index = index[first]
@@ -87,13 +88,13 @@ def instances(work: DeviceWork, steps: tuple[Step, ...]) -> Instances:
 
 @dataclass(frozen=True)
 class Groups:
-    """Entries with the same keys, with statistics of all groups at once: there may be as many
-    groups as entries."""
+    """Entries grouped by equal keys, with statistics of all groups at once, because there may be
+    as many groups as entries."""
 
     order: Ints
-    """The entries, group by group."""
+    """Entries, group by group."""
     first: Ints
-    """Where each group begins in `order`."""
+    """Start of each group in `order`."""
 
     @property
     def member(self) -> Ints:
@@ -126,18 +127,18 @@ class Groups:
         return middle
 
     def deviation(self, values: NDArray[Any]) -> Floats:
-        """The sample standard deviation; 0 for a single entry."""
+        """Sample standard deviation; 0 for a single entry."""
         away = values - (self.sum(values) / self.count)[self.of_entry]
         return np.sqrt(self.sum(away * away) / np.maximum(1, self.count - 1))
 
     def distinct(self, key: Ints) -> Ints:
-        """How many values of the key occur in each group."""
+        """Number of distinct values of the key in each group."""
         pairs = group(self.of_entry, key)
         return np.bincount(self.of_entry[pairs.member], minlength=len(self.first))
 
 
 def group(*keys: Ints) -> Groups:
-    """Every combination of the keys that occurs."""
+    """Group by every combination of the keys that occurs."""
     if not len(keys[0]):
         return Groups(keys[0], keys[0])
     joint = _joint(*keys)
@@ -146,20 +147,20 @@ def group(*keys: Ints) -> Groups:
 
 
 def occurrence(*keys: Ints) -> Ints:
-    """Whether each entry is the first (0), second (1), … of those with the same keys."""
+    """Return 0 for the first, 1 for the second, … entry with the same keys."""
     if not len(keys[0]):
         return keys[0]
     joint = _joint(*keys)
     order = np.argsort(joint, kind="stable")
-    place = np.arange(len(order))
+    position = np.arange(len(order))
     begins = np.concatenate(([True], np.diff(joint[order]) != 0))
-    turn = np.zeros(len(order), np.int64)
-    turn[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
-    return turn
+    ordinal = np.zeros(len(order), np.int64)
+    ordinal[order] = position - np.maximum.accumulate(np.where(begins, position, 0))
+    return ordinal
 
 
 def _joint(*keys: Ints) -> Ints:
-    """One number for each combination."""
+    """Return one number per combination of the keys."""
     joint, most = np.zeros(len(keys[0]), np.int64), 1
     for key in keys:
         values = int(key.max()) + 2
@@ -171,61 +172,85 @@ def _joint(*keys: Ints) -> Ints:
 
 
 def _without_numbers(path: str) -> str:
-    """Blocks are alike and told together; the parameter groups of an optimizer are not."""
+    """Merge numbered blocks, which are alike, but not the parameter groups of an optimizer."""
     return path if _GROUP.match(path) else _NUMBER.sub("*", path)
 
 
-def kernel_rows(held: Instances) -> tuple[KernelRow, ...]:
-    """The most time first."""
-    if not len(held.index):
+def kernel_rows(entries: Instances) -> tuple[KernelRow, ...]:
+    """Return one row per kernel, phase and class, longest total time first."""
+    if not len(entries.index):
         return ()
-    steps = max(1, len(held.steps))
-    of = group(held.kernel, held.phase, held.kind)
-    total, (least, most) = of.sum(held.length), of.extremes(held.length)
+    steps = max(1, len(entries.steps))
+    of = group(entries.kernel, entries.phase, entries.kind)
+    total, (least, most) = of.sum(entries.length), of.extremes(entries.length)
     columns = (
-        held.kernel[of.member], held.phase[of.member], held.kind[of.member],
-        np.round(total / 1e6 / steps, 6), np.round(of.count / steps, 4),
-        np.round(total / of.count / 1e3, 3), np.round(of.median(held.length) / 1e3, 3),
-        least / 1e3, most / 1e3, np.round(of.deviation(held.length) / 1e3, 3),
-    )  # fmt: skip
+        entries.kernel[of.member],
+        entries.phase[of.member],
+        entries.kind[of.member],
+        np.round(total / 1e6 / steps, 6),
+        np.round(of.count / steps, 4),
+        np.round(total / of.count / 1e3, 3),
+        np.round(of.median(entries.length) / 1e3, 3),
+        least / 1e3,
+        most / 1e3,
+        np.round(of.deviation(entries.length) / 1e3, 3),
+    )
     rows = []
     for name, phase, kind, ms, count, average, median, shortest, longest, deviation in zip(
         *(column.tolist() for column in columns), strict=True
     ):
-        about = held.describe(name)
+        about = entries.describe(name)
         rows.append(
             KernelRow(
-                kernel=about.short, library=about.library, kind=CLASSES[kind], unit=about.unit,
-                phase=PHASES[phase], ms=ms, count=count, average_us=average, median_us=median,
-                least_us=shortest, most_us=longest, deviation_us=deviation,
+                kernel=about.short,
+                library=about.library,
+                kind=CLASSES[kind],
+                unit=about.unit,
+                phase=PHASES[phase],
+                ms=ms,
+                count=count,
+                average_us=average,
+                median_us=median,
+                least_us=shortest,
+                most_us=longest,
+                deviation_us=deviation,
             )
-        )  # fmt: skip
+        )
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.phase)))
 
 
-def uses(held: Instances) -> tuple[Use, ...]:
-    """The most time first."""
-    if not len(held.index):
+def uses(entries: Instances) -> tuple[Use, ...]:
+    """Return one row per kernel, phase, module and role, longest total time first."""
+    if not len(entries.index):
         return ()
-    steps = max(1, len(held.steps))
-    work, texts = held.work, held.modules[0]
-    operator, path = work.operator[held.index], work.path[held.index]
-    keys = (held.kernel, held.phase, held.module, operator, held.kind)
+    steps = max(1, len(entries.steps))
+    work, texts = entries.work, entries.modules[0]
+    operator, path = work.operator[entries.index], work.path[entries.index]
+    keys = (entries.kernel, entries.phase, entries.module, operator, entries.kind)
     of = group(*keys)
-    columns = (*(key[of.member] for key in keys), of.sum(held.length), of.count, of.distinct(path))
-    found: dict[tuple[str, str, str, str, str], tuple[int, int, int]] = {}
+    sizes = of.sum(entries.length), of.count, of.distinct(path)
+    columns = (*(key[of.member] for key in keys), *sizes)
+    totals: dict[tuple[str, str, str, str, str], tuple[int, int, int]] = {}
     for name, phase, module, called, kind, length, times, paths in zip(
         *(column.tolist() for column in columns), strict=True
     ):
-        about = held.describe(name)
-        by = "" if called == NOBODY else work.trace.names[called]
+        about = entries.describe(name)
+        by = "" if called == NO_SPAN else work.trace.names[called]
         role = linear_role(about, PHASES[phase], by)
         key = (about.short, CLASSES[kind], PHASES[phase], texts[module], role)
-        ns, count, places = found.get(key, (0, 0, 0))
-        found[key] = (ns + length, count + times, max(places, paths))
+        ns, count, places = totals.get(key, (0, 0, 0))
+        totals[key] = (ns + length, count + times, max(places, paths))
     rows = [
-        Use(kernel=kernel, kind=kind, phase=phase, module=module, role=role,
-            ms=round(ns / 1e6 / steps, 6), count=round(count / steps, 4), places=places)
-        for (kernel, kind, phase, module, role), (ns, count, places) in found.items()
-    ]  # fmt: skip
+        Use(
+            kernel=kernel,
+            kind=kind,
+            phase=phase,
+            module=module,
+            role=role,
+            ms=round(ns / 1e6 / steps, 6),
+            count=round(count / steps, 4),
+            places=places,
+        )
+        for (kernel, kind, phase, module, role), (ns, count, places) in totals.items()
+    ]
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kernel, row.module, row.phase)))

@@ -1,4 +1,4 @@
-"""Where a step begins and ends, on the host and on the device that runs behind it."""
+"""Detection of steps, on the host and on the device that runs behind it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from stepscope.analysis.trace.summary import Cut
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 _FEWEST_ENDS = 3
-"""Of optimizer steps: two whole steps lie between them."""
+"""Minimum number of optimizer steps: two complete steps lie between three of them."""
 _LOADING = "enumerate(DataLoader)"
 
 
 class Step(NamedTuple):
+    """One step in time."""
+
     name: str
     start: int
     end: int
@@ -27,11 +29,11 @@ class Step(NamedTuple):
 
 
 def find_steps(work: DeviceWork) -> tuple[Step, ...]:
-    """The steps of a trace; one from its first event to its last where nothing tells them.
+    """Find the steps of a trace; the entire trace is one step if nothing marks them.
 
-    A step lasts until the host has left it and the device has done what was launched in it. One
-    that is launched while the device still works on the step before begins when that is done, so
-    that steps follow one another without overlap.
+    A step lasts until the host has left it and the device has finished what was launched in it. A
+    step that is launched while the device still runs the previous one begins when that is
+    finished, so that steps do not overlap.
     """
     trace = work.trace
     _, names, starts, ends = _seen_by_host(work)
@@ -40,9 +42,9 @@ def find_steps(work: DeviceWork) -> tuple[Step, ...]:
         return (Step("whole trace", first, last),) if last > first else ()
     done = ends.copy()
     launched = launch_times(work)
-    place = np.searchsorted(starts, launched, side="right") - 1
-    inside = (place >= 0) & (launched < ends[np.maximum(place, 0)])
-    np.maximum.at(done, place[inside], work.end[inside])
+    index = np.searchsorted(starts, launched, side="right") - 1
+    inside = (index >= 0) & (launched < ends[np.maximum(index, 0)])
+    np.maximum.at(done, index[inside], work.end[inside])
     steps: list[Step] = []
     earlier = work.end[launched < starts[0]]
     free = int(earlier.max()) if len(earlier) else int(starts[0])
@@ -55,11 +57,12 @@ def find_steps(work: DeviceWork) -> tuple[Step, ...]:
 
 
 def how_cut(work: DeviceWork) -> Cut:
+    """Return what marks the steps of the trace."""
     return _seen_by_host(work)[0]
 
 
 def _seen_by_host(work: DeviceWork) -> tuple[Cut, list[str], Ints, Ints]:
-    """Steps between two edges or within a mark, else from one optimizer step to the next."""
+    """Find steps between two edges or within a mark, else between optimizer steps."""
     spans, texts = work.trace.spans, work.trace.names
     edges, marks = list(work.host.edges), list(work.host.steps)
     if len(edges) > 1:
@@ -79,14 +82,14 @@ def _between(moments: Ints) -> tuple[list[str], Ints, Ints]:
 
 
 def _optimizer_ends(work: DeviceWork) -> Ints:
-    """When the optimizer has stepped that does so most rarely, among equals the last one.
+    """Return when the optimizer that steps least often has stepped; among equals, the last one.
 
-    Optimizers of one class have one name: those that step without a backward between them are
-    taken as one.
+    Optimizers of one class share a name: those that step without a backward between them count as
+    one.
     """
     spans, texts = work.trace.spans, work.trace.names
     backward = np.sort(spans.start[work.host.phase == BACKWARD])
-    found: list[Ints] = []
+    ends_by_name: list[Ints] = []
     ranges = np.flatnonzero(spans.is_range)
     names = np.unique(spans.name[ranges]).tolist()
     stepping = [n for n in names if OPTIMIZER_STEP.match(texts[n])]
@@ -97,13 +100,13 @@ def _optimizer_ends(work: DeviceWork) -> Ints:
         if len(backward) and len(ends):
             before = np.searchsorted(backward, ends)
             ends = ends[np.append(np.diff(before) > 0, True)]
-        found.append(ends)
-    known = [ends for ends in found if len(ends)]
+        ends_by_name.append(ends)
+    known = [ends for ends in ends_by_name if len(ends)]
     return min(known, key=lambda ends: (len(ends), -int(ends[-1])), default=np.zeros(0, np.int64))
 
 
 def launch_times(work: DeviceWork) -> Ints:
-    """When the host launched each piece of work; where that is not known, when it began."""
+    """Return when the host launched each entry; if unknown, when the entry began."""
     times = work.start.copy()
     known = work.call != NO_CALL
     times[known] = work.trace.calls.start[work.call[known]]
@@ -111,16 +114,16 @@ def launch_times(work: DeviceWork) -> Ints:
 
 
 def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
-    """The step in whose time each piece of work began, -1 outside of all."""
+    """Return the index of the step in which each entry began, -1 outside of all steps."""
     starts = np.array([step.start for step in steps], np.int64)
     ends = np.array([step.end for step in steps], np.int64)
-    place = np.searchsorted(starts, work.start, side="right") - 1
-    inside = (place >= 0) & (work.start < ends[np.maximum(place, 0)]) if len(steps) else place >= 0
-    return np.where(inside, place, -1)
+    index = np.searchsorted(starts, work.start, side="right") - 1
+    inside = (index >= 0) & (work.start < ends[np.maximum(index, 0)]) if len(steps) else index >= 0
+    return np.where(inside, index, -1)
 
 
 def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
-    """Milliseconds of a step in which the host is in a DataLoader of torch."""
+    """Milliseconds per step that the host spends in a DataLoader of PyTorch."""
     spans, names = work.trace.spans, work.trace.names
     loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
     own = spans.is_range & np.isin(spans.name, loading)
@@ -132,7 +135,7 @@ def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
 
 
 def phase_walls(work: DeviceWork, steps: tuple[Step, ...]) -> dict[str, float]:
-    """Milliseconds of a step from the end of the phase before to the last work of each phase."""
+    """Milliseconds per step from the end of the previous phase to the last work of each phase."""
     walls: dict[str, float] = {}
     for step in steps:
         first, last = np.searchsorted(work.start, (step.start, step.end))

@@ -1,4 +1,4 @@
-"""From a trace to its summary."""
+"""Computation of the summary of a trace."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from stepscope.errors import StepscopeError
 
 
 def summarize_file(path: Path) -> Summary:
+    """Read and summarise a trace file."""
     return summarize(read_trace(path), str(path))
 
 
 def summarize(
     trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
 ) -> Summary:
-    """Without the steps at these places."""
+    """Summarise a trace, without the steps at the indices in `leave_out`."""
     work = device_work(trace)
-    steps = tuple(s for place, s in enumerate(find_steps(work)) if place not in leave_out)
+    steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
     if not steps:
         raise StepscopeError(f"{where} has no step of any length", "trace at least one step")
-    account = total(ledgers(work, steps))
-    held = instances(work, steps)
+    ledger = total(ledgers(work, steps))
+    entries = instances(work, steps)
     in_ms = 1e6 * len(steps)
     long_host_ms, gaps = long_gaps(work, steps)
     return Summary(
@@ -43,23 +44,23 @@ def summarize(
         phases=phase_walls(work, steps),
         lines=tuple(
             Line(phase=phase, kind=kind, ms=length / in_ms)
-            for phase, kind, length in account.lines()
+            for phase, kind, length in ledger.lines()
         ),
-        doubt=account.doubt(),
-        waited_ms=account.waited / in_ms,
-        waited_busy_ms=account.waited_busy / in_ms,
-        launches=len(held.index) / len(steps),
+        doubt=ledger.doubt(),
+        waited_ms=ledger.waited / in_ms,
+        waited_busy_ms=ledger.waited_busy / in_ms,
+        launches=len(entries.index) / len(steps),
         shares=Shares(**vars(work.attribution())),
-        uses=uses(held),
-        kernels=kernel_rows(held),
-        outliers=outliers(held),
+        uses=uses(entries),
+        kernels=kernel_rows(entries),
+        outliers=outliers(entries),
         timeline=timeline(work, typical(steps)),
         data_ms=data_ms(work, steps),
-        runs=memory_runs(held),
+        runs=memory_runs(entries),
         cut=how_cut(work),
         gaps=gaps,
         long_host_ms=long_host_ms,
-        replayed=float(work.replayed[held.index].mean()) if len(held.index) else 0.0,
+        replayed=float(work.replayed[entries.index].mean()) if len(entries.index) else 0.0,
         capability=trace.capability,
         truncated=trace.truncated,
     )

@@ -1,4 +1,4 @@
-"""What a trace comes to, small enough to be kept in a record: every number is for one step."""
+"""Summary of a trace, small enough to be stored in a record: every number is per step."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import msgspec
 from stepscope.records.decoding import Int64
 
 Cut = Literal["marks", "optimizer", "nothing"]
-"""What tells the steps of a trace apart: marks, the ends of the optimizer's steps, or nothing, and
-then the whole trace counts as one step."""
+"""Source of the step boundaries: marks, the ends of the optimizer's steps, or nothing. In the last
+case the entire trace counts as one step."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts of a summary."""
+    """Base class of all parts of a summary."""
 
 
 class Line(Piece, frozen=True):
     """A line of the ledger."""
 
     phase: str
-    """Of a step; `idle` for a gap, empty for the residual."""
+    """Phase of the step; `idle` for a gap, empty for the residual."""
     kind: str
-    """A class of kernels, or what a gap comes from."""
+    """Kernel class, or cause of a gap."""
     ms: float
 
 
 class Use(Piece, frozen=True):
-    """What one kernel did in one phase for one part of the model."""
+    """Use of one kernel in one phase for one part of the model."""
 
     kernel: str
     kind: str
     phase: str
     module: str
-    """The named ranges around it, with a star for the number of a block."""
+    """Named ranges around it, with a star for the number of a block."""
     role: str
-    """forward, dX or dW of a linear layer, where that can be told."""
+    """forward, dX or dW of a linear layer, if it can be determined."""
     ms: float
     count: float
     places: Int64
-    """How many ranges the star stands for."""
+    """Number of ranges that the star stands for."""
 
 
 class KernelRow(Piece, frozen=True):
@@ -62,33 +62,33 @@ class KernelRow(Piece, frozen=True):
 
 
 class Runs(Piece, frozen=True):
-    """Kernels of a phase that only move memory, one after the other with no other between them."""
+    """Runs of consecutive memory-bound kernels in a phase."""
 
     phase: str
     runs: float
     kernels: float
     ms: float
     longest_ms: float
-    """The longest kernel of each run."""
+    """Time of the longest kernel of each run."""
 
 
 class Gap(Piece, frozen=True):
-    """A stretch in which the device is idle."""
+    """An interval in which the device is idle."""
 
     step: str
     start_ms: float
-    """From the beginning of the step."""
+    """From the start of the step."""
     ms: float
     host: str
-    """The call, operator or range that the host was in for most of it; empty where none is."""
+    """Call, operator or range that the host was in for most of it; empty if none."""
     next: str
-    """The kernel that ended it; empty where the step ended."""
+    """Kernel that ended it; empty if the step ended."""
     first: bool
-    """Nothing ran in the step before it."""
+    """Nothing ran in the step before the gap."""
 
 
 class Outlier(Piece, frozen=True):
-    """An instance that took far longer than its peers, and what was different about it."""
+    """A kernel instance that took far longer than its peers, and what was different about it."""
 
     kernel: str
     where: str
@@ -100,22 +100,24 @@ class Outlier(Piece, frozen=True):
 
 
 class Bar(Piece, frozen=True):
-    """A stretch of a row of the timeline, in milliseconds from the beginning of the step."""
+    """An interval in a row of the timeline, in milliseconds from the start of the step."""
 
     start: float
     end: float
     label: str
     group: str
-    """What its colour stands for: a phase, a class, or a cause of a gap."""
+    """Meaning of its colour: a phase, a class, or a cause of a gap."""
 
 
 class Row(Piece, frozen=True):
+    """A row of the timeline."""
+
     label: str
     bars: tuple[Bar, ...]
 
 
 class Shares(Piece, frozen=True):
-    """Shares of the time of all kernels that have each of these."""
+    """Shares of the kernel time to which each of these could be attributed."""
 
     launch: float
     operator: float
@@ -126,41 +128,43 @@ class Shares(Piece, frozen=True):
 
 
 class Summary(Piece, frozen=True):
+    """Summary of a trace."""
+
     source: str
     device: str
     on_device: bool
-    """Kernels of a device; otherwise operators of a CPU."""
+    """Kernels on a device; otherwise operators on a CPU."""
     steps: tuple[float, ...]
     """Wall time of each step in milliseconds."""
     phases: dict[str, float]
     """Wall time of each phase in milliseconds, idle time included."""
     lines: tuple[Line, ...]
     doubt: str
-    """Why the ledger does not close; empty where it does."""
+    """Why the ledger does not close; empty if it does."""
     waited_ms: float
     waited_busy_ms: float
     launches: float
-    """Kernels in a step."""
+    """Kernels per step."""
     shares: Shares
     uses: tuple[Use, ...]
     kernels: tuple[KernelRow, ...]
     outliers: tuple[Outlier, ...]
     timeline: tuple[Row, ...] = ()
     data_ms: float = 0.0
-    """How long the host is in a DataLoader, waiting for a batch or making it."""
+    """Time the host spends in a DataLoader, waiting for a batch or preparing it."""
     runs: tuple[Runs, ...] = ()
-    """Of kernels that only move memory, by phase; none on a CPU."""
+    """Runs of memory-bound kernels by phase."""
     cut: Cut = "marks"
     gaps: tuple[Gap, ...] = ()
-    """The longest ones of all steps, from 1 ms on."""
+    """Longest gaps of all steps, from 1 ms."""
     long_host_ms: float = 0.0
-    """Idle time because of the host in gaps from 1 ms on."""
+    """Idle time caused by the host in gaps from 1 ms."""
     replayed: float = 0.0
-    """Share of the kernels that CUDA graphs launched."""
+    """Share of the kernels launched by CUDA graphs."""
     capability: str = ""
-    """Compute capability of the device, as `9.0`; empty where the trace does not say."""
+    """Compute capability of the device, such as `9.0`; empty if the trace does not contain it."""
     truncated: bool = False
-    """The file breaks off, so events are missing."""
+    """The file is truncated, so events are missing."""
 
     @property
     def wall_ms(self) -> float:

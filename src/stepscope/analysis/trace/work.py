@@ -1,4 +1,4 @@
-"""The work of a trace: every kernel, or every operator on a CPU, with what it was for."""
+"""Work of a trace: every kernel, or every operator on a CPU, with its attribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.analysis.kernels.names import CLASSES, Description, describe, des
 from stepscope.analysis.trace.classes import classes
 from stepscope.analysis.trace.host import BACKWARD, GRAPH, OPTIMIZER, UNKNOWN, Host, read_host
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace
-from stepscope.analysis.trace.nesting import NOBODY, innermost
+from stepscope.analysis.trace.nesting import NO_SPAN, innermost
 
 NO_CALL = -1
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
@@ -20,7 +20,7 @@ _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """One entry for every kernel, or for every stretch of an operator's own time; by start."""
+    """One entry per kernel, or per interval of an operator's self time; ordered by start."""
 
     trace: Trace
     host: Host
@@ -29,13 +29,13 @@ class DeviceWork:
     end: Ints
     stream: Ints
     kind: Ints
-    """Its class, as a number of `CLASSES`."""
+    """Class, as an index of `CLASSES`."""
     call: Ints
-    """The runtime call that launched it; NO_CALL where none is known."""
+    """Runtime call that launched it; NO_CALL if unknown."""
     span: Ints
-    """The innermost span of the host around that call; of a CPU trace, the operator itself."""
+    """Innermost host span around that call; in a CPU trace, the operator itself."""
     descriptions: dict[int, Description]
-    """By the number of each name that occurs."""
+    """Descriptions by the number of each name that occurs."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -46,22 +46,22 @@ class DeviceWork:
 
     @cached_property
     def latest_end(self) -> Ints:
-        """When all work up to each entry has ended: the ends alone are in no order."""
+        """Time at which all work up to each entry has ended; the ends alone are not sorted."""
         return np.maximum.accumulate(self.end) if len(self) else self.end
 
     @cached_property
     def phase(self) -> Ints:
         phase = np.full(len(self), UNKNOWN, np.int64)
-        known = self.span != NOBODY
+        known = self.span != NO_SPAN
         phase[known] = self.host.phase[self.span[known]]
-        unsaid = ~known
-        unsaid[known] = ~self.host.says_phase[self.span[known]]
-        phase[unsaid & self.replayed] = GRAPH
+        unattributed = ~known
+        unattributed[known] = ~self.host.phase_known[self.span[known]]
+        phase[unattributed & self.replayed] = GRAPH
         return phase
 
     @cached_property
     def replayed(self) -> NDArray[np.bool_]:
-        """Whether a graph launched it."""
+        """True for entries that a CUDA graph launched."""
         names = self.trace.names
         called = np.unique(self.trace.calls.name).tolist()
         graphs = [n for n in called if names[n].startswith(_GRAPH_LAUNCHES)]
@@ -71,31 +71,32 @@ class DeviceWork:
 
     @cached_property
     def path(self) -> Ints:
-        """The named ranges it belongs to; of a backward, those of the forward that made it."""
+        """Path of the named ranges; for a backward, of the forward that created it."""
         path = np.zeros(len(self), np.int64)
-        known = self.span != NOBODY
+        known = self.span != NO_SPAN
         span = self.span[known]
         forward = self.host.forward_of[span]
-        backward = (self.host.phase[span] == BACKWARD) & (forward != NOBODY)
+        backward = (self.host.phase[span] == BACKWARD) & (forward != NO_SPAN)
         path[known] = self.host.path[np.where(backward, forward, span)]
         return path
 
     @cached_property
     def operator(self) -> Ints:
-        """The name of the operator that launched it, NOBODY where none did."""
+        """Name of the operator that launched each entry; NO_SPAN if none did."""
         spans = self.trace.spans
-        found = self.span.copy()
+        span = self.span.copy()
         while True:
-            inside = found != NOBODY
-            inside[inside] = spans.is_range[found[inside]]
-            if not inside.any():
+            in_range = span != NO_SPAN
+            in_range[in_range] = spans.is_range[span[in_range]]
+            if not in_range.any():
                 break
-            found[inside] = self.host.parent[found[inside]]
-        name = np.full(len(self), NOBODY, np.int64)
-        name[found != NOBODY] = spans.name[found[found != NOBODY]]
+            span[in_range] = self.host.parent[span[in_range]]
+        name = np.full(len(self), NO_SPAN, np.int64)
+        name[span != NO_SPAN] = spans.name[span[span != NO_SPAN]]
         return name
 
     def attribution(self) -> Attribution:
+        """Compute the shares of time with a known launch, operator, phase, class and module."""
         length = self.end - self.start
         total = max(1, int(length.sum()))
 
@@ -106,7 +107,7 @@ class DeviceWork:
         modules = self.path != 0
         return Attribution(
             launch=share(self.call != NO_CALL) if self.on_device else 1.0,
-            operator=share(self.operator != NOBODY),
+            operator=share(self.operator != NO_SPAN),
             phase=share(self.phase != UNKNOWN),
             kind=share(self.kind != CLASSES.index("other")),
             module=share(modules | (self.phase == OPTIMIZER)),
@@ -116,19 +117,20 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Shares of the time of all work that have each of these."""
+    """Shares of the time to which each of these could be attributed."""
 
     launch: float
     operator: float
     phase: float
     kind: float
     module: float
-    """A named range, or the optimizer."""
+    """Share with a named range, or in the optimizer."""
     backward_module: float
-    """Of the backward's time alone."""
+    """Share of the backward's time alone."""
 
 
 def device_work(trace: Trace) -> DeviceWork:
+    """Attribute every kernel, or every operator on a CPU, to the host's spans."""
     host = read_host(trace)
     return _kernels(trace, host) if trace.on_device else _operators(trace, host)
 
@@ -136,24 +138,32 @@ def device_work(trace: Trace) -> DeviceWork:
 def _kernels(trace: Trace, host: Host) -> DeviceWork:
     kernels, calls = _busiest_device(trace.kernels), trace.calls
     call = _launching_call(kernels.correlation, calls.correlation)
-    span = np.full(len(kernels), NOBODY, np.int64)
+    span = np.full(len(kernels), NO_SPAN, np.int64)
     known = call != NO_CALL
     launched = call[known]
     span[known] = innermost(trace.spans, host.parent, calls.thread[launched], calls.start[launched])
     descriptions = _descriptions(trace, kernels.name)
     return DeviceWork(
-        trace, host, kernels.name, kernels.start, kernels.end, kernels.stream,
-        classes(trace, host, descriptions, kernels.name, span), call, span, descriptions,
-    )  # fmt: skip
+        trace,
+        host,
+        kernels.name,
+        kernels.start,
+        kernels.end,
+        kernels.stream,
+        classes(trace, host, descriptions, kernels.name, span),
+        call,
+        span,
+        descriptions,
+    )
 
 
 def _descriptions(trace: Trace, name: Ints) -> dict[int, Description]:
-    known = describe if trace.on_device else describe_operator
-    return {number: known(trace.names[number]) for number in np.unique(name).tolist()}
+    describe_name = describe if trace.on_device else describe_operator
+    return {number: describe_name(trace.names[number]) for number in np.unique(name).tolist()}
 
 
 def _busiest_device(kernels: Kernels) -> Kernels:
-    """A step is accounted for on one device: the one that works most."""
+    """Keep the kernels of one device: the one with the most work."""
     devices, of = np.unique(kernels.device, return_inverse=True)
     if len(devices) == 1:
         return kernels
@@ -163,47 +173,54 @@ def _busiest_device(kernels: Kernels) -> Kernels:
 
 def _launching_call(wanted: Ints, correlations: Ints) -> Ints:
     order = np.argsort(correlations, kind="stable")
-    place = np.searchsorted(correlations[order], wanted)
-    found = np.full(len(wanted), NO_CALL, np.int64)
-    inside = (place < len(order)) & (wanted != NO_NUMBER)
-    candidate = order[place[inside]]
+    position = np.searchsorted(correlations[order], wanted)
+    call = np.full(len(wanted), NO_CALL, np.int64)
+    inside = (position < len(order)) & (wanted != NO_NUMBER)
+    candidate = order[position[inside]]
     same = correlations[candidate] == wanted[inside]
-    found[np.flatnonzero(inside)[same]] = candidate[same]
-    return found
+    call[np.flatnonzero(inside)[same]] = candidate[same]
+    return call
 
 
 def _operators(trace: Trace, host: Host) -> DeviceWork:
-    """Stretches in which an operator itself ran, not one that it called."""
-    start, end, span = _own_stretches(trace, host)
+    """Entries are the intervals in which an operator itself ran, not one that it called."""
+    start, end, span = _self_time(trace, host)
     order = np.argsort(start, kind="stable")
     start, end, span = start[order], end[order], span[order]
     name = trace.spans.name[span]
     descriptions = _descriptions(trace, name)
     return DeviceWork(
-        trace, host, name, start, end, trace.spans.thread[span],
-        classes(trace, host, descriptions, name, span), np.full(len(start), NO_CALL, np.int64),
-        span, descriptions,
-    )  # fmt: skip
+        trace,
+        host,
+        name,
+        start,
+        end,
+        trace.spans.thread[span],
+        classes(trace, host, descriptions, name, span),
+        np.full(len(start), NO_CALL, np.int64),
+        span,
+        descriptions,
+    )
 
 
-def _own_stretches(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
+def _self_time(trace: Trace, host: Host) -> tuple[Ints, Ints, Ints]:
     spans = trace.spans
     operators = np.flatnonzero(~spans.is_range)
     starts, ends, owners = [], [], []
-    # Where the own time of each open operator goes on: after the last child that has ended.
+    # When the self time of each open operator resumes: after the last child that has ended.
     begin, finish = spans.start.tolist(), spans.end.tolist()
     resume = begin.copy()
     up, is_range = host.parent.tolist(), spans.is_range.tolist()
     for index in operators.tolist():
-        over = up[index]
-        while over != NOBODY and is_range[over]:
-            over = up[over]
-        if over != NOBODY:
-            if begin[index] > resume[over]:
-                starts.append(resume[over])
+        above = up[index]
+        while above != NO_SPAN and is_range[above]:
+            above = up[above]
+        if above != NO_SPAN:
+            if begin[index] > resume[above]:
+                starts.append(resume[above])
                 ends.append(begin[index])
-                owners.append(over)
-            resume[over] = max(resume[over], finish[index])
+                owners.append(above)
+            resume[above] = max(resume[above], finish[index])
     for index in operators.tolist():
         if finish[index] > resume[index]:
             starts.append(resume[index])
