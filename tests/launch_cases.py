@@ -40,7 +40,7 @@ def clear_caches() -> None:
     from stepscope.attention.triton import launch as triton_launch
     from stepscope.kernels import autotune as search
 
-    for held in (triton_launch._PREPARED, triton_launch._SPLITTERS, api._DECIDED, search._chosen):
+    for held in (triton_launch._PREPARED, triton_launch._SPLITTERS, api._DISPATCH_CACHE, search._chosen):
         held.clear()
 
 

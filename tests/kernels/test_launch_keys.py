@@ -245,7 +245,7 @@ class TestDispatch:
     @pytest.fixture(autouse=True)
     def decided(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
-        monkeypatch.setattr("stepscope.attention.api._DECIDED", made)
+        monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", made)
         return made
 
     @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ class TestWeightCopies:
 
 
 def test_a_block_mask_that_an_evaluation_made_serves_in_training() -> None:
-    flex._kept_mask.cache_clear()
+    flex._cached_mask.cache_clear()
     with torch.inference_mode():
         mask = flex._mask_for(128, 128, 0, torch.device("cpu"))
     assert mask is not None

@@ -297,7 +297,7 @@ class TestRefusals:
 
     def test_a_cpu_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+        monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
         q, k, v = (x.cpu() for x in inputs(16, 16, 16)[:3])
         with pytest.raises(ValueError, match="needs a GPU"):
             triton(q, k, v)
@@ -343,7 +343,7 @@ class TestPlanes:
         x[..., 5] *= 300  # what is small beside it has bits of its own
         x[..., 7, :] = 0
         high = triton_launch._planes(x)[:1].double()
-        eps = torch.finfo(triton_launch._PLANE_FORMAT).eps
+        eps = torch.finfo(triton_launch._PLANE_DTYPE).eps
         largest = x.double().abs().amax(-1, keepdim=True)
         step = torch.exp2(torch.floor(torch.log2(largest))) * eps
         on_grid = (x.abs() >= step) & (largest > 0)
@@ -352,7 +352,7 @@ class TestPlanes:
         steps = torch.where(on_grid, high / step, 0)
         assert torch.equal(steps, steps.round())
         torch.testing.assert_close(high, x.double(), atol=2**-24, rtol=0.5)
-        own = x.to(triton_launch._PLANE_FORMAT).double()
+        own = x.to(triton_launch._PLANE_DTYPE).double()
         assert torch.equal(high[~on_grid], own[~on_grid])
 
     def test_what_is_not_finite_stays(self) -> None:

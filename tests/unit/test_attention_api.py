@@ -222,7 +222,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
         description="a constant",
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "planted", entry)
-    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
 
 @pytest.mark.usefixtures("planted")
@@ -236,7 +236,7 @@ def test_auto_takes_the_first_that_does_not_refuse(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="impl='planted' cannot take this input: too long"):
         attention(long, long, long, impl="planted")
     monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("planted",))
-    monkeypatch.setattr("stepscope.attention.api._DECIDED", {})
+    monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
     with pytest.raises(ValueError, match=r"no implementation takes .*planted: too long"):
         attention(long, long, long)
     assert explain(long, long, long).chosen is None

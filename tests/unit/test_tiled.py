@@ -12,7 +12,7 @@ from torch import Tensor
 from accuracy import check_against_float64
 from attention_inputs import BOTTOM_RIGHT, TOP_LEFT, draw, draw_qkv
 from stepscope.attention import FlashAttentionTorch, attention, reference_attention, tiled
-from stepscope.attention.masking import Sight
+from stepscope.attention.masking import CausalMask
 
 tiled_attention = partial(attention, impl="tiled")
 
@@ -59,11 +59,11 @@ def test_tiles_in_every_position_to_the_mask(seq_q: int, seq_k: int, how: dict[s
 
 @pytest.mark.usefixtures("small_tiles")
 def test_tiles_that_no_query_sees_are_not_visited() -> None:
-    sight = Sight.of(96, 96, True, None)
+    causal_mask = CausalMask.of(96, 96, True, None)
     visited = [
         (rows.start, keys.start, cut)
-        for rows in sight.row_tiles(tiled.QUERY_TILE)
-        for keys, cut in sight.key_tiles(rows, tiled.KEY_TILE)
+        for rows in causal_mask.row_tiles(tiled.QUERY_TILE)
+        for keys, cut in causal_mask.key_tiles(rows, tiled.KEY_TILE)
     ]
     assert visited == [
         (row, key, key + 15 > row)
