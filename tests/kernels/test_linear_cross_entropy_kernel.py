@@ -63,7 +63,7 @@ def test_rows(vocab: int, dtype: torch.dtype) -> None:
 def test_rows_that_lie_apart(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is between them is not looked at. On a GPU rows that begin elsewhere are read in other
     pieces, so their sums may differ in the last bit."""
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 64 * held)
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 64 * held)
     logits = draw(4, 53, scale=4.0)
     apart = torch.full((4, 64), math.nan, device=DEVICE)
     apart[:, :53] = logits
@@ -76,7 +76,7 @@ def test_rows_that_lie_apart(held: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @both_forms
 def test_gradients_have_their_share(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 128 * held)
     logits = draw(3, 70)
     targets = torch.tensor([3, -100, 69], device=DEVICE)
     count, share = count_rows(targets, -100, torch.float32)
@@ -104,7 +104,7 @@ def test_counting_and_averaging_many_rows(rows: int) -> None:
 
 @both_forms
 def test_without_gradient_the_logits_stay(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", 128 * held)
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", 128 * held)
     logits = draw(2, 70)
     before = logits.clone()
     losses_of(logits, torch.tensor([3, 4], device=DEVICE), gradient=False)
@@ -113,7 +113,7 @@ def test_without_gradient_the_logits_stay(held: bool, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("vocab", "held"), [(5000, True), (5000, False), (40_000, False)])
 def test_extremes(vocab: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_cross_entropy, "_MOST_HELD", vocab * held)
+    monkeypatch.setattr(triton_cross_entropy, "_MAX_COLUMNS_IN_REGISTERS", vocab * held)
     logits = torch.zeros(6, vocab, device=DEVICE)
     logits[0] = float("-inf")
     logits[0, 7] = 3.0  # the only token that is possible

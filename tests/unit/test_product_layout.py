@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels import autotune as search
-from stepscope.kernels.autotune import autotuned_matmuls, multiplied_into, searching
+from stepscope.kernels.autotune import autotuned_matmuls, autotuned_matmul_into, autotuning
 from stepscope.kernels.cublaslt import Kernel, Matmul, Matrix
 from stepscope.kernels.matmul import matmul_to_dtype
 
@@ -15,7 +15,7 @@ from stepscope.kernels.matmul import matmul_to_dtype
 def read(matrix: Matrix, memory: Tensor) -> Tensor:
     """What cuBLAS finds there."""
     found = memory.as_strided((matrix.rows, matrix.columns), (1, matrix.stride))
-    return found.T if matrix.turned else found
+    return found.T if matrix.transposed else found
 
 
 def drawn(rows: int, columns: int, turned: bool, room: int) -> Tensor:
@@ -50,12 +50,12 @@ def test_what_cublas_cannot_read_is_left_to_torch() -> None:
 
 def test_on_a_cpu_nothing_is_searched() -> None:
     a, b = torch.randn(4, 6, dtype=torch.float16), torch.randn(6, 3, dtype=torch.float16)
-    assert not searching()
+    assert not autotuning()
     with autotuned_matmuls():
-        assert searching()
-        assert not multiplied_into(torch.empty(4, 3, dtype=torch.float16), a, b)
+        assert autotuning()
+        assert not autotuned_matmul_into(torch.empty(4, 3, dtype=torch.float16), a, b)
         torch.testing.assert_close(matmul_to_dtype(a, b, torch.float16), a @ b)
-    assert not searching()
+    assert not autotuning()
 
 
 class NamedKernels:
@@ -101,7 +101,7 @@ def test_the_kernel_that_is_taken(
     a, b, out = (torch.empty(side, side, dtype=torch.float16) for _ in range(3))
     product = Matmul.of(a, b, out)
     assert product is not None
-    found = search._search(product, a, b, out)
+    found = search._autotune(product, a, b, out)
     assert found == (None if expected is None else (plan, plan.named[expected]))
     assert plan.sustained == sustained
 
@@ -118,5 +118,5 @@ def test_a_product_that_cublas_does_not_make_is_left_to_torch(
     a, b, out = (torch.empty(8, 8, dtype=torch.float16) for _ in range(3))
     product = Matmul.of(a, b, out)
     assert product is not None
-    assert search._search(product, a, b, out) is None
+    assert search._autotune(product, a, b, out) is None
     assert plan.named

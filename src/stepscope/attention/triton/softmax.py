@@ -60,7 +60,8 @@ def shared_by(a, sums, EXACT: tl.constexpr):
 
 @triton.jit
 def row_sums(a, b, EXACT: tl.constexpr):
-    """Return rowsum(a∘b) (rows,); 16-bit factors multiply exactly in float32, float32 ones do not."""
+    """Return rowsum(a∘b) (rows,): in float32 the products of 16-bit numbers are exact, those of
+    float32 numbers are not."""
     if EXACT:
         sums = tl.sum(a.to(tl.float64) * b.to(tl.float64), 1).to(tl.float32)
     else:
