@@ -220,15 +220,15 @@ class TestCapturable:
         optimizer, plain = FusedAdamW(held, capturable=True), AdamW(others)
         train(held, optimizer, 1)
         train(others, plain, 1)
-        ((counted),) = optimizer._counted.values()
+        ((counted),) = optimizer._launches.values()
         buffers = (counted.settings.rows.data_ptr(), counted.table)
         for rate in (1e-3, 4e-3):
             optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = rate
             optimizer.refresh()
             plain.step()
             counted.settings.advance()
-            ((_, formats),) = optimizer._counted
-            counted.table.update(counted.settings.rows, formats, by_chance=False, seed=0)
+            ((_, formats),) = optimizer._launches
+            counted.table.update(counted.settings.rows, formats, stochastic=False, seed=0)
         assert (counted.settings.rows.data_ptr(), counted.table) == buffers
         torch.testing.assert_close(held, others, rtol=1e-6, atol=1e-7)
 

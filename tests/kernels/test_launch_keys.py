@@ -24,7 +24,7 @@ from stepscope.attention.triton import launch as triton_launch
 from stepscope.kernels import autotune as search
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import FusedAdamW
-from stepscope.optim.fused import _described
+from stepscope.optim.fused import _table_row
 from stepscope.torch_tools.triton_available import on_its_device, tf32_is_enabled
 
 B, H, S, D = 2, 4, 32, 64
@@ -399,7 +399,7 @@ class TestAddressTable:
             kept.extend((x, g, m, s))
             copy = tensors["copy"] if change.get("copy") else None
             state = {"exp_avg": m, "exp_avg_sq": s}
-            return _described(x, g, state, copy, change.get("settings", 0))
+            return _table_row(x, g, state, copy, change.get("settings", 0))
 
         kept: list[Tensor] = []  # So that no address is used twice.
         tensors = {name: torch.zeros(8) for name in ("x", "g", "m", "s", "copy")}
@@ -418,13 +418,13 @@ class TestAddressTable:
         optimizer = FusedAdamW(held, capturable=True)
         self.give_gradients(held)
         optimizer.step()
-        (captured,) = optimizer._counted.values()
+        (captured,) = optimizer._launches.values()
         # As `step` does in a capture.
         optimizer._captured.append(captured)
         counts = [optimizer.state[each]["step"] for each in held]
         self.give_gradients(held)
         optimizer.step()
-        (now,) = optimizer._counted.values()
+        (now,) = optimizer._launches.values()
         assert now.table is not captured.table
         assert now.settings is captured.settings
         held[1].grad = None

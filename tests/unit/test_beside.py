@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stepscope.torch_tools.side_stream import SideStream, offered, run_overlapped, taker_of
+from stepscope.torch_tools.side_stream import SideStream, offered, run_overlapped, gradient_consumer
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ class Offered:
     ) -> None:
         self._places, self._weights = places, weights
 
-    def beside(self, device: torch.device) -> SideStream | None:
+    def side_stream(self, device: torch.device) -> SideStream | None:
         return self._places.get(device)
 
     def takes(self, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -62,10 +62,10 @@ def test_work_goes_where_it_is_offered_a_place() -> None:
 def test_gradients_go_to_who_takes_those_of_all_weights() -> None:
     first, second, other = (torch.zeros(2) for _ in range(3))
     offer = Offered({}, (first, second))
-    assert taker_of([first], torch.bfloat16) is None
+    assert gradient_consumer([first], torch.bfloat16) is None
     with offered(offer):
-        assert taker_of([first, second], torch.bfloat16) is offer
-        assert taker_of([first, second], torch.float32) is None
-        assert taker_of([first, other], torch.bfloat16) is None
-        assert taker_of([first, None], torch.bfloat16) is None
-    assert taker_of([first], torch.bfloat16) is None
+        assert gradient_consumer([first, second], torch.bfloat16) is offer
+        assert gradient_consumer([first, second], torch.float32) is None
+        assert gradient_consumer([first, other], torch.bfloat16) is None
+        assert gradient_consumer([first, None], torch.bfloat16) is None
+    assert gradient_consumer([first], torch.bfloat16) is None
