@@ -32,7 +32,9 @@ def rotated_heads_(
     """Return the heads of a projection, rotated by position. x is overwritten: it must not be used
     elsewhere, and it must not be a view."""
     if x.shape[1] > cos.shape[0]:
-        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+        raise ValueError(
+            f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
+        )
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or x.stride(-1) != 1:
         return plain_rotate(_split(x, heads), cos, sin)
     rotated: Tensor = _Rotate.apply(x, cos, sin, heads)  # type: ignore[no-untyped-call]
@@ -48,7 +50,9 @@ def rotated_parts_(
     """Return the heads of a fused QKV projection, queries and keys rotated by position. x is
     overwritten: it must not be used elsewhere."""
     if x.shape[1] > cos.shape[0]:
-        raise ValueError(f"sequence of {x.shape[1]} in a table for {cos.shape[0]}")
+        raise ValueError(
+            f"a sequence of {x.shape[1]} exceeds the rotary table for {cos.shape[0]} positions"
+        )
     if not kernels_take(x, cos, sin) or cos.dtype != torch.float32 or not x.is_contiguous():
         q, k, v = (_split(part, heads) for part in x.chunk(3, dim=-1))
         return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
