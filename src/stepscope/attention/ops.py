@@ -65,9 +65,16 @@ def _launch_forward(
 
 
 def _launch_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     # Saved-tensor hooks may return `out` and `lse` with different strides.
     grad, q, k, v, out = map(_rows_contiguous, (grad, q, k, v, out))
     lse = lse.contiguous()
@@ -86,24 +93,43 @@ def flash_forward(
 
 @flash_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    shift: int,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("stepscope::flash_backward", mutates_args=())
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _launch_backward(grad, q, k, v, out, lse, is_causal, scale, shift)
 
 
 @flash_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,  # noqa: ARG001
-    is_causal: bool, scale: float, shift: int,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,  # noqa: ARG001
+    lse: Tensor,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    shift: int,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(_rows_contiguous(x)) for x in (q, k, v)]
     return grads[0], grads[1], grads[2]
 

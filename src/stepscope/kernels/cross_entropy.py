@@ -70,9 +70,16 @@ def linear_cross_entropy(
     with named("loss"), torch.autocast(device_type, enabled=False):
         grad_enabled = torch.is_grad_enabled()
         arguments = (
-            flat, weight, flat_targets, ignore_index, rows, compute, reduction == "mean",
-            grad_enabled and flat.requires_grad, grad_enabled and weight.requires_grad,
-        )  # fmt: skip
+            flat,
+            weight,
+            flat_targets,
+            ignore_index,
+            rows,
+            compute,
+            reduction == "mean",
+            grad_enabled and flat.requires_grad,
+            grad_enabled and weight.requires_grad,
+        )
         if transforms_active():
             return _from_logits(flat, weight, flat_targets, ignore_index, compute, reduction)
         if torch.compiler.is_compiling():
@@ -84,9 +91,13 @@ def linear_cross_entropy(
 
 
 def _from_logits(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, compute: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    compute: torch.dtype,
     reduction: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute all logits at once by torch operators, which transforms can differentiate and map."""
     logits = functional.linear(x.to(compute), weight.to(compute))
     wide = logits.to(torch.promote_types(compute, torch.float32))
@@ -96,10 +107,17 @@ def _from_logits(
 
 
 def _loss_and_grads(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_rows: int,
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_rows: int,
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
     narrow: Tensor | None = None,
-) -> LossAndGrads:  # fmt: skip
+) -> LossAndGrads:
     wide = torch.promote_types(compute, torch.float32)
     rows, vocab, needs_grad = x.shape[0], weight.shape[0], needs_x or needs_weight
     narrow = weight.to(compute) if narrow is None else narrow
@@ -179,10 +197,18 @@ def _scale_(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,
-        compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        rows: int,
+        compute: torch.dtype,
+        mean: bool,
+        needs_x: bool,
+        needs_weight: bool,
         narrow: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         loss, *factor_and_grads = _loss_and_grads(
             x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow
         )
@@ -219,9 +245,16 @@ def _differentiate(ctx: Any, grad: Tensor, scale: Scale) -> tuple[Tensor | None,
 # The compiler sees one operator: if it traced the chunks, it might save them for its own backward.
 @torch.library.custom_op("stepscope::linear_cross_entropy", mutates_args=())
 def _operator(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    rows: int,
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _loss_and_grads(
         x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight
     )
@@ -229,9 +262,16 @@ def _operator(
 
 @_operator.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, rows: int,  # noqa: ARG001
-    compute: torch.dtype, mean: bool, needs_x: bool, needs_weight: bool,
-) -> LossAndGrads:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,  # noqa: ARG001
+    ignore_index: int,  # noqa: ARG001
+    rows: int,  # noqa: ARG001
+    compute: torch.dtype,
+    mean: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> LossAndGrads:
     wide = torch.promote_types(compute, torch.float32)
     return (
         x.new_empty((), dtype=wide),

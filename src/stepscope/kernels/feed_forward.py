@@ -54,9 +54,16 @@ def feed_forward(
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, normed: Normed | None, first: Weights, second: Tensor, keep: str,
-        w1: Tensor, w3: Tensor, w2: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        normed: Normed | None,
+        first: Weights,
+        second: Tensor,
+        keep: str,
+        w1: Tensor,
+        w3: Tensor,
+        w2: Tensor,
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         gates = linear_concat(flat, first)
         gated = gated_by(gates)

@@ -54,9 +54,14 @@ def add_rms_norm(
 
 
 def normed_sum(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None, *, units: bool = False,
-) -> tuple[Tensor, Normed]:  # fmt: skip
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    *,
+    units: bool = False,
+) -> tuple[Tensor, Normed]:
     """Return x + branch (or x, if branch is None) and its norm.
 
     With `units` the unit rows are saved for backward in the output dtype instead of the residual
@@ -83,9 +88,14 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
         units: bool,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         from stepscope.kernels.triton import norm as triton_norm
 
         result = triton_norm.forward(x, branch, weight, eps, dtype, units)

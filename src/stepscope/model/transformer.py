@@ -177,9 +177,14 @@ class TransformerLM(nn.Module):
         return out
 
     def _through_blocks(
-        self, x: Tensor, branch: Tensor | None, first: int, end: int, levels: tuple[int, ...],
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        first: int,
+        end: int,
+        levels: tuple[int, ...],
         joined: bool,
-    ) -> Stream:  # fmt: skip
+    ) -> Stream:
         if not levels:
             for number in range(first, end):
                 with named(f"block {number}"):

@@ -170,9 +170,12 @@ class FusedAdamW(AdamW):
         }
 
     def _launch_for(
-        self, key: tuple[torch.device, TensorDtypes], parameters: list[Tensor],
-        rows: tuple[Row, ...], groups: tuple[dict[str, Any], ...],
-    ) -> CapturableLaunch:  # fmt: skip
+        self,
+        key: tuple[torch.device, TensorDtypes],
+        parameters: list[Tensor],
+        rows: tuple[Row, ...],
+        groups: tuple[dict[str, Any], ...],
+    ) -> CapturableLaunch:
         from stepscope.optim.device_settings import DeviceSettings
         from stepscope.optim.triton_adamw import Table
 
@@ -245,9 +248,13 @@ class FusedAdamW(AdamW):
             self._launch(device, dtypes, tuple(rows), list(settings), seed)
 
     def _launch(
-        self, device: torch.device, dtypes: TensorDtypes, rows: tuple[Row, ...],
-        settings: list[Settings], seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        dtypes: TensorDtypes,
+        rows: tuple[Row, ...],
+        settings: list[Settings],
+        seed: int,
+    ) -> None:
         from stepscope.optim.triton_adamw import Table, sent
 
         table = self._tables.get((device, dtypes))

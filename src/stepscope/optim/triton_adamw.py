@@ -95,9 +95,19 @@ def _rounded_stochastically(x, noise):
 
 @triton.jit
 def _update(
-    parameter, gradient, mean, square, copy, settings, at, inside, seed,
-    MASKED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
+    parameter,
+    gradient,
+    mean,
+    square,
+    copy,
+    settings,
+    at,
+    inside,
+    seed,
+    MASKED: tl.constexpr,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
     """Apply the rule of `optim.adamw`, in its order, to the elements `at`; blocks are (BLOCK,)."""
     decay, mean_share = tl.load(settings), tl.load(settings + 1)
     square_kept, square_share = tl.load(settings + 2), tl.load(settings + 3)
@@ -150,10 +160,18 @@ def _update(
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw_table_kernel(
-    table, pieces, settings, seed,
-    PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, MOMENTS: tl.constexpr, COPY: tl.constexpr,
-    ALIGNED: tl.constexpr, CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
+    table,
+    pieces,
+    settings,
+    seed,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
     """Update one piece of one tensor of the table."""
     pid = tl.program_id(0).to(tl.int64)
     row = tl.load(pieces + 2 * pid)
@@ -172,9 +190,18 @@ def adamw_table_kernel(
 
 @triton.jit
 def _piece(
-    parameter, gradient, mean, square, copy, settings, start, elements, seed,
-    CHANCE: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
+    parameter,
+    gradient,
+    mean,
+    square,
+    copy,
+    settings,
+    start,
+    elements,
+    seed,
+    CHANCE: tl.constexpr,
+    COPIED: tl.constexpr,
+):
     offs = start + tl.arange(0, _BLOCK)
     # Full blocks need no mask, and only loads without a mask are 16 bytes wide.
     if start + _BLOCK <= elements:
@@ -195,9 +222,19 @@ def _piece(
     else:
         mask = offs < elements
         _update(
-            parameter, gradient, mean, square, copy, settings, offs, mask, seed,
-            True, CHANCE, COPIED,
-        )  # fmt: skip
+            parameter,
+            gradient,
+            mean,
+            square,
+            copy,
+            settings,
+            offs,
+            mask,
+            seed,
+            True,
+            CHANCE,
+            COPIED,
+        )
 
 
 @triton.jit(do_not_specialize=["row"])
@@ -230,11 +267,19 @@ class Table:
     ) -> None:
         moments = tl.uint16 if stochastic else _DTYPES[dtypes.moments]
         adamw_table_kernel[(len(self._pieces),)](
-            self._table, self._pieces, settings, seed,
-            PARAMETER=_DTYPES[dtypes.parameter], GRADIENT=_DTYPES[dtypes.gradient],
-            MOMENTS=moments, COPY=_DTYPES[dtypes.copy or dtypes.parameter],
-            ALIGNED=self._aligned, CHANCE=stochastic, COPIED=dtypes.copy is not None, num_warps=8,
-        )  # fmt: skip
+            self._table,
+            self._pieces,
+            settings,
+            seed,
+            PARAMETER=_DTYPES[dtypes.parameter],
+            GRADIENT=_DTYPES[dtypes.gradient],
+            MOMENTS=moments,
+            COPY=_DTYPES[dtypes.copy or dtypes.parameter],
+            ALIGNED=self._aligned,
+            CHANCE=stochastic,
+            COPIED=dtypes.copy is not None,
+            num_warps=8,
+        )
 
 
 def _sizes(rows: tuple[Row, ...]) -> list[int]:
@@ -251,15 +296,28 @@ def _pieces_of(rows: tuple[Row, ...], device: torch.device) -> Tensor:
 
 @on_its_device
 def update_one(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None,
-    settings: Tensor, row: int,
-) -> None:  # fmt: skip
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None,
+    settings: Tensor,
+    row: int,
+) -> None:
     """Update one tensor with the settings of that row."""
     elements = parameter.numel()
     adamw_one_kernel[(triton.cdiv(elements, BLOCK),)](
-        parameter, gradient, mean, square, copy, settings, elements, row,
-        COPIED=copy is not None, num_warps=8,
-    )  # fmt: skip
+        parameter,
+        gradient,
+        mean,
+        square,
+        copy,
+        settings,
+        elements,
+        row,
+        COPIED=copy is not None,
+        num_warps=8,
+    )
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:

@@ -17,9 +17,18 @@ from stepscope.attention.inputs import autocast_dtype
 
 _WRITING_NAMES = {"__setitem__", "__set__"}
 _WRITING_OPERATORS: set[Any] = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor,
-}  # fmt: skip
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+}
 
 
 class AutogradState(NamedTuple):

@@ -25,8 +25,10 @@ from stepscope.acceleration.attention.substitute import (
 )
 
 _SETTINGS: set[Any] = {
-    torch._C._set_grad_enabled, autocast_mode._enter_autocast, autocast_mode._exit_autocast,
-}  # fmt: skip
+    torch._C._set_grad_enabled,
+    autocast_mode._enter_autocast,
+    autocast_mode._exit_autocast,
+}
 
 
 def backend(
@@ -84,9 +86,13 @@ def _substitute_one(module: GraphModule, last: Node, within: fused_attention) ->
         new = graph.call_function(
             functional.scaled_dot_product_attention,
             (queries, graph.call_method("transpose", (keys, -2, -1)), last.args[1]),
-            {"attn_mask": mask, "dropout_p": deferred.dropout, "is_causal": causal,
-             "scale": deferred.scale},
-        )  # fmt: skip
+            {
+                "attn_mask": mask,
+                "dropout_p": deferred.dropout,
+                "is_causal": causal,
+                "scale": deferred.scale,
+            },
+        )
         new.meta = dict(last.meta)
     last.replace_all_uses_with(new)
     for node in (last, *reversed(chain)):

@@ -45,25 +45,55 @@ Function = Callable[..., Any]
 
 _TENSOR = torch.Tensor
 MATMULS: set[Any] = {
-    operator.matmul, torch.matmul, torch.bmm, _TENSOR.matmul, _TENSOR.bmm, _TENSOR.__matmul__,
-}  # fmt: skip
+    operator.matmul,
+    torch.matmul,
+    torch.bmm,
+    _TENSOR.matmul,
+    _TENSOR.bmm,
+    _TENSOR.__matmul__,
+}
 IN_PLACE: set[Any] = {
-    _TENSOR.mul_, _TENSOR.div_, _TENSOR.add_, _TENSOR.masked_fill_,
-    _TENSOR.__imul__, _TENSOR.__itruediv__, _TENSOR.__iadd__,
-    operator.imul, operator.itruediv, operator.iadd,
-}  # fmt: skip
+    _TENSOR.mul_,
+    _TENSOR.div_,
+    _TENSOR.add_,
+    _TENSOR.masked_fill_,
+    _TENSOR.__imul__,
+    _TENSOR.__itruediv__,
+    _TENSOR.__iadd__,
+    operator.imul,
+    operator.itruediv,
+    operator.iadd,
+}
 _TIMES: set[Any] = {
-    operator.mul, operator.imul, torch.mul, _TENSOR.mul, _TENSOR.mul_,
-    _TENSOR.__mul__, _TENSOR.__rmul__, _TENSOR.__imul__,
-}  # fmt: skip
+    operator.mul,
+    operator.imul,
+    torch.mul,
+    _TENSOR.mul,
+    _TENSOR.mul_,
+    _TENSOR.__mul__,
+    _TENSOR.__rmul__,
+    _TENSOR.__imul__,
+}
 _OVER: set[Any] = {
-    operator.truediv, operator.itruediv, torch.div, torch.true_divide, _TENSOR.div, _TENSOR.div_,
-    _TENSOR.__truediv__, _TENSOR.__itruediv__,
-}  # fmt: skip
+    operator.truediv,
+    operator.itruediv,
+    torch.div,
+    torch.true_divide,
+    _TENSOR.div,
+    _TENSOR.div_,
+    _TENSOR.__truediv__,
+    _TENSOR.__itruediv__,
+}
 _PLUS: set[Any] = {
-    operator.add, operator.iadd, torch.add, _TENSOR.add, _TENSOR.add_,
-    _TENSOR.__add__, _TENSOR.__radd__, _TENSOR.__iadd__,
-}  # fmt: skip
+    operator.add,
+    operator.iadd,
+    torch.add,
+    _TENSOR.add,
+    _TENSOR.add_,
+    _TENSOR.__add__,
+    _TENSOR.__radd__,
+    _TENSOR.__iadd__,
+}
 _COMMUTATIVE = (_TIMES | _PLUS) - IN_PLACE
 _FILLED = {torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_}
 _SOFTMAX = {torch.softmax, torch.Tensor.softmax, functional.softmax}
@@ -372,10 +402,22 @@ class DeferredMatmul:
 
 
 _NOT_FORWARDED = {
-    "__class__", "__delattr__", "__dir__", "__getattribute__", "__getstate__", "__hash__",
-    "__init__", "__init_subclass__", "__new__", "__setattr__", "__setstate__", "__sizeof__",
-    "__subclasshook__", "__torch_dispatch__", "__torch_function__",
-}  # fmt: skip
+    "__class__",
+    "__delattr__",
+    "__dir__",
+    "__getattribute__",
+    "__getstate__",
+    "__hash__",
+    "__init__",
+    "__init_subclass__",
+    "__new__",
+    "__setattr__",
+    "__setstate__",
+    "__sizeof__",
+    "__subclasshook__",
+    "__torch_dispatch__",
+    "__torch_function__",
+}
 """Special methods that are not forwarded to the tensor."""
 
 

@@ -46,13 +46,39 @@ def _gather_keys(
     for start_n in tl.range(start, stop, BLOCK_N):
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
         b_k = load_tile(
-            k, k_e, k_strides, batch, key_head, start_n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
+            k,
+            k_e,
+            k_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
         b_v = load_tile(
-            v, v_e, v_strides, batch, key_head, start_n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
+            v,
+            v_e,
+            v_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
         b_s = outer_dot(query, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         b_p = probabilities(b_s, level[:, None], scale, EXACT)
         if MASKED:
@@ -98,23 +124,62 @@ def query_kernel(
     v_strides = (v_stride_b, v_stride_h, v_stride_n)
     # b_do, b_o and b_q: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
     b_do = load_tile(
-        grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), batch, head, start_m, M, D, B,
-        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
+        grad,
+        grad_e,
+        (g_stride_b, g_stride_h, g_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        B,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
     b_do = in_registers(b_do, dq, HOLD)
     b_o = load_tile(
-        o, o, (o_stride_b, o_stride_h, o_stride_m), batch, head, start_m, M, D, B,
-        BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False,
-    )  # fmt: skip
+        o,
+        o,
+        (o_stride_b, o_stride_h, o_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        B,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+        1,
+        True,
+        False,
+    )
     offs_bh = pid_bh.to(tl.int64) * M
     b_delta = row_sums(b_o[0], sum_planes(b_do, PLANES), EXACT)
     if BLOCK_E > 0:
         b_delta += row_sums(b_o[3], b_do[3], EXACT)
     tl.store(delta + offs_bh + offs_m, b_delta, mask=offs_m < M)
     b_q = load_tile(
-        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, start_m, M, D, B,
-        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
+        q,
+        q_e,
+        (q_stride_b, q_stride_h, q_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        B,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
     b_q = in_registers(b_q, dq, HOLD)
     b_lse = tl.load(lse + offs_bh + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
     n_full, n_end = keys_of(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
@@ -142,9 +207,19 @@ def query_kernel(
         if BLOCK_E > 0:
             b_dq_e = (b_dq_e - b_lean[:, None] * b_mean_k_e) * b_factor[:, None]
     store_tile(
-        dq, b_dq * scale, b_dq_e * scale, (dq_stride_b, dq_stride_h, dq_stride_m),
-        batch, head, start_m, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
+        dq,
+        b_dq * scale,
+        b_dq_e * scale,
+        (dq_stride_b, dq_stride_h, dq_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+    )
 
 
 @triton.jit
@@ -165,9 +240,22 @@ def _gather_queries(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         # b_q and b_do: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
         b_q = load_tile(
-            q, q_e, q_strides, batch, head, start_m, M, D, B,
-            BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-        )  # fmt: skip
+            q,
+            q_e,
+            q_strides,
+            batch,
+            head,
+            start_m,
+            M,
+            D,
+            B,
+            BLOCK_M,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            True,
+            TMA,
+        )
         b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
         b_s = outer_dot(key, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
         b_p = probabilities(b_s, b_lse[None, :], scale, EXACT)
@@ -180,9 +268,22 @@ def _gather_queries(
         elif EXACT:
             b_p *= tl.load(factor + offs_m, mask=offs_m < M, other=0.0)[None, :]
         b_do = load_tile(
-            grad, grad_e, g_strides, batch, head, start_m, M, D, B,
-            BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-        )  # fmt: skip
+            grad,
+            grad_e,
+            g_strides,
+            batch,
+            head,
+            start_m,
+            M,
+            D,
+            B,
+            BLOCK_M,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            True,
+            TMA,
+        )
         grad_v, grad_v_e = add_dot(
             grad_v, grad_v_e, b_p, b_do, BLOCK_E, PLANES, PRECISION, APART=WHOLE
         )
@@ -221,13 +322,39 @@ def key_value_kernel(
     g_strides = (g_stride_b, g_stride_h, g_stride_m)
     # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
     b_k = load_tile(
-        k, k_e, (k_stride_b, k_stride_h, k_stride_n), batch, key_head, start_n, N, D, B,
-        BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
+        k,
+        k_e,
+        (k_stride_b, k_stride_h, k_stride_n),
+        batch,
+        key_head,
+        start_n,
+        N,
+        D,
+        B,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
     b_v = load_tile(
-        v, v_e, (v_stride_b, v_stride_h, v_stride_n), batch, key_head, start_n, N, D, B,
-        BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
+        v,
+        v_e,
+        (v_stride_b, v_stride_h, v_stride_n),
+        batch,
+        key_head,
+        start_n,
+        N,
+        D,
+        B,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
     b_k, b_v = in_registers(b_k, dk, HOLD), in_registers(b_v, dv, HOLD)
     b_dk, b_dk_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     b_dv, b_dv_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
@@ -256,10 +383,30 @@ def key_value_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
     store_tile(
-        dk, b_dk * scale, b_dk_e * scale, (dk_stride_b, dk_stride_h, dk_stride_n),
-        batch, key_head, start_n, N, D, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
+        dk,
+        b_dk * scale,
+        b_dk_e * scale,
+        (dk_stride_b, dk_stride_h, dk_stride_n),
+        batch,
+        key_head,
+        start_n,
+        N,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )
     store_tile(
-        dv, b_dv, b_dv_e, (dv_stride_b, dv_stride_h, dv_stride_n),
-        batch, key_head, start_n, N, D, BLOCK_N, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
+        dv,
+        b_dv,
+        b_dv_e,
+        (dv_stride_b, dv_stride_h, dv_stride_n),
+        batch,
+        key_head,
+        start_n,
+        N,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )

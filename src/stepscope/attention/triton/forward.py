@@ -27,13 +27,38 @@ from stepscope.attention.triton.softmax import base_of, exponential, shared_by
 
 @triton.jit
 def _advance(
-    acc, acc_e, top, total, query, k, k_e, v, v_e, k_strides, v_strides,
-    batch, key_head, row, start, stop, factor, B, N, D, shift,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    acc,
+    acc_e,
+    top,
+    total,
+    query,
+    k,
+    k_e,
+    v,
+    v_e,
+    k_strides,
+    v_strides,
+    batch,
+    key_head,
+    row,
+    start,
+    stop,
+    factor,
+    B,
+    N,
+    D,
+    shift,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Update the online softmax of a query tile with the keys from start to stop.
 
     `top` is the maximum raw score of each row so far, `total` the running sum; both (BLOCK_M,).
@@ -43,9 +68,22 @@ def _advance(
     for start_n in tl.range(start, stop, BLOCK_N):
         # (BLOCK_N, BLOCK_D)
         b_k = load_tile(
-            k, k_e, k_strides, batch, key_head, start_n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
+            k,
+            k_e,
+            k_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
         b_s = outer_dot(query, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -67,9 +105,22 @@ def _advance(
         total = total * b_rescale + tl.sum(b_p, 1)
         # (BLOCK_N, BLOCK_D)
         b_v = load_tile(
-            v, v_e, v_strides, batch, key_head, start_n, N, D, B,
-            BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA,
-        )  # fmt: skip
+            v,
+            v_e,
+            v_strides,
+            batch,
+            key_head,
+            start_n,
+            N,
+            D,
+            B,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+            PLANES,
+            MASKED,
+            TMA,
+        )
         acc = acc * b_rescale[:, None]
         if BLOCK_E > 0:
             acc_e = acc_e * b_rescale[:, None]
@@ -80,14 +131,47 @@ def _advance(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, q_e, k_e, v_e, o, lse, scale,
-    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_m,
-    B, H, G, M, N, D, shift, n_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PLANES: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    HOLD: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_e,
+    k_e,
+    v_e,
+    o,
+    lse,
+    scale,
+    q_stride_b,
+    q_stride_h,
+    q_stride_m,
+    k_stride_b,
+    k_stride_h,
+    k_stride_n,
+    v_stride_b,
+    v_stride_h,
+    v_stride_n,
+    o_stride_b,
+    o_stride_h,
+    o_stride_m,
+    B,
+    H,
+    G,
+    M,
+    N,
+    D,
+    shift,
+    n_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    HOLD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Output (BLOCK_M, D) and log-sum-exp (BLOCK_M,) of one query tile of one head."""
     pid_m, pid_bh = tile_of_program(n_tiles, GROUP, CAUSAL)
     batch, head = pid_bh // H, pid_bh % H
@@ -97,9 +181,22 @@ def forward_kernel(
     v_strides = (v_stride_b, v_stride_h, v_stride_n)
     # (BLOCK_M, BLOCK_D), and (BLOCK_M, BLOCK_E) for the second part
     b_q = load_tile(
-        q, q_e, (q_stride_b, q_stride_h, q_stride_m), batch, head, start_m, M, D, B,
-        BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA,
-    )  # fmt: skip
+        q,
+        q_e,
+        (q_stride_b, q_stride_h, q_stride_m),
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        B,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        True,
+        TMA,
+    )
     b_q = in_registers(b_q, o, HOLD)
     factor = base_of(scale, EXACT)
     n_full, n_end = keys_of(start_m, N, shift, BLOCK_M, BLOCK_N, CAUSAL)
@@ -109,22 +206,87 @@ def forward_kernel(
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     # The loop with a mask comes second: as the first it makes the compiler serialize the matmuls.
     b_acc, b_acc_e, b_max, b_sum = _advance(
-        b_acc, b_acc_e, b_max, b_sum, b_q, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, start_m, 0, n_full, factor, B, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, TMA, PRECISION, EXACT,
-    )  # fmt: skip
+        b_acc,
+        b_acc_e,
+        b_max,
+        b_sum,
+        b_q,
+        k,
+        k_e,
+        v,
+        v_e,
+        k_strides,
+        v_strides,
+        batch,
+        key_head,
+        start_m,
+        0,
+        n_full,
+        factor,
+        B,
+        N,
+        D,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        CAUSAL,
+        False,
+        TMA,
+        PRECISION,
+        EXACT,
+    )
     b_acc, b_acc_e, b_max, b_sum = _advance(
-        b_acc, b_acc_e, b_max, b_sum, b_q, k, k_e, v, v_e, k_strides, v_strides,
-        batch, key_head, start_m, n_full, n_end, factor, B, N, D, shift,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, TMA, PRECISION, EXACT,
-    )  # fmt: skip
+        b_acc,
+        b_acc_e,
+        b_max,
+        b_sum,
+        b_q,
+        k,
+        k_e,
+        v,
+        v_e,
+        k_strides,
+        v_strides,
+        batch,
+        key_head,
+        start_m,
+        n_full,
+        n_end,
+        factor,
+        B,
+        N,
+        D,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+        PLANES,
+        CAUSAL,
+        True,
+        TMA,
+        PRECISION,
+        EXACT,
+    )
 
     # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
     store_tile(
-        o, shared_by(b_acc, b_sum[:, None], EXACT), shared_by(b_acc_e, b_sum[:, None], EXACT),
+        o,
+        shared_by(b_acc, b_sum[:, None], EXACT),
+        shared_by(b_acc_e, b_sum[:, None], EXACT),
         (o_stride_b, o_stride_h, o_stride_m),
-        batch, head, start_m, M, D, BLOCK_M, BLOCK_D, BLOCK_E,
-    )  # fmt: skip
+        batch,
+        head,
+        start_m,
+        M,
+        D,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_E,
+    )
     offs_m = start_m + tl.arange(0, BLOCK_M)
     b_lse = b_max * scale + tl.math.log(b_sum)  # (BLOCK_M,)
     tl.store(lse + pid_bh.to(tl.int64) * M + offs_m, b_lse, mask=offs_m < M)

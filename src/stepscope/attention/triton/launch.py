@@ -147,9 +147,17 @@ def forward(
 
 @on_its_device
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *, scale: float, causal: bool, shift: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. The rows of `out` and all of `lse` must be contiguous."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
@@ -323,10 +331,27 @@ def _first_launch(
     first, second = columns(head, in_one_part=problem.planes > 1)
     fixed = (
         *[stride for x in (*read, *strided) for stride in x.stride()[:3]],
-        batch, heads, heads // max(1, key_heads), rows, keys, head, problem.shift, n_tiles,
-        tile.m, tile.n, first, second, problem.planes, problem.causal,
-        _group(tile, programs), tma, tile.hold, *in_one_tile, _precision(problem, tile), is_float32,
-    )  # fmt: skip
+        batch,
+        heads,
+        heads // max(1, key_heads),
+        rows,
+        keys,
+        head,
+        problem.shift,
+        n_tiles,
+        tile.m,
+        tile.n,
+        first,
+        second,
+        problem.planes,
+        problem.causal,
+        _group(tile, programs),
+        tma,
+        tile.hold,
+        *in_one_tile,
+        _precision(problem, tile),
+        is_float32,
+    )
     programs *= n_tiles
     layout = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers:

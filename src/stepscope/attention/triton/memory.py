@@ -44,9 +44,19 @@ def keys_of(row, N, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL:
 
 @triton.jit
 def _load_part(
-    source, strides, batch, head, row, rows, d, COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Load a (BLOCK, COLUMNS) block of one head, by TMA or by pointers."""
     if TMA:
         b_x = source.load([batch, head, row, COLUMN]).reshape([BLOCK, COLUMNS])
@@ -65,10 +75,22 @@ def _load_part(
 
 @triton.jit
 def load_tile(
-    source, source_e, strides, batch, head, row, rows, d, B,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PLANES: tl.constexpr,
-    CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source,
+    source_e,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    B,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Load a tile of (BLOCK, BLOCK_D) and (BLOCK, BLOCK_E) of one head; elements outside of the
     tensor read as zero. The planes of a tensor are B batches apart."""
     b_high = _load_part(
@@ -140,9 +162,15 @@ def outer_dot(a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def add_dot(
-    acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr,
+    acc,
+    acc_e,
+    a,
+    b,
+    BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr,
+    PRECISION: tl.constexpr,
     APART: tl.constexpr = False,
-):  # fmt: skip
+):
     """Return acc + a b, part by part; a is split into planes here. Matmuls of planes start from
     zero and are added to acc outside: over many tiles the truncation errors of the tensor cores
     would add up. APART adds the highest planes separately, where registers suffice for it."""
@@ -181,9 +209,20 @@ def add_roughly(acc, acc_e, a, b, BLOCK_E: tl.constexpr, PLANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def split_kernel(
-    x, planes, stride_b, stride_h, stride_r, H, M, D, count, wide,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    planes,
+    stride_b,
+    stride_h,
+    stride_r,
+    H,
+    M,
+    D,
+    count,
+    wide,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Split x into three planes of a 16-bit dtype that sum to it; `planes` is contiguous, `count`
     rows of `wide` columns each, zero past D.
 
@@ -228,9 +267,18 @@ def zeros(BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _store_part(
-    target, tile, strides, batch, head, row, rows, d, COLUMN: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    target,
+    tile,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Store a (BLOCK, COLUMNS) block of one head."""
     offs_row = row + tl.arange(0, BLOCK)
     offs_col = COLUMN + tl.arange(0, COLUMNS)
@@ -242,9 +290,19 @@ def _store_part(
 
 @triton.jit
 def store_tile(
-    target, tile, tile_e, strides, batch, head, row, rows, d,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    target,
+    tile,
+    tile_e,
+    strides,
+    batch,
+    head,
+    row,
+    rows,
+    d,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     _store_part(target, tile, strides, batch, head, row, rows, d, 0, BLOCK, BLOCK_D)
     if BLOCK_E > 0:
         _store_part(target, tile_e, strides, batch, head, row, rows, d, BLOCK_D, BLOCK, BLOCK_E)

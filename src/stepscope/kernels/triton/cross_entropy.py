@@ -64,9 +64,18 @@ def _finish_target(start, target, wanted, chosen, highest, mass, weight):
 
 @triton.jit
 def cross_entropy_short_rows_kernel(
-    logits, targets, losses, share, stride, V, ignored,
-    GRADIENT: tl.constexpr, SHARED: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    losses,
+    share,
+    stride,
+    V,
+    ignored,
+    GRADIENT: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Loss of one row: -log p(target). With GRADIENT its logits become p - onehot(target), times
     `share` if SHARED. A target outside of the vocabulary gives NaN."""
     pid = tl.program_id(0).to(tl.int64)
@@ -89,10 +98,19 @@ def cross_entropy_short_rows_kernel(
 
 @triton.jit
 def cross_entropy_rows_kernel(
-    logits, targets, losses, share, stride, V, ignored,
-    GRADIENT: tl.constexpr, SHARED: tl.constexpr, PADDED: tl.constexpr,
-    RUNS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    losses,
+    share,
+    stride,
+    V,
+    ignored,
+    GRADIENT: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Loss of one row of any length: one pass for maximum and sum, and one backwards for the
     gradient."""
     pid = tl.program_id(0).to(tl.int64)
@@ -172,9 +190,18 @@ def write_losses(
         kernel, run = cross_entropy_rows_kernel, _RUN_BYTES // logits.element_size()
         options = {"RUNS": _TURN_BYTES // _RUN_BYTES, "RUN": run, "num_warps": _WARPS}
     kernel[(rows,)](
-        logits, targets, losses, share, stride, vocab, ignore_index,
-        GRADIENT=gradient, SHARED=share is not None, PADDED=stride != vocab, **options,
-    )  # fmt: skip
+        logits,
+        targets,
+        losses,
+        share,
+        stride,
+        vocab,
+        ignore_index,
+        GRADIENT=gradient,
+        SHARED=share is not None,
+        PADDED=stride != vocab,
+        **options,
+    )
 
 
 @on_its_device

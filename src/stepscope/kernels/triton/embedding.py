@@ -64,10 +64,19 @@ def _row_of_gradient(
 
 @triton.jit
 def embedding_backward_kernel(
-    tokens, grad, listed, ranges, out, N, D,
-    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    OFTEN: tl.constexpr, OFTEN_AT_ONCE: tl.constexpr, OFTEN_BLOCK: tl.constexpr,
-):  # fmt: skip
+    tokens,
+    grad,
+    listed,
+    ranges,
+    out,
+    N,
+    D,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFTEN: tl.constexpr,
+    OFTEN_AT_ONCE: tl.constexpr,
+    OFTEN_BLOCK: tl.constexpr,
+):
     """Gradient of a chunk of columns of one row; programs of frequent rows come first."""
     pid = tl.program_id(0)
     chunks = tl.cdiv(D, OFTEN_BLOCK)
@@ -108,7 +117,18 @@ def backward(tokens: Tensor, grad: Tensor, rows: int, dtype: torch.dtype) -> Ten
     block, often_block = (min(triton.next_power_of_2(d), most) for most in (_WIDEST, _OFTEN_WIDEST))
     programs = rows * triton.cdiv(d, block) + triton.cdiv(n, _OFTEN) * triton.cdiv(d, often_block)
     embedding_backward_kernel[(programs,)](
-        tokens, grad, listed, ranges, out, n, d, AT_ONCE=_AT_ONCE, BLOCK=block,
-        OFTEN=_OFTEN, OFTEN_AT_ONCE=_OFTEN_AT_ONCE, OFTEN_BLOCK=often_block, num_warps=_WARPS,
-    )  # fmt: skip
+        tokens,
+        grad,
+        listed,
+        ranges,
+        out,
+        n,
+        d,
+        AT_ONCE=_AT_ONCE,
+        BLOCK=block,
+        OFTEN=_OFTEN,
+        OFTEN_AT_ONCE=_OFTEN_AT_ONCE,
+        OFTEN_BLOCK=often_block,
+        num_warps=_WARPS,
+    )
     return out

@@ -28,9 +28,19 @@ _PROGRAMS_INTERPRETED = 4
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x, branch, weight, stream, normed, unit, inverse, eps, D,
-    ADD: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    branch,
+    weight,
+    stream,
+    normed,
+    unit,
+    inverse,
+    eps,
+    D,
+    ADD: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Residual add (if ADD) and norm of one row; all blocks are (BLOCK,), an entire row.
 
     UNITS: also store the unit row.
@@ -63,10 +73,22 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, grad_weight,
-    rows, rows_each, D,
-    THROUGH: tl.constexpr, SPLIT: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad_normed,
+    grad_stream,
+    kept,
+    weight,
+    inverse,
+    grad_sum,
+    grad_branch,
+    grad_weight,
+    rows,
+    rows_each,
+    D,
+    THROUGH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of consecutive rows and a partial sum of the weight gradient; blocks are (BLOCK,).
 
     THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
@@ -135,9 +157,13 @@ class NormOutputs(NamedTuple):
 
 @on_its_device
 def forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype,
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
     units: bool = False,
-) -> NormOutputs:  # fmt: skip
+) -> NormOutputs:
     """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs."""
     stream = x
     if branch is not None:
@@ -147,17 +173,35 @@ def forward(
     inverse = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     block = triton.next_power_of_2(x.shape[-1])
     rms_norm_forward_kernel[(inverse.numel(),)](
-        x, branch, weight, stream, normed, unit, inverse, eps, x.shape[-1],
-        ADD=branch is not None, UNITS=units, BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
+        x,
+        branch,
+        weight,
+        stream,
+        normed,
+        unit,
+        inverse,
+        eps,
+        x.shape[-1],
+        ADD=branch is not None,
+        UNITS=units,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
     return NormOutputs(stream, normed, unit, inverse)
 
 
 @on_its_device
 def backward(
-    grad_normed: Tensor, grad_stream: Tensor | None, kept: Tensor, weight: Tensor,
-    inverse: Tensor, stream_dtype: torch.dtype, branch_dtype: torch.dtype, *, units: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_normed: Tensor,
+    grad_stream: Tensor | None,
+    kept: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    stream_dtype: torch.dtype,
+    branch_dtype: torch.dtype,
+    *,
+    units: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
     and of the weight. `kept` is the stream, or with `units` the unit rows."""
     rows, d = inverse.numel(), kept.shape[-1]
@@ -172,10 +216,23 @@ def backward(
     programs = triton.cdiv(rows, rows_each)
     partial = torch.empty(programs, d, device=kept.device, dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
-        grad_normed, grad_stream, kept, weight, inverse, grad_sum, grad_branch, partial,
-        rows, rows_each, d,
-        THROUGH=grad_stream is not None, SPLIT=split, UNITS=units, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+        grad_normed,
+        grad_stream,
+        kept,
+        weight,
+        inverse,
+        grad_sum,
+        grad_branch,
+        partial,
+        rows,
+        rows_each,
+        d,
+        THROUGH=grad_stream is not None,
+        SPLIT=split,
+        UNITS=units,
+        BLOCK=block,
+        num_warps=warps,
+    )
     grad_weight = torch.empty_like(weight)
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.

@@ -14,10 +14,22 @@ _MOST_PAIRS = 4096
 
 @triton.jit
 def rotary_turn_kernel(
-    x, out, cos, sin, x_stride_b, x_stride_s, out_stride_b, out_stride_s, table_stride,
-    S, H, HALF, sign,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    cos,
+    sin,
+    x_stride_b,
+    x_stride_s,
+    out_stride_b,
+    out_stride_s,
+    table_stride,
+    S,
+    H,
+    HALF,
+    sign,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """Rotate BLOCK_H heads of one token by `sign` times the angle of its position.
 
     Tables are (1, BLOCK_HALF), halves of heads (BLOCK_H, BLOCK_HALF).
@@ -42,10 +54,28 @@ def rotary_turn_kernel(
 
 @triton.jit
 def rotary_gather_kernel(
-    q, k, v, out, cos, sin,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, table_stride, S, H, HALF,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    cos,
+    sin,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    table_stride,
+    S,
+    H,
+    HALF,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """Gather one part (q, k or v) of one token: q and k rotated back, v unchanged."""
     pid_token = tl.program_id(0).to(tl.int64)
     batch, position = pid_token // S, pid_token % S
@@ -84,11 +114,23 @@ def gather_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Te
     batch, heads, seq, d = q.shape
     out = torch.empty(batch, seq, 3 * heads * d, device=q.device, dtype=q.dtype)
     rotary_gather_kernel[(batch * seq, 3)](
-        q, k, v, out, cos, sin, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], cos.stride(0),
-        seq, heads, d // 2,
-        BLOCK_H=triton.next_power_of_2(heads), BLOCK_HALF=triton.next_power_of_2(d // 2),
+        q,
+        k,
+        v,
+        out,
+        cos,
+        sin,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        cos.stride(0),
+        seq,
+        heads,
+        d // 2,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_HALF=triton.next_power_of_2(d // 2),
         num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -101,7 +143,20 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back
     block_half = triton.next_power_of_2(half)
     block_heads = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // block_half))
     rotary_turn_kernel[(batch * seq, triton.cdiv(heads, block_heads))](
-        x, out, cos, sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
-        seq, heads, half, -1.0 if back else 1.0,
-        BLOCK_H=block_heads, BLOCK_HALF=block_half, num_warps=4,
-    )  # fmt: skip
+        x,
+        out,
+        cos,
+        sin,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        cos.stride(0),
+        seq,
+        heads,
+        half,
+        -1.0 if back else 1.0,
+        BLOCK_H=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=4,
+    )

@@ -53,9 +53,18 @@ def swiglu_forward_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr, EXA
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad, gate, up, grad_gate, grad_up, made, width, stride,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    grad,
+    gate,
+    up,
+    grad_gate,
+    grad_up,
+    made,
+    width,
+    stride,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Gradients of gate and up of one block of (BLOCK,) of a row. AGAIN: also recompute the output
     of the forward."""
     offs, offs_packed, mask = _offsets(width, stride, BLOCK)
@@ -77,21 +86,41 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     rows, width = gate.shape
     swiglu_forward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-        gate, up, out, width, gate.stride(0), BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32,
+        gate,
+        up,
+        out,
+        width,
+        gate.stride(0),
+        BLOCK=_BLOCK,
+        EXACT=gate.dtype == torch.float32,
         num_warps=_WARPS,
-    )  # fmt: skip
+    )
     return out
 
 
 @on_its_device
 def backward(
-    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor,
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
     made: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
     themselves; `made` gets the output of the forward."""
     rows, width = gate.shape
     swiglu_backward_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-        grad, gate, up, grad_gate, grad_up, made, width, gate.stride(0),
-        AGAIN=made is not None, BLOCK=_BLOCK, EXACT=gate.dtype == torch.float32, num_warps=_WARPS,
-    )  # fmt: skip
+        grad,
+        gate,
+        up,
+        grad_gate,
+        grad_up,
+        made,
+        width,
+        gate.stride(0),
+        AGAIN=made is not None,
+        BLOCK=_BLOCK,
+        EXACT=gate.dtype == torch.float32,
+        num_warps=_WARPS,
+    )
