@@ -11,7 +11,7 @@ import torch
 
 from step_records import tiny_race_case
 from stepscope.kernels import autotune as search
-from stepscope.kernels.autotune import autotuned_matmuls, autotuned_matmul_into
+from stepscope.kernels.autotune import autotuned_matmul_into, autotuned_matmuls
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
